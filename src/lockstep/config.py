@@ -1,0 +1,271 @@
+"""Typed configuration: the same keys in Python, in YAML and as `key=value` on the command line.
+
+A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change the result
+(where files go, how often something is logged) are marked `outcome=False`; all others make up
+`TrainConfig.hash`, which a checkpoint carries and a run directory is bound to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.config import JsonDict
+
+from lockstep.errors import ConfigError
+
+NO_OUTCOME: JsonDict = {"outcome": False}
+"""Marks a field that cannot change the final parameters; it is left out of the hash."""
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+class OptimizerConfig(Section):
+    """The default optimizer; a Task with its own `build_optimizer` ignores all but `sharded`."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    momentum: NonNegativeFloat = 0.0
+    nesterov: bool = False
+    sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory."""
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes: linear warmup to `lr`, then `name`."""
+
+    name: Literal["constant", "linear", "cosine", "step"] = "constant"
+    warmup_steps: Count = 0
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the last step, as a part of `lr` (linear and cosine)."""
+    step_size: Positive = 1000
+    """Steps between two decays (step)."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of each decay (step)."""
+
+
+class PrecisionConfig(Section):
+    """Autocast and loss scaling."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
+    """First loss scale (fp16): halved when a gradient overflows, that step being skipped."""
+    growth_interval: Positive = 2000
+    """Steps without overflow before the loss scale is doubled (fp16)."""
+
+
+class EarlyStoppingConfig(Section):
+    """Stop when the watched metric has not improved for `patience` evaluations."""
+
+    patience: Count = 0
+    """0 turns early stopping off."""
+    min_delta: NonNegativeFloat = 0.0
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Steps between checkpoints; 0 writes one at each epoch's end. The last step always has one."""
+    keep: Positive = Field(3, json_schema_extra=NO_OUTCOME)
+    """How many of the newest to keep, beside the best."""
+    background: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    """Write in a background thread from a snapshot in memory."""
+
+
+class DataConfig(Section):
+    """How batches are fetched."""
+
+    num_workers: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Processes that prefetch microbatches; 0 fetches in the training process."""
+    prefetch: Positive = Field(2, json_schema_extra=NO_OUTCOME)
+    """Microbatches each worker process fetches ahead."""
+    shuffle: bool = True
+
+
+class TrainConfig(Section):
+    """Everything that shapes a run. Subclass it to give a recipe keys of its own."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    batch_size: Positive = 256
+    """Samples in a global batch: one optimizer step, whatever the number of ranks."""
+    num_microbatches: Positive = 8
+    epochs: Positive = 1
+    steps: Positive | None = None
+    """Optimizer steps of the whole run, instead of `epochs`; the schedule spans them."""
+    stop_at_step: Positive | None = Field(None, json_schema_extra=NO_OUTCOME)
+    """End this sitting after this step, with a checkpoint; the run can be resumed."""
+
+    lr: NonNegativeFloat = 1e-3
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Scale the mean gradient down to this global norm."""
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: tuple[str, ...] = ()
+    """Glob patterns of module names whose activations are recomputed in the backward pass."""
+
+    threads: Positive = 1
+    """Threads a rank computes with. Sums inside an operation, and so the bits, depend on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    eval_every: Count = 0
+    """Steps between evaluations; 0 evaluates at each epoch's end. The last step always is."""
+    eval_batch_size: Positive = 256
+    """Samples in one evaluation batch, on one rank."""
+    watch: str = "loss"
+    """The evaluation metric that says which checkpoint is best."""
+    watch_mode: Literal["min", "max"] = "min"
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    data: DataConfig = DataConfig()
+    digest_every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
+    log_every: Positive = Field(10, json_schema_extra=NO_OUTCOME)
+    """Steps between rows of metrics.csv and events.jsonl."""
+    tensorboard: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    bucket_bytes: Positive = Field(8 << 20, json_schema_extra=NO_OUTCOME)
+    """Most bytes of gradient a rank exchanges at a time."""
+
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> TrainConfig:
+        if self.num_microbatches > self.batch_size:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} is more than "
+                f"batch_size={self.batch_size}: a microbatch needs at least one sample"
+            )
+        return self
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
+        canonical = json.dumps(_outcome(self), sort_keys=True, default=str)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """All keys with their values, as YAML that `load` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def override(config: Config, overrides: Iterable[str], source: str = "command line") -> Config:
+    """A new config with `key=value` items applied; keys may be dotted, values are YAML.
+
+    Raises:
+        ConfigError: an item has no `=`, a key is unknown or a value is of the wrong type.
+    """
+    data = config.model_dump()
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{source}: {item!r} is not of the form key=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{source}: {key}: {text!r} is not a YAML value") from error
+        _set(data, key, value, type(config), source)
+    return build(type(config), data, source)
+
+
+def load(kind: type[Config], path: Path) -> Config:
+    """The config in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or does not fit `kind`.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold keys and values, holds a {type(data).__name__}")
+    return build(kind, data, str(path))
+
+
+def build(kind: type[Config], data: Mapping[str, Any], source: str) -> Config:
+    """A validated config from plain data; errors name `source`, the key and the value.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit.
+    """
+    try:
+        return kind.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(kind, e, source) for e in error.errors())) from None
+
+
+def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{source}: {_unknown_key(kind, key)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{source}: {message}"
+    return f"{source}: {key}={error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _unknown_key(kind: type[TrainConfig], key: str) -> str:
+    known = list(_keys(kind))
+    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not nearest:
+        nearest = [k for k in known if k.rpartition(".")[2] == key][:1]
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"unknown key {key!r}{hint}"
+
+
+def _keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], source: str) -> None:
+    *sections, leaf = key.split(".")
+    target = data
+    for section in sections:
+        if not isinstance(target.get(section), dict):
+            raise ConfigError(f"{source}: {_unknown_key(kind, key)}")
+        target = target[section]
+    if leaf not in target:
+        raise ConfigError(f"{source}: {_unknown_key(kind, key)}")
+    if isinstance(target[leaf], dict) and not isinstance(value, dict):
+        inner = ", ".join(f"{key}.{name}" for name in target[leaf])
+        raise ConfigError(f"{source}: {key}={value!r}: {key} is a section; set one of {inner}")
+    target[leaf] = value
+
+
+def _outcome(section: BaseModel) -> dict[str, Any]:
+    """The keys of a section that can change the result, as plain data."""
+    values: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("outcome") is False:
+            continue
+        value = getattr(section, name)
+        values[name] = _outcome(value) if isinstance(value, BaseModel) else value
+    return values

@@ -1,0 +1,106 @@
+"""Adding up a rank's own microbatches along the canonical tree, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.parallel.arena import Arena, Row
+from lockstep.parallel.layout import Range, leaves, merges, stack_depth
+
+
+def rows_needed(microbatches: Range, num_microbatches: int) -> int:
+    """Rows of an arena that the fold of these microbatches uses, at least one."""
+    counts, _ = merges(leaves(microbatches), num_microbatches)
+    return max(1, stack_depth(counts))
+
+
+class Fold:
+    """A stack of partial sums in an arena's rows: a binary counter of flat gradients.
+
+    Attributes:
+        nodes: the nodes in the rows 0, 1, … once all leaves are in.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        places: Sequence[Sequence[tuple[int, torch.Size]]],
+        microbatches: Range,
+        num_microbatches: int,
+    ) -> None:
+        """Prepare to fold `microbatches` into `arena`.
+
+        Args:
+            arena: at least `rows_needed` rows.
+            places: for each segment, the (offset, shape) of each tensor of a leaf.
+            microbatches: this rank's range.
+            num_microbatches: of the whole global batch.
+        """
+        self._arena = arena
+        self._merges, self.nodes = merges(leaves(microbatches), num_microbatches)
+        self._views = [_views(row, places) for row in arena.rows]
+        self._next = 0
+        self._height = 0
+
+    def restart(self) -> None:
+        """Forget all leaves."""
+        self._next = self._height = 0
+
+    def add(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
+        """Add the next leaf.
+
+        Args:
+            tensors: in the order of `places`; None counts as zeros.
+            scalars: float64, as many as the arena's rows hold.
+        """
+        count = self._merges[self._next]
+        self._next += 1
+        rows = self._arena.rows
+        if count == 0:
+            _store(self._views[self._height], tensors, torch._foreach_copy_, _zero)
+            rows[self._height].scalars.copy_(scalars)
+            self._height += 1
+            return
+        _store(self._views[self._height - 1], tensors, torch._foreach_add_, _add_zero)
+        rows[self._height - 1].scalars.add_(scalars)
+        for _ in range(count - 1):
+            self._height -= 1
+            rows[self._height - 1].add_(rows[self._height])
+
+
+def _views(row: Row, places: Sequence[Sequence[tuple[int, torch.Size]]]) -> list[Tensor]:
+    return [
+        segment[offset : offset + shape.numel()].view(shape)
+        for segment, entries in zip(row.segments, places, strict=True)
+        for offset, shape in entries
+    ]
+
+
+def _store(
+    views: list[Tensor],
+    tensors: Sequence[Tensor | None],
+    foreach: Callable[..., Any],
+    absent: Callable[[Tensor], Any],
+) -> None:
+    if all(t is not None for t in tensors):
+        if views:
+            foreach(views, tensors)
+        return
+    for view, tensor in zip(views, tensors, strict=True):
+        if tensor is None:
+            absent(view)
+        else:
+            foreach([view], [tensor])
+
+
+def _zero(view: Tensor) -> None:
+    view.zero_()
+
+
+def _add_zero(view: Tensor) -> None:
+    # Not a no-op: it turns -0.0 into 0.0, as adding a row of zeros does on another layout.
+    view.add_(0.0)

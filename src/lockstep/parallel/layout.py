@@ -1,0 +1,96 @@
+"""Pure arithmetic of the layout: ranges of microbatches, nodes of the canonical tree, slices.
+
+The canonical tree is fixed by the number of microbatches alone. Its leaves are the microbatches
+0..M-1; node (first, size), with `size` a power of two and `first` a multiple of it, is the sum of
+the leaves first..first+size-1. A node whose right child would lie beyond M-1 equals its left
+child. Whoever adds up gradients does it along this tree, so the result has the same bits however
+the leaves are dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Range(NamedTuple):
+    """The integers first <= i < last."""
+
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        """How many integers the range holds."""
+        return self.last - self.first
+
+
+class Node(NamedTuple):
+    """A node of the canonical tree: the sum of leaves first..first+size-1."""
+
+    first: int
+    size: int
+
+
+def split(total: int, parts: int) -> list[Range]:
+    """`total` items in `parts` contiguous ranges; the first `total % parts` hold one more."""
+    quotient, remainder = divmod(total, parts)
+    ranges = []
+    first = 0
+    for part in range(parts):
+        last = first + quotient + (part < remainder)
+        ranges.append(Range(first, last))
+        first = last
+    return ranges
+
+
+def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node]]:
+    """Adds up nodes that lie side by side, as far as the canonical tree allows.
+
+    Nodes are taken from left to right onto a stack; after each, the topmost is added to the one
+    below it as long as the two are siblings.
+
+    Args:
+        nodes: nodes that follow one another without a gap, from left to right.
+        num_leaves: leaves of the whole tree.
+
+    Returns:
+        How many additions follow each node, and the nodes that are left. All the leaves of the
+        tree leave one node.
+    """
+    counts = []
+    stack: list[Node] = []
+    for node in nodes:
+        stack.append(_grown(node, num_leaves))
+        count = 0
+        while len(stack) > 1 and _siblings(stack[-2], stack[-1]):
+            right = stack.pop()
+            stack[-1] = _grown(Node(stack[-1].first, 2 * right.size), num_leaves)
+            count += 1
+        counts.append(count)
+    return counts, stack
+
+
+def leaves(microbatches: Range) -> list[Node]:
+    """The leaves of a range of microbatches."""
+    return [Node(i, 1) for i in range(*microbatches)]
+
+
+def stack_depth(counts: Sequence[int]) -> int:
+    """Rows of memory a fold needs, where a leaf that is added at once needs none of its own."""
+    height = deepest = 0
+    for count in counts:
+        deepest = max(deepest, height + (count == 0))
+        height += 1 - count
+    return deepest
+
+
+def _grown(node: Node, num_leaves: int) -> Node:
+    """The largest node that equals this one because right children are missing."""
+    first, size = node
+    while first % (2 * size) == 0 and first + size >= num_leaves and size < num_leaves:
+        size *= 2
+    return Node(first, size)
+
+
+def _siblings(left: Node, right: Node) -> bool:
+    return left.size == right.size and left.first % (2 * left.size) == 0
