@@ -1,0 +1,98 @@
+"""The engine's bytes over a torch.distributed process group: gloo, NCCL, or any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.transport import Transport, offsets
+
+
+# torch 2.13 renames it; 2.11 knows the old name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ProcessGroupTransport(Transport):
+    """The default process group, made here and destroyed by `close`."""
+
+    def __init__(
+        self,
+        backend: str,
+        store_address: tuple[str, int],
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Meet the other ranks.
+
+        Args:
+            backend: `gloo` or `nccl`.
+            store_address: host and port of the key-value store; rank 0 hosts it, unless torchrun
+                does.
+            rank: of this process.
+            size: number of processes.
+            timeout_s: how long to wait for others, in seconds.
+            device: where this rank's tensors lie; host memory by default.
+        """
+        host, port = store_address
+        self.name = backend
+        self.rank = rank
+        self.size = size
+        self._device = device or torch.device("cpu")
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{host}:{port}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """See `Transport.all_gather`."""
+        longest = max(counts)
+        if min(counts) == longest:
+            _all_gather(out, own)
+            return
+        padded = out.new_zeros(longest)
+        padded[: own.numel()] = own
+        everyone = out.new_empty(self.size * longest)
+        _all_gather(everyone, padded)
+        for rows, start, count in zip(
+            everyone.view(self.size, longest), offsets(counts), counts, strict=True
+        ):
+            out[start : start + count] = rows[:count]
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
+        dist.all_to_all_single(recv, torch.cat(parts), list(recv_counts), list(send_counts))
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """See `Transport.broadcast`."""
+        dist.broadcast(tensor, src=root)
+
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        dist.barrier()
+
+    def close(self) -> None:
+        """Destroy the group: gloo's threads can crash a process that exits without that."""
+        dist.destroy_process_group()
+
+    def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `Transport.gather_host`; staged where the backend moves device memory only."""
+        out = torch.empty(sum(counts), dtype=own.dtype, device=self._device)
+        self.all_gather(own.to(self._device), out, counts)
+        return out.cpu()

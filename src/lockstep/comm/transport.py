@@ -1,0 +1,120 @@
+"""The seam between the engine and whatever carries its bytes.
+
+The engine needs data movement only: sums are done by `lockstep.parallel`, in an order that does
+not depend on the transport. So a transport moves one-dimensional contiguous tensors and small
+JSON values, and any two transports give the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def offsets(counts: Sequence[int]) -> list[int]:
+    """Where each part starts when parts of these sizes lie one behind the other."""
+    return [0, *accumulate(counts)][:-1]
+
+
+class Transport(ABC):
+    """A group of `size` processes, of which this one is number `rank`.
+
+    All ranks call the same methods in the same order. Tensors are one-dimensional, contiguous,
+    of equal dtype on all ranks, and lie on the transport's device.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """Fill `out` with every rank's `own`, one behind the other.
+
+        Args:
+            own: `counts[rank]` elements; may be its own place inside `out`.
+            out: `sum(counts)` elements.
+            counts: elements of each rank.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Send to rank r `send[send_offsets[r]:][:send_counts[r]]`.
+
+        `recv` gets what came from ranks 0, 1, … one behind the other, `recv_counts[r]` each.
+        """
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite `tensor` with the one of rank `root`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have called this."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group."""
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON-able value, in rank order (JSON, since pickles may run code)."""
+        payload = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8).copy()
+        counts = self.gather_host(torch.tensor([payload.size]), [1] * self.size).tolist()
+        raw = self.gather_host(torch.from_numpy(payload), counts).numpy().tobytes()
+        return [
+            json.loads(raw[start : start + count])
+            for start, count in zip(offsets(counts), counts, strict=True)
+        ]
+
+    def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """Every rank's `own`, one behind the other, all in host memory."""
+        out = torch.empty(sum(counts), dtype=own.dtype)
+        self.all_gather(own, out, counts)
+        return out
+
+
+class LocalTransport(Transport):
+    """One process on its own: nothing to move."""
+
+    name = "local"
+    rank = 0
+    size = 1
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """Copy `own` to `out`."""
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own)
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Copy this rank's part to itself."""
+        recv.copy_(send[send_offsets[0] : send_offsets[0] + send_counts[0]])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Nothing to do."""
+
+    def barrier(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""

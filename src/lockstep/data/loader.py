@@ -1,0 +1,162 @@
+"""Fetching the samples of microbatches, in this process or ahead of time in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.sampler import ElasticSampler
+from lockstep.errors import DataError
+from lockstep.parallel.layout import Range
+
+Batch = Any
+Collate = Callable[[list[Any]], Batch]
+
+
+class Request(NamedTuple):
+    """The samples of one microbatch and the random state they are fetched with."""
+
+    key: int
+    indices: Tensor
+
+
+class Fetcher(Dataset[Batch]):
+    """A dataset whose items are whole microbatches, asked for by `Request`.
+
+    What the dataset draws at random (augmentation) depends on the request only, so it does not
+    matter which process fetches it or when.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        plain = type(dataset).__getitem__ is TensorDataset.__getitem__
+        self._tensors = dataset.tensors if isinstance(dataset, TensorDataset) and plain else None
+
+    def __getitem__(self, request: Request) -> Batch:
+        """The batch of one microbatch."""
+        if self._tensors is not None:
+            return [t.index_select(0, request.indices) for t in self._tensors]
+        seed_all(request.key)
+        indices = request.indices.tolist()
+        many = getattr(self._dataset, "__getitems__", None)
+        samples = many(indices) if many else [self._dataset[i] for i in indices]
+        return self._collate(samples)
+
+
+def dataset_size(dataset: Dataset[Any], split: str) -> int:
+    """Number of samples.
+
+    Raises:
+        DataError: the dataset has no `__len__` or `__getitem__`.
+    """
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(dataset, method):
+            raise DataError(
+                f"dataset({split!r}): a {type(dataset).__name__} has no {method}; a dataset must "
+                "have __len__ and __getitem__ (torch.utils.data.Dataset)"
+            )
+    return len(dataset)  # type: ignore[arg-type]
+
+
+class Loader:
+    """Microbatches in the order in which a rank computes them."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Collate,
+        sampler: ElasticSampler,
+        seed: int,
+        device: torch.device,
+        num_workers: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        self._fetcher = Fetcher(dataset, collate)
+        self._sampler = sampler
+        self._seed = seed
+        self._device = device
+        self._num_workers = num_workers
+        self._prefetch = prefetch
+
+    def microbatch(self, step: int, microbatch: int) -> Batch | None:
+        """One microbatch, fetched now; None if it has no samples."""
+        request = self._request(step, microbatch)
+        return None if request is None else to_device(self._fetcher[request], self._device)
+
+    def stream(self, microbatches: Range, first_step: int, last_step: int) -> Iterator[Batch]:
+        """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
+
+        Microbatches without samples come as None.
+        """
+        if not self._num_workers:
+            for step in range(first_step, last_step):
+                for m in range(*microbatches):
+                    yield self.microbatch(step, m)
+            return
+        wanted = _Requests(self._request, microbatches, first_step, last_step)
+        fetched = iter(
+            DataLoader(
+                self._fetcher,
+                sampler=wanted,
+                batch_size=None,
+                num_workers=self._num_workers,
+                prefetch_factor=self._prefetch,
+                generator=torch.Generator(),  # else it draws from, and so changes, the global one
+            )
+        )
+        for step in range(first_step, last_step):
+            for m in range(*microbatches):
+                empty = self._sampler.microbatch_size(step, m) == 0
+                yield None if empty else to_device(next(fetched), self._device)
+
+    def _request(self, step: int, microbatch: int) -> Request | None:
+        if not self._sampler.microbatch_size(step, microbatch):
+            return None
+        key = random_key(self._seed, Stream.DATA, step, microbatch)
+        return Request(key, self._sampler.indices(step, microbatch))
+
+
+class _Requests:
+    """The sampler of a DataLoader: makes requests as they are asked for."""
+
+    def __init__(
+        self,
+        make: Callable[[int, int], Request | None],
+        microbatches: Range,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        self._make = make
+        self._microbatches = microbatches
+        self._steps = range(first_step, last_step)
+
+    def __iter__(self) -> Iterator[Request]:
+        for step in self._steps:
+            for m in range(*self._microbatches):
+                request = self._make(step, m)
+                if request is not None:
+                    yield request
+
+    def __len__(self) -> int:
+        return len(self._steps) * len(self._microbatches)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move all tensors in nested lists, tuples and dicts; other values stay as they are."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(v, device) for v in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(v, device) for v in batch)
+    return batch

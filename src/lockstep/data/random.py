@@ -1,0 +1,46 @@
+"""Random state that depends on what is computed, never on who computes it."""
+
+from __future__ import annotations
+
+import random
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+
+class Stream(IntEnum):
+    """Uses of randomness that must not share numbers."""
+
+    MODEL = 1
+    DATA = 2
+    FORWARD = 3
+    EVALUATION = 4
+
+
+_MASK = (1 << 64) - 1
+
+
+def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) -> int:
+    """63 bits, mixed from all four numbers (splitmix64; Steele, Lea and Flood 2014, figure 17)."""
+    state = 0
+    for word in (seed, stream, step, microbatch):
+        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seed_torch(key: int) -> None:
+    """Set the state of torch's global generators."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(key)
+
+
+def seed_all(key: int) -> None:
+    """Set the state of all global generators: torch's, numpy's and Python's."""
+    seed_torch(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)

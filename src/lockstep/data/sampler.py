@@ -1,0 +1,85 @@
+"""Which samples belong to which step and microbatch: a pure function of the seed.
+
+Ranks do not appear here: they come and go, the samples of (step, microbatch) stay the same. So any
+number of ranks can go on in the middle of an epoch where any other number left off.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.errors import DataError
+from lockstep.parallel.layout import Range, split
+
+
+class ElasticSampler:
+    """Deals out every sample once an epoch, in an order drawn anew for each epoch.
+
+    Attributes:
+        steps_per_epoch: the last one of an epoch may be smaller; no sample is dropped.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        num_microbatches: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        """Make a sampler.
+
+        Raises:
+            DataError: there are no samples.
+        """
+        if num_samples < 1:
+            raise DataError("dataset('train'): is empty; training needs at least one sample")
+        self.num_samples = num_samples
+        self.steps_per_epoch = -(-num_samples // batch_size)
+        self._batch_size = batch_size
+        self._num_microbatches = num_microbatches
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._splits: dict[int, list[Range]] = {}
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that step (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def step_size(self, step: int) -> int:
+        """How many samples the global batch of a step has."""
+        start = step % self.steps_per_epoch * self._batch_size
+        return min(self._batch_size, self.num_samples - start)
+
+    def indices(self, step: int, microbatch: int) -> Tensor:
+        """The samples of a microbatch, int64; none if the batch has fewer samples than that."""
+        self._draw(self.epoch(step))
+        start = step % self.steps_per_epoch * self._batch_size
+        first, last = self._ranges(self.step_size(step))[microbatch]
+        return self._order[start + first : start + last]
+
+    def microbatch_size(self, step: int, microbatch: int) -> int:
+        """How many samples a microbatch has."""
+        return len(self._ranges(self.step_size(step))[microbatch])
+
+    def _ranges(self, size: int) -> list[Range]:
+        # At most two sizes occur: that of full batches and that of an epoch's last.
+        if size not in self._splits:
+            self._splits[size] = split(size, self._num_microbatches)
+        return self._splits[size]
+
+    def _draw(self, epoch: int) -> None:
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        if self._shuffle:
+            # Counter-based: the order of an epoch does not depend on the epochs before it.
+            bits = np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64))
+            order = np.random.Generator(bits).permutation(self.num_samples)
+            self._order = torch.from_numpy(order.astype(np.int64, copy=False))
+        elif not self._order.numel():
+            self._order = torch.arange(self.num_samples)
