@@ -1,0 +1,1 @@
+"""The engine: one training step from the sampler to the optimizer, and its state."""

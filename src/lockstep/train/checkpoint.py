@@ -1,0 +1,203 @@
+"""Checkpoints on disk: tensors as safetensors, everything else as JSON; verified, never pickled.
+
+    checkpoints/step_00000100/model.safetensors        parameters and buffers by name
+                              optimizer.safetensors    state by "key/parameter"
+                              manifest.json            SHA-256 of both, and all the rest
+    checkpoints/latest, checkpoints/best               names of folders; only hints
+
+A folder is written under a temporary name, flushed to disk, and renamed: it is complete or not
+there. Nothing in it depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lockstep.errors import CheckpointError
+
+FORMAT = 1
+_MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+
+
+@dataclass
+class Snapshot:
+    """A training state in memory.
+
+    Attributes:
+        step: committed optimizer steps.
+        model: parameters and buffers by name.
+        optimizer: whole-tensor optimizer state by "key/parameter".
+        meta: JSON-able values: config, progress, versions, layout.
+    """
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def folder_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def write(root: Path, snapshot: Snapshot) -> tuple[Path, int]:
+    """Write a checkpoint below `root`.
+
+    Returns:
+        Its folder and its size in bytes.
+
+    Raises:
+        OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
+    """
+    final = root / folder_name(snapshot.step)
+    temporary = root / f".{final.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        files = {
+            name: _write_file(temporary / name, safetensors.torch.save(tensors))
+            for name, tensors in ((_MODEL, snapshot.model), (_OPTIMIZER, snapshot.optimizer))
+        }
+        body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
+        manifest = {"sha256": _json_digest(body), **body}
+        text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
+        size = len(text) + sum(f["bytes"] for f in files.values())
+        _write_file(temporary / _MANIFEST, text)
+        _sync_folder(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync_folder(root)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    write_hint(root, "latest", final.name)
+    return final, size
+
+
+def read(folder: Path) -> Snapshot:
+    """Read and verify a checkpoint.
+
+    Raises:
+        CheckpointError: something is missing, damaged, or newer than this library.
+    """
+    manifest = read_manifest(folder)
+    files = {name: _read_verified(folder / name, manifest) for name in (_MODEL, _OPTIMIZER)}
+    meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
+    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The verified manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or newer than this library.
+    """
+    path = folder / _MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        digest = manifest.pop("sha256")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, AttributeError):
+        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest") from None
+    if not isinstance(manifest.get("format"), int) or manifest["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path}: format={manifest.get('format')!r} is newer than this library reads "
+            f"({FORMAT}); update lockstep-train"
+        )
+    if digest != _json_digest(manifest):
+        raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
+    return {"sha256": digest, **manifest}
+
+
+def folders(root: Path) -> list[Path]:
+    """All complete checkpoints, newest step first."""
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.glob("step_*") if p.is_dir()), reverse=True)
+
+
+def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
+    """The newest checkpoint that verifies, its folder, and why newer ones were passed over."""
+    skipped: list[str] = []
+    for folder in folders(root):
+        try:
+            return read(folder), folder, skipped
+        except CheckpointError as error:
+            skipped.append(str(error))
+    return None, None, skipped
+
+
+def write_hint(root: Path, name: str, folder: str) -> None:
+    """Make `root/name` say `folder`."""
+    temporary = root / f".{name}.{os.getpid()}.tmp"
+    temporary.write_text(folder + "\n", encoding="utf-8")
+    temporary.replace(root / name)
+
+
+def read_hint(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if both exist."""
+    try:
+        folder = root / (root / name).read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return folder if folder.is_dir() and folder.parent == root else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints, the best, and what is not a checkpoint."""
+    best = read_hint(root, "best")
+    for folder in folders(root)[keep:]:
+        if folder != best:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_file(path: Path, data: bytes) -> dict[str, Any]:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
+    expected = manifest["files"].get(path.name, {})
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) != expected.get("bytes"):
+        raise CheckpointError(
+            f"{path}: is damaged: holds {len(data)} bytes, must hold {expected.get('bytes')}"
+        )
+    if hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+        raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
+    try:
+        return safetensors.torch.load(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+
+
+def _json_digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

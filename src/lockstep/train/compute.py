@@ -1,0 +1,146 @@
+"""One microbatch: forward, backward, and what is kept of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import TrainConfig
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.errors import TaskError
+from lockstep.train.buffers import ForwardState
+from lockstep.train.precision import autocast
+from lockstep.train.task import Loss, Number, Task
+
+
+class Compute:
+    """Runs the task's loss on microbatches.
+
+    Attributes:
+        metrics: names of the task's metrics; set by the first call of `forward`.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
+        self._task = task
+        self._model = model
+        self._seed = config.seed
+        self._device = device
+        self._autocast: Callable[[], Any] = nullcontext
+        if config.precision.dtype != "fp32":
+            self._autocast = lambda: autocast(config.precision, device)
+        self.metrics: tuple[str, ...] | None = None
+
+    def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
+        """The loss of a microbatch, with random state that depends on its number only.
+
+        Raises:
+            TaskError: `Task.loss` did not return what it must.
+        """
+        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        with self._autocast():
+            loss = self._task.loss(self._model, batch)
+        self._check(loss, training=True)
+        return loss
+
+    def evaluate(self, chunk: int, batch: Any) -> dict[str, tuple[float, float]]:
+        """Loss and metrics of an evaluation batch, each as (sum, weight)."""
+        seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
+        with torch.no_grad(), self._autocast():
+            loss = self._task.evaluate(self._model, batch)
+        self._check(loss, training=False)
+        found = {"loss": (loss.sum, loss.weight), **loss.metrics}
+        values = self._floats([v for pair in found.values() for v in pair])
+        return dict(zip(found, zip(values[::2], values[1::2], strict=True), strict=True))
+
+    def scalars(self, loss: Loss) -> list[float]:
+        """Loss and metrics as [sum, weight, sum, weight, …]."""
+        values: list[Number] = [loss.sum, loss.weight]
+        for name in self.metrics or ():
+            values += loss.metrics[name]
+        return self._floats(values)
+
+    def _floats(self, values: list[Number]) -> list[float]:
+        plain = [v.detach() if isinstance(v, Tensor) else v for v in values]
+        return _fetched(plain) if self._device.type == "cuda" else [float(v) for v in plain]
+
+    def _check(self, loss: Any, training: bool) -> None:
+        where = "loss" if training else "evaluate"
+        if not isinstance(loss, Loss):
+            raise TaskError(
+                f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
+                f"{type(loss).__name__}"
+            )
+        if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
+            found = (
+                f"a tensor of shape {tuple(loss.sum.shape)}"
+                if isinstance(loss.sum, Tensor)
+                else f"a {type(loss.sum).__name__}"
+            )
+            raise TaskError(
+                f"Task.{where}: Loss.sum must be a scalar tensor, is {found}; sum the loss over "
+                "the batch"
+            )
+        if training and not loss.sum.requires_grad:
+            raise TaskError(
+                f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
+            )
+        if training and self.metrics is None:
+            self.metrics = tuple(sorted(loss.metrics))
+        if training and tuple(sorted(loss.metrics)) != self.metrics:
+            raise TaskError(
+                f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
+                f"{list(self.metrics or ())}; every batch must have the same"
+            )
+
+
+class Backward:
+    """Gradients of microbatches, as leaves for the ordered reduction."""
+
+    def __init__(self, parameters: list[Tensor], state: ForwardState) -> None:
+        self._parameters = parameters
+        self._state = state
+
+    def leaf(
+        self, loss: Loss, weight: float, loss_scale: float
+    ) -> tuple[list[Tensor | None], list[int]]:
+        """Gradients and changes of buffers of a microbatch, and its counters.
+
+        Args:
+            loss: from `Compute.forward`.
+            weight: of this microbatch.
+            loss_scale: what the loss is multiplied with before the backward pass.
+        """
+        # Before the backward pass, since recomputed activations run forward passes again.
+        deltas, counters = self._state.collect(weight)
+        parameters = self._parameters
+        (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._state.restore()
+        return [*gradients, *deltas], counters
+
+
+def _fetched(values: list[Number]) -> list[float]:
+    """All values with a single copy from the device."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    fetched = iter(torch.stack([t.double() for t in tensors]).tolist())
+    return [next(fetched) if isinstance(v, Tensor) else float(v) for v in values]
+
+
+def check_weight(weight: float, step: int) -> None:
+    """Refuse a step in which nothing counts.
+
+    Raises:
+        TaskError: the weights of all microbatches add up to zero, a negative number or NaN.
+    """
+    if not (weight > 0 and math.isfinite(weight)):
+        raise TaskError(
+            f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight must "
+            "be the number of samples (or another positive weight) of the batch"
+        )

@@ -1,0 +1,164 @@
+"""What the engine says while it works.
+
+The engine never prints or formats: it emits these records, and whoever wants to show, store
+or count something listens (`lockstep.observe`). Times are in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events; `step` is the number of optimizer steps committed so far."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """Training begins (or goes on, when `step` > 0) with this plan."""
+
+    task: str
+    run_dir: str
+    config_hash: str
+    total_steps: int
+    steps_per_epoch: int
+    num_samples: int
+    num_parameters: int
+    world_size: int
+    transport: str
+    launcher: str
+    device: str
+    threads: int
+    num_microbatches: int
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined(Event):
+    """A process takes part; one event for each process."""
+
+    slot: int
+    rank: int
+    host: str
+    pid: int
+    local_rank: int
+    device: str
+    threads: int
+    microbatches: tuple[int, int]
+    """The contiguous range [first, last) of microbatches this rank computes."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Where one rank's time went since the last report, in seconds."""
+
+    rank: int
+    compute_s: float
+    communication_s: float
+    data_s: float
+    checkpoint_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """`num_steps` steps were committed since the last such event; values are their means."""
+
+    num_steps: int
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    lr: float
+    grad_norm: float
+    """Global norm of the mean gradient before clipping, of the last of these steps."""
+    loss_scale: float
+    samples: int
+    seconds: float
+    """Wall time of these steps on rank 0."""
+    ranks: tuple[RankTimes, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks for each second of wall time."""
+        return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def compute_efficiency(self) -> float:
+        """Compute / (compute + exposed communication + data wait + checkpoint), all ranks."""
+        compute = sum(r.compute_s for r in self.ranks)
+        total = compute + sum(r.communication_s + r.data_s + r.checkpoint_s for r in self.ranks)
+        return compute / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The metrics of a whole split, exact whatever the number of ranks."""
+
+    split: str
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improved(Event):
+    """The watched metric is better than ever; a checkpoint of this step is kept as best."""
+
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointed(Event):
+    """A checkpoint is complete on disk."""
+
+    path: str
+    num_bytes: int
+    stall_s: float
+    """How long training stood still for it."""
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """State was restored from a checkpoint."""
+
+    path: str
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that were passed over, each with its reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something the user should know; training goes on."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Event):
+    """The run ends because of an error."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Event):
+    """The run ends in order."""
+
+    status: str
+    """`completed`, or `stopped` when it ended before its last step on request."""
+    reason: str
+    params_sha256: str
+    metrics: dict[str, float]
+    world_size: int
+    wall_s: float
+    checkpoint: str = ""
+    exit_code: int = 0
+
+
+Emit = Callable[[Event], None]
+"""Takes an event; called on rank 0 only."""

@@ -1,0 +1,47 @@
+"""Autocast and dynamic loss scaling."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lockstep.config import PrecisionConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST = 2.0**24
+
+
+def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextManager[object]:
+    """The context forward passes run in; parameters and gradients stay as they are."""
+    if config.dtype == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_DTYPES[config.dtype])
+
+
+class LossScale:
+    """Keeps small fp16 gradients from vanishing; always 1 for other dtypes.
+
+    All ranks see the same gradient norm, so all take the same decisions.
+
+    Attributes:
+        value: what losses are multiplied with.
+        good_steps: steps since the last change.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self.enabled = config.dtype == "fp16"
+        self.value = config.loss_scale if self.enabled else 1.0
+        self.good_steps = 0
+        self._growth_interval = config.growth_interval
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after `growth_interval` steps without one."""
+        if not self.enabled:
+            return
+        if not finite:
+            self.value, self.good_steps = max(self.value / 2, 2.0**-14), 0
+            return
+        self.good_steps += 1
+        if self.good_steps >= self._growth_interval:
+            self.value, self.good_steps = min(self.value * 2, _LARGEST), 0

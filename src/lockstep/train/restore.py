@@ -1,0 +1,95 @@
+"""Between a training state in use and a snapshot of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.transport import Transport
+from lockstep.errors import CheckpointError
+from lockstep.train.checkpoint import Snapshot
+from lockstep.train.progress import Progress
+from lockstep.train.step import Step
+
+
+def capture(
+    step: Step, model: nn.Module, progress: Progress, meta: dict[str, Any], is_first: bool
+) -> Callable[[], Snapshot] | None:
+    """Copy the state in memory; what is returned (on rank 0) makes a snapshot of the copies.
+
+    Called on all ranks: with a sharded optimizer, its slices are gathered.
+    """
+    flats = step.stepper_state()
+    if not is_first:
+        return None
+    tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+    meta = meta | {
+        "progress": progress.to_json(),
+        "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
+        "optimizer_scalars": step.stepper.state_scalars(),
+    }
+
+    def make() -> Snapshot:
+        optimizer = {
+            f"{key}/{name}": tensor.cpu()
+            for key, segments in flats.items()
+            for name, tensor in step.flat.named(segments).items()
+        }
+        return Snapshot(progress_step, tensors, optimizer, meta)
+
+    progress_step = progress.step
+    return make
+
+
+def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
+    """Refuse a snapshot of another model.
+
+    Raises:
+        CheckpointError: names the first parameter or buffer that differs.
+    """
+    own = model.state_dict()
+    for name in dict.fromkeys([*own, *snapshot.model]):
+        if name not in snapshot.model:
+            raise CheckpointError(f"{where}: is of another model: it has no {name}")
+        if name not in own:
+            raise CheckpointError(f"{where}: is of another model: this one has no {name}")
+        here, there = own[name], snapshot.model[name]
+        if (here.shape, here.dtype) != (there.shape, there.dtype):
+            raise CheckpointError(
+                f"{where}: is of another model: {name} is {there.dtype} {tuple(there.shape)} "
+                f"there, {here.dtype} {tuple(here.shape)} here"
+            )
+
+
+def restore(
+    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport
+) -> Progress:
+    """Bring all ranks into the state of a snapshot that rank 0 has (the others pass None)."""
+    if snapshot is not None:
+        model.load_state_dict(snapshot.model)
+    for tensor in model.state_dict().values():
+        _broadcast(transport, tensor)
+    meta: dict[str, Any] = transport.gather_json(snapshot.meta if snapshot else None)[0]
+    keys = sorted({n.partition("/")[0] for n in snapshot.optimizer}) if snapshot else []
+    flats = {}
+    for key in transport.gather_json(keys)[0]:
+        flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
+        if snapshot is not None:
+            for name, view in step.flat.named(flats[key]).items():
+                view.copy_(snapshot.optimizer[f"{key}/{name}"])
+        for flat in flats[key]:
+            _broadcast(transport, flat)
+    step.stepper.load_state(flats, meta["optimizer_scalars"])
+    step.loss_scale.value, step.loss_scale.good_steps = meta["loss_scale"]
+    step.state.mark()
+    return Progress.from_json(meta["progress"])
+
+
+def _broadcast(transport: Transport, tensor: Tensor) -> None:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    transport.broadcast(data, root=0)
+    if data.data_ptr() != tensor.data_ptr():
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,108 @@
+"""What a process is given to train with: its place among the ranks, and ways to speak and listen.
+
+Passed explicitly; nothing in the library keeps it in a global.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep import errors
+from lockstep.comm.transport import Transport
+from lockstep.errors import LockstepError, TaskFailure
+from lockstep.train.events import Emit, Event
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process's surroundings.
+
+    Attributes:
+        transport: the group of ranks.
+        device: where this rank computes.
+        slot: the process's lifelong number; its first rank.
+        launcher: `python`, `mpi`, `torchrun` or `slurm`.
+        local_rank: number of this process on its host.
+        listen: takes events; called on rank 0 only.
+        stop_reason: why the run should end at the next step boundary, if it should.
+    """
+
+    transport: Transport
+    device: torch.device
+    slot: int
+    launcher: str
+    local_rank: int
+    listen: Emit
+    stop_reason: Callable[[], str | None]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes files and emits events."""
+        return self.transport.rank == 0
+
+    def emit(self, event: Event) -> None:
+        """Tell the listeners, from rank 0."""
+        if self.is_first:
+            self.listen(event)
+
+
+def on_first(transport: Transport, action: Callable[[], Any]) -> Any:
+    """The JSON-able result of `action`, which only rank 0 runs.
+
+    Raises:
+        LockstepError: on every rank, if it was raised on rank 0.
+    """
+    outcome: dict[str, Any] = {}
+    if transport.rank == 0:
+        try:
+            outcome = {"value": action()}
+        except LockstepError as error:
+            outcome = {"error": type(error).__name__, "message": str(error)}
+    outcome = transport.gather_json(outcome)[0]
+    if "error" in outcome:
+        raise _error(outcome["error"], outcome["message"])
+    return outcome["value"]
+
+
+def everywhere(transport: Transport, action: Callable[[], T]) -> T:
+    """The result of `action`, which every rank runs without talking to others.
+
+    Raises:
+        LockstepError: on every rank, if any raised an exception.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    found = shared_error(transport, error)
+    if found is not None:
+        raise found
+    return result  # type: ignore[return-value]
+
+
+def shared_error(transport: Transport, error: Exception | None) -> LockstepError | None:
+    """The error of the first rank that has one, the same on every rank; a collective."""
+    mine: list[str] = []
+    if isinstance(error, LockstepError):
+        mine = [type(error).__name__, str(error)]
+    elif error is not None:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
+    found = next((e for e in transport.gather_json(mine) if e), None)
+    return _error(*found) if found else None
+
+
+def _error(kind: str, message: str) -> LockstepError:
+    """The error of a kind, by its class's name."""
+    found = getattr(errors, kind, LockstepError)
+    error: LockstepError = found(message)
+    return error

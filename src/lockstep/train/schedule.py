@@ -1,0 +1,34 @@
+"""The learning rate as a function of the step: no state, so nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.config import ScheduleConfig
+
+
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+    """What the base learning rate is multiplied with at a step, counted from 0.
+
+    Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
+    runs at the full rate. Then the linear and cosine decays fall from 1 towards `min_ratio`, which
+    step `total_steps` (the first that is not taken) and all beyond it have.
+
+    Args:
+        schedule: its shape.
+        step: counted from 0.
+        total_steps: of the whole run, warmup included.
+
+    Returns:
+        A factor in [0, 1].
+    """
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule.name == "step":
+        return schedule.gamma ** ((step - warmup) // schedule.step_size)
+    if schedule.name == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    shape = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * shape

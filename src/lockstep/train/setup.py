@@ -1,0 +1,162 @@
+"""From a task and a config to everything a training step needs, the same on every rank."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from lockstep.config import TrainConfig
+from lockstep.data.loader import Loader, dataset_size
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.sampler import ElasticSampler
+from lockstep.errors import ConfigError, DataError, TaskError
+from lockstep.parallel.layout import split
+from lockstep.train.buffers import ForwardState, changed_by
+from lockstep.train.compute import Compute
+from lockstep.train.evaluate import Evaluation
+from lockstep.train.flat import FlatTensors
+from lockstep.train.optimizer import check_optimizer, default_optimizer
+from lockstep.train.replicas import check_same, check_start
+from lockstep.train.runtime import Runtime, everywhere
+from lockstep.train.step import Step
+from lockstep.train.task import Task
+
+
+@dataclass
+class Parts:
+    """What `assemble` makes.
+
+    Attributes:
+        model: in training mode, its trainable parameters in flat memory.
+        total_steps: of the whole run.
+        evaluations: of the splits `val` and `test`, where the task has them.
+    """
+
+    model: nn.Module
+    compute: Compute
+    step: Step
+    sampler: ElasticSampler
+    loader: Loader
+    evaluations: dict[str, Evaluation]
+    total_steps: int
+
+
+def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
+    """Build model, optimizer, data and the training step.
+
+    Raises:
+        LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
+    """
+    transport = runtime.transport
+    model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
+    check_start(transport, model)
+    flat = FlatTensors(_groups(model, optimizer), "parameter")
+    sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
+    check_same(transport, {"config": config.hash, "number of samples": sampler.num_samples})
+
+    compute = Compute(task, model, config, runtime.device)
+    state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, loader)))
+    total_steps = config.steps or config.epochs * sampler.steps_per_epoch
+    ranges = split(config.num_microbatches, runtime.transport.size)
+    step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
+    splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    return Parts(model, compute, step, sampler, loader, splits, total_steps)
+
+
+def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
+    """The task's model on its device, in training mode, with initial values set by the seed.
+
+    Raises:
+        TaskError: it is no module.
+    """
+    seed_all(random_key(config.seed, Stream.MODEL))
+    model = task.build_model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"build_model: must return an nn.Module, returned {type(model).__name__}")
+    return model.to(device).train()
+
+
+def evaluations(
+    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] = ("val", "test")
+) -> dict[str, Evaluation]:
+    """The splits there are, ready to be evaluated."""
+    found = {name: task.dataset(name) for name in splits}
+    return {
+        name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
+        for name, data in found.items()
+        if data is not None
+    }
+
+
+def _model(
+    task: Task, config: TrainConfig, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(task, config, device)
+    recompute_activations(model, config.activation_checkpointing)
+    optimizer = task.build_optimizer(model)
+    if optimizer is None:
+        optimizer = default_optimizer(model, config)
+    check_optimizer(optimizer, model, config)
+    return model, optimizer
+
+
+def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[ElasticSampler, Loader]:
+    dataset = task.dataset("train")
+    if dataset is None:
+        raise DataError("dataset('train'): is None; training needs a dataset")
+    sampler = ElasticSampler(
+        dataset_size(dataset, "train"),
+        config.batch_size,
+        config.num_microbatches,
+        config.seed,
+        config.data.shuffle,
+    )
+    data = config.data
+    loader = Loader(
+        dataset, task.collate, sampler, config.seed, device, data.num_workers, data.prefetch
+    )
+    return sampler, loader
+
+
+def _changed(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:
+    """Names of the buffers that a forward pass changes, found by trying one."""
+    batch = loader.microbatch(0, 0)
+    return changed_by(model, partial(compute.forward, 0, 0, batch))
+
+
+def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Make modules whose names match keep no activations but compute them again for backward.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    names = dict(model.named_modules())
+    for pattern in patterns:
+        matching = fnmatch.filter((n for n in names if n), pattern)
+        if not matching:
+            raise ConfigError(
+                f"activation_checkpointing={pattern!r}: no module has such a name; there are "
+                f"{', '.join(list(names)[1:9])}{', …' if len(names) > 9 else ''}"
+            )
+        for name in matching:
+            module = names[name]
+            module.forward = partial(recompute, module.forward, use_reentrant=False)
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
+    """The optimizer's groups of trainable parameters by name; all others get no gradient."""
+    chosen = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    ids = {id(p) for group in chosen for p in group}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        parameter.requires_grad_(id(parameter) in ids)
+    if not ids:
+        raise TaskError("build_model: no parameter requires a gradient; there is nothing to train")
+    return [[(names[id(p)], p) for p in group] for group in chosen]

@@ -1,0 +1,84 @@
+"""What a user writes: a model, its data and its loss. Nothing in it mentions ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from lockstep.config import TrainConfig
+
+Number = Tensor | float | int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss and metrics of one batch, as sums with their weights.
+
+    Batches of different sizes are combined by adding sums and weights; the division happens
+    once, at the end. So an uneven last batch counts for just what it holds.
+
+    Attributes:
+        sum: loss summed over the batch, a scalar tensor with a gradient.
+        weight: what the sum is to be divided by in the end, as a rule the number of samples.
+        metrics: name to (sum, weight), scalars without gradient.
+    """
+
+    sum: Tensor
+    weight: Number
+    metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+
+
+class Task(ABC):
+    """A trainable system: subclass it, then call `lockstep.train(MyTask(), config)`.
+
+    Attributes:
+        Config: the config class, for tasks with keys of their own.
+        config: the config this task was made with.
+    """
+
+    Config: ClassVar[type[TrainConfig]] = TrainConfig
+
+    def __init__(self, config: TrainConfig | None = None) -> None:
+        self.config = self.Config() if config is None else config
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """A new model. Called once on every rank, with the same random state."""
+
+    @abstractmethod
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        """The map-style dataset (`__len__`, `__getitem__`, optionally `__getitems__`) of a split.
+
+        Splits are `train`, `val` and `test`; None says there is no such split.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """The loss of one batch, with `model` in training mode.
+
+        Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
+        on seed, step and microbatch only.
+        """
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Loss:
+        """The metrics of one batch, with `model` in evaluation mode and no gradients."""
+        return self.loss(model, batch)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names."""
+        return None
+
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch from samples, where the dataset does not make batches itself."""
+        return default_collate(samples)
+
+    @property
+    def name(self) -> str:
+        """A short name for run directories and logs."""
+        return type(self).__name__.lower()
