@@ -1,1 +1,13 @@
-"""Distributed training that gives the same answer on any number of processes."""
+"""Distributed training that gives the same answer on any number of processes.
+
+Subclass `Task`, then call `train(MyTask(), TrainConfig(...))`: the same script runs under python,
+mpirun, torchrun and srun.
+"""
+
+from lockstep.config import TrainConfig
+from lockstep.errors import LockstepError
+from lockstep.front import run, train
+from lockstep.train.events import Finished
+from lockstep.train.task import Loss, Task
+
+__all__ = ["Finished", "LockstepError", "Loss", "Task", "TrainConfig", "run", "train"]

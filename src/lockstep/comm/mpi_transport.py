@@ -67,3 +67,7 @@ class MpiTransport(Transport):
     def close(self) -> None:
         """Free the communicator."""
         self.comm.Free()
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks of the job: the others may wait for this one for good."""
+        MPI.COMM_WORLD.Abort(exit_code)

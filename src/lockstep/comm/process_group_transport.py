@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.comm.transport import Transport, offsets
 
-
 # torch 2.13 renames it; 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

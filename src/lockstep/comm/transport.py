@@ -8,6 +8,7 @@ JSON values, and any two transports give the same bits.
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
@@ -69,6 +70,10 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group."""
+
+    def abort(self, exit_code: int) -> None:
+        """End this process, and as far as the transport can, all others, now."""
+        os._exit(exit_code)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON-able value, in rank order (JSON, since pickles may run code)."""

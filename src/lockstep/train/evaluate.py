@@ -16,6 +16,7 @@ from lockstep.errors import DataError
 from lockstep.parallel.exchange import add_up
 from lockstep.parallel.layout import Node, merges, split
 from lockstep.train.compute import Compute
+from lockstep.train.runtime import everywhere
 from lockstep.train.task import Task
 
 
@@ -49,7 +50,10 @@ class Evaluation:
         chunks = split(num_chunks, transport.size)
         model.eval()
         try:
-            mine = [self._chunk(c, compute) for c in range(*chunks[transport.rank])]
+            mine = everywhere(
+                transport,
+                lambda: [self._chunk(c, compute) for c in range(*chunks[transport.rank])],
+            )
         finally:
             model.train()
         return _means(transport, [len(c) for c in chunks], mine)

@@ -143,6 +143,7 @@ class Failed(Event):
 
     error: str
     message: str
+    exit_code: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,9 @@ from lockstep.train.saver import Saver
 from lockstep.train.setup import Parts, assemble
 from lockstep.train.task import Task
 
+EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143}
+"""What a process stopped on request exits with: 128 + the number of the usual signal."""
+
 
 class Trainer:
     """A run of a task on this group of ranks."""
@@ -60,6 +63,8 @@ class Trainer:
         """Train to the end, or to where this sitting is to stop."""
         self._reporter.start(self._progress)
         batches = self._batches()
+        if self._is_over() and self._progress.finished:
+            self._say_finished()
         while not self._is_over():
             result = self._step.run(self._progress.step, batches)
             self._progress.step += 1
@@ -69,6 +74,11 @@ class Trainer:
             self._check_replicas_if_due()
             self._save_if_due(improved)
         return self._finish()
+
+    def _say_finished(self) -> None:
+        progress = self._progress
+        message = f"this run is already complete ({progress.finished}): nothing left to train"
+        self._runtime.emit(Warned(step=progress.step, message=message))
 
     def _batches(self) -> Iterator[Any]:
         """This rank's microbatches, from the present step on."""
@@ -151,6 +161,7 @@ class Trainer:
             "config_hash": config.hash,
             "sampler": {
                 "num_samples": self._parts.sampler.num_samples,
+                "data_digest": self._parts.data_digest,
                 "epoch": self._parts.sampler.epoch(self._progress.step),
             },
             "layout": {"world_size": transport.size, "transport": transport.name},
@@ -187,12 +198,17 @@ class Trainer:
             )
 
     def _check_data(self, snapshot: checkpoint.Snapshot, where: str) -> None:
-        there = snapshot.meta["sampler"]["num_samples"]
+        there = snapshot.meta["sampler"]
         here = self._parts.sampler.num_samples
-        if there != here:
+        if there["num_samples"] != here:
             raise CheckpointError(
-                f"{where}: was trained on {there} samples, the dataset has {here} now; resume with "
-                "the same data or start a new run"
+                f"{where}: was trained on {there['num_samples']} samples, the dataset has {here} "
+                "now; resume with the same data or start a new run"
+            )
+        if there["data_digest"] != self._parts.data_digest:
+            raise CheckpointError(
+                f"{where}: was trained on other data: the first microbatch of the dataset has "
+                "changed; resume with the same data or start a new run"
             )
 
     def _finish(self) -> Finished:
@@ -207,6 +223,7 @@ class Trainer:
             step=progress.step,
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or self._stop_reason,
+            exit_code=0 if progress.finished else EXIT_CODES.get(self._stop_reason, 0),
             params_sha256=model_digest(self._parts.model),
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,

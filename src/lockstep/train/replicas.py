@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
 from lockstep.errors import DivergenceError, TaskError
@@ -58,6 +60,15 @@ def check_replicas(transport: Transport, model: nn.Module, step: int) -> None:
         "same bits: memory or hardware may be failing, or the task changed parameters outside the "
         "optimizer; the run stops, earlier checkpoints are untouched"
     )
+
+
+def batch_digest(batch: Any) -> str:
+    """SHA-256 of all tensors of a batch: nested lists, tuples and dicts of them."""
+    sha = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            sha.update(tensor_digest("", leaf))
+    return sha.hexdigest()
 
 
 def _first_difference(transport: Transport, tensors: dict[str, Tensor]) -> str:

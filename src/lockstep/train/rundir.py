@@ -5,14 +5,34 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import yaml
 
 from lockstep.config import TrainConfig
 from lockstep.errors import RunDirectoryError
 from lockstep.train import checkpoint
 
 _IDENTITY = "run.json"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes a folder that of one run.
+
+    Attributes:
+        task: name of the task.
+        config_hash: of the config.
+        target: what to load to get the task.
+        overrides: the config items a script was started with.
+    """
+
+    task: str
+    config_hash: str
+    target: str
+    overrides: tuple[str, ...] = ()
 
 
 class RunDirectory:
@@ -28,8 +48,13 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
-    def open(self, config: TrainConfig, task: str, resume: bool) -> None:
+    def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         """Claim the folder for this config, creating it if need be.
+
+        Args:
+            config: what is to be trained.
+            identity: of the run.
+            resume: whether to go on from checkpoints that are there.
 
         Raises:
             RunDirectoryError: it cannot be written, another job uses it, it belongs to another
@@ -50,7 +75,7 @@ class RunDirectory:
                 f"{self.path}: another job is training in it; wait for it, or choose another "
                 "with --run-dir"
             ) from None
-        self._bind(config, task, resume)
+        self._bind(config, identity, resume)
 
     def close(self) -> None:
         """Give up the claim."""
@@ -58,19 +83,18 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def _bind(self, config: TrainConfig, task: str, resume: bool) -> None:
-        identity = {"task": task, "config_hash": config.hash}
-        path = self.path / _IDENTITY
-        if path.exists():
-            try:
-                known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise RunDirectoryError(f"{path}: cannot be read: {error}") from None
-            if known != identity:
+    def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
+        if (self.path / _IDENTITY).exists():
+            known = self.identity()
+            if known.task != identity.task:
                 raise RunDirectoryError(
-                    f"{self.path}: holds a run of {known.get('task')} with config "
-                    f"{known.get('config_hash')}, this is {task} with {config.hash}; choose "
-                    f"another with --run-dir, or see {self.path / 'config.yaml'}"
+                    f"{self.path}: holds a run of {known.task}, this is {identity.task}; choose "
+                    "another with --run-dir"
+                )
+            if known.config_hash != identity.config_hash:
+                raise RunDirectoryError(
+                    f"{self.path}: holds a run with another config: {self._differences(config)}; "
+                    "choose another with --run-dir"
                 )
         if checkpoint.folders(self.checkpoints) and not resume:
             newest = checkpoint.folders(self.checkpoints)[0].name
@@ -78,8 +102,34 @@ class RunDirectory:
                 f"{self.path}: already holds this run up to {newest}; add --resume to go on, or "
                 "choose another with --run-dir"
             )
-        self._write("config.yaml", config.to_yaml())
-        self._write(_IDENTITY, json.dumps(identity) + "\n")
+        whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
+        self._write("config.yaml", whole.to_yaml())
+        self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
+
+    def identity(self) -> Identity:
+        """What run is there.
+
+        Raises:
+            RunDirectoryError: there is none, or its file is damaged.
+        """
+        path = self.path / _IDENTITY
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            return Identity(**known | {"overrides": tuple(known["overrides"])})
+        except FileNotFoundError:
+            raise RunDirectoryError(f"{self.path}: is no run directory (no {_IDENTITY})") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunDirectoryError(f"{path}: cannot be read: {error}") from None
+
+    def _differences(self, config: TrainConfig) -> str:
+        """The keys with other values than those in the folder's config.yaml."""
+        try:
+            there = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return "its config.yaml cannot be read"
+        old, new = _flatten(there), _flatten(config.model_dump(mode="json"))
+        keys = [k for k in {**old, **new} if old.get(k) != new.get(k)]
+        return ", ".join(f"{k} is {old.get(k)!r} there, {new.get(k)!r} here" for k in keys[:5])
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / f".{name}.{os.getpid()}.tmp"
@@ -90,3 +140,11 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"
             ) from None
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix.rstrip("."): values}
+    return {
+        k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()
+    }

@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from lockstep.train.compute import Compute
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.flat import FlatTensors
 from lockstep.train.optimizer import check_optimizer, default_optimizer
-from lockstep.train.replicas import check_same, check_start
+from lockstep.train.replicas import batch_digest, check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task
@@ -36,6 +37,7 @@ class Parts:
         model: in training mode, its trainable parameters in flat memory.
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
+        data_digest: tells datasets apart, by their first microbatch.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Parts:
     loader: Loader
     evaluations: dict[str, Evaluation]
     total_steps: int
+    data_digest: str
 
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
@@ -58,15 +61,24 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_start(transport, model)
     flat = FlatTensors(_groups(model, optimizer), "parameter")
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
-    check_same(transport, {"config": config.hash, "number of samples": sampler.num_samples})
+    first = everywhere(transport, lambda: loader.microbatch(0, 0))
+    data_digest = batch_digest(first)
+    check_same(
+        transport,
+        {
+            "config": config.hash,
+            "number of samples": sampler.num_samples,
+            "first microbatch": data_digest,
+        },
+    )
 
     compute = Compute(task, model, config, runtime.device)
-    state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, loader)))
+    state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, first)))
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    return Parts(model, compute, step, sampler, loader, splits, total_steps)
+    return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
@@ -124,9 +136,8 @@ def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[Elasti
     return sampler, loader
 
 
-def _changed(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:
+def _changed(model: nn.Module, compute: Compute, batch: Any) -> list[str]:
     """Names of the buffers that a forward pass changes, found by trying one."""
-    batch = loader.microbatch(0, 0)
     return changed_by(model, partial(compute.forward, 0, 0, batch))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.config import TrainConfig
+from lockstep.errors import TaskError
 
 Number = Tensor | float | int
 
@@ -45,6 +46,16 @@ class Task(ABC):
     Config: ClassVar[type[TrainConfig]] = TrainConfig
 
     def __init__(self, config: TrainConfig | None = None) -> None:
+        """Make a task.
+
+        Raises:
+            TaskError: `config` is not of the task's own config class.
+        """
+        if config is not None and not isinstance(config, self.Config):
+            raise TaskError(
+                f"{type(self).__name__}: needs a {self.Config.__name__}, got a "
+                f"{type(config).__name__}"
+            )
         self.config = self.Config() if config is None else config
 
     @abstractmethod

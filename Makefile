@@ -1,0 +1,38 @@
+# Needs python3 (3.10 or newer) with venv, and make. Everything else is installed into .venv.
+PYTHON ?= python3
+# The newest torch that is supported; without a pin, pip may take one with gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: venv train test test-slow lint types bench clean
+
+venv: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,tensorboard,dev]"
+	touch $@
+
+train: venv
+	$(BIN)/lockstep train digits -n 2
+
+test: venv
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: venv
+	$(BIN)/mypy
+
+bench: venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,bench]"
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,104 @@
+"""What all peers share: arguments, this rank's batches, and the clock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from models import MODELS, Workload
+from torch import Tensor
+
+NUM_BATCHES = 16
+"""Batches of data each rank holds; they are passed over again and again."""
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The command line, with torch's threads set as it says."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", choices=MODELS, default="mlp_small")
+    parser.add_argument("--batch", type=_positive, help="samples per rank and step")
+    parser.add_argument("--steps", type=_positive, default=200, help="steps per repeat")
+    parser.add_argument("--warmup", type=_count, default=20, help="steps before the clock starts")
+    parser.add_argument("--repeats", type=_positive, default=5, help="the median is printed")
+    parser.add_argument("--threads", type=_positive, default=1, help="threads per rank")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    return args
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of processes, as torchrun says; (0, 1) without it."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def batches(work: Workload, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless shuffled batches of this rank's shard, gathered from tensors in memory.
+
+    No DataLoader: its overhead would be most of a small model's step, and is not what is compared.
+    """
+    rank, world_size = world()
+    inputs, targets = work.data(NUM_BATCHES * batch * world_size)
+    inputs, targets = inputs[rank::world_size].contiguous(), targets[rank::world_size].contiguous()
+    while True:
+        for rows in torch.randperm(len(inputs)).split(batch):
+            yield inputs[rows], targets[rows]
+
+
+def report(
+    name: str,
+    args: argparse.Namespace,
+    batch: int,
+    step: Callable[[], None],
+    barrier: Callable[[], None],
+) -> None:
+    """Time `step` and print one JSON line on rank 0.
+
+    Args:
+        name: of the peer.
+        args: from `arguments`.
+        batch: samples per rank and step.
+        step: does one optimizer step.
+        barrier: returns once all ranks have called it.
+    """
+    rank, world_size = world()
+    for _ in range(args.warmup):
+        step()
+    seconds = []
+    for _ in range(args.repeats):
+        barrier()
+        start = time.perf_counter()
+        for _ in range(args.steps):
+            step()
+        seconds.append((time.perf_counter() - start) / args.steps)
+    step_s = statistics.median(seconds)
+    if rank == 0:
+        result = {
+            "name": name,
+            "world_size": world_size,
+            "batch_per_rank": batch,
+            "model": args.model,
+            "steps": args.steps,
+            "samples_per_s": batch * world_size / step_s,
+            "step_s": step_s,
+            "step_s_range": [min(seconds), max(seconds)],
+            "threads": torch.get_num_threads(),
+        }
+        print(json.dumps(result), flush=True)
+
+
+def _positive(text: str) -> int:
+    value = _count(text)
+    if not value:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number ≥ 0")
+    return int(text)

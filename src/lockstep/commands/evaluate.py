@@ -1,0 +1,78 @@
+"""`lockstep eval`: the metrics of a checkpoint on a split."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lockstep.commands.target import make_task, task_class
+from lockstep.config import load
+from lockstep.errors import CheckpointError, DataError
+from lockstep.front import TIMEOUT_S, choose_device
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+from lockstep.launch.threads import set_threads
+from lockstep.train import checkpoint
+from lockstep.train.checkpoint import Snapshot
+from lockstep.train.compute import Compute
+from lockstep.train.restore import check_fits
+from lockstep.train.rundir import RunDirectory
+from lockstep.train.setup import build_model, evaluations
+
+
+def evaluate(run_dir: Path, split: str, which: str) -> dict[str, float]:
+    """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
+
+    Args:
+        run_dir: the run.
+        split: `train`, `val` or `test`.
+        which: `best`, `latest`, or a step's number.
+
+    Raises:
+        LockstepError: there is no such run, checkpoint or split.
+    """
+    directory = RunDirectory(run_dir)
+    kind = task_class(directory.identity().target)
+    config = load(kind.Config, run_dir / "config.yaml")
+    environment = detect(os.environ)
+    set_threads(config.threads, environment)
+    device = choose_device(config.device, environment)
+    task = make_task(kind, config)
+    snapshot = _snapshot(directory.checkpoints, which)
+    transport = open_transport(environment, device, TIMEOUT_S)
+    try:
+        model = build_model(task, config, device)
+        check_fits(snapshot, model, str(directory.checkpoints))
+        model.load_state_dict(snapshot.model)
+        found = evaluations(task, config, device, (split,))
+        if split not in found:
+            raise DataError(f"--split {split}: the task has no such dataset")
+        return found[split].run(transport, model, Compute(task, model, config, device))
+    finally:
+        transport.close()
+
+
+def lines(run_dir: Path, split: str, which: str) -> list[str]:
+    """What `evaluate` finds, for people; nothing on ranks other than the first."""
+    metrics = evaluate(run_dir, split, which)
+    if detect(os.environ).rank:
+        return []
+    return [f"{name:16} {value:.6g}" for name, value in metrics.items()]
+
+
+def _snapshot(root: Path, which: str) -> Snapshot:
+    if which == "latest":
+        snapshot, _, skipped = checkpoint.newest_valid(root)
+        if snapshot is None:
+            raise CheckpointError(
+                f"{root}: holds no valid checkpoint {'; '.join(skipped)}".rstrip()
+            )
+        return snapshot
+    if which == "best":
+        folder = checkpoint.read_hint(root, "best")
+        if folder is None:
+            raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
+        return checkpoint.read(folder)
+    if not which.isdigit():
+        raise CheckpointError(f"--checkpoint {which}: must be best, latest, or a step's number")
+    return checkpoint.read(root / checkpoint.folder_name(int(which)))

@@ -1,0 +1,128 @@
+"""Small programs that ranks run to show that something works, under any launcher.
+
+    mpirun -n 4 python -m lockstep.commands.probe collectives shared
+    torchrun --nproc-per-node 4 -m lockstep.commands.probe collectives
+    srun -n 4 python -m lockstep.commands.probe collectives
+    mpirun --with-ft ulfm -n 3 python -m lockstep.commands.probe survive
+
+Each rank prints a line of JSON for each thing it has tried; the exit code is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.launch.environment import Environment, detect
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the probes named on the command line, in that order; 1 if any failed on this rank."""
+    parser = argparse.ArgumentParser(prog="python -m lockstep.commands.probe")
+    parser.add_argument("probes", nargs="+", choices=["collectives", "shared", "survive"])
+    parser.add_argument("--backend", choices=["mpi4py", "gloo", "nccl"])
+    arguments = parser.parse_args(argv)
+    environment = detect(os.environ)
+    backend = arguments.backend or ("mpi4py" if environment.launcher == "mpi" else "gloo")
+    report = _Report(environment.rank)
+    for name in arguments.probes:
+        if name == "collectives":
+            _try_collectives(report, environment, backend)
+        else:
+            report.attempt(name, _try_shared if name == "shared" else _try_survival)
+    return 1 if report.failed else 0
+
+
+class _Report:
+    """Prints what this rank has tried."""
+
+    def __init__(self, rank: int) -> None:
+        self.failed = False
+        self._rank = rank
+
+    def attempt(self, name: str, probe: Callable[[], str | None]) -> bool:
+        """Run a probe and print how it went; it returns a detail or raises."""
+        try:
+            ok, detail = True, probe() or ""
+        except Exception as error:  # whatever it is, it is what the probe was for
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        self.failed |= not ok
+        host = socket.gethostname()
+        line = {"probe": name, "rank": self._rank, "host": host, "ok": ok, "detail": detail}
+        # One write for the whole line, so that those of several ranks don't mix.
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+        return ok
+
+
+def _try_collectives(report: _Report, environment: Environment, backend: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from lockstep.commands.collectives import COLLECTIVES, start
+
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", environment.local_rank)
+        torch.cuda.set_device(device)
+    if not report.attempt("start", lambda: start(environment, backend)):
+        return
+    for name, collective in COLLECTIVES.items():
+        report.attempt(name, functools.partial(collective, device))
+    report.attempt("end", dist.destroy_process_group)
+
+
+def _try_shared() -> str:
+    """Every rank of a host reads what the first one wrote into memory they share."""
+    from mpi4py import MPI
+
+    node: Any = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    window: Any = MPI.Win.Allocate_shared(8 if node.rank == 0 else 0, 8, comm=node)
+    try:
+        memory, _ = window.Shared_query(0)
+        value = memoryview(memory).cast("B").cast("q")
+        window.Fence()
+        if node.rank == 0:
+            value[0] = 4711
+        window.Fence()
+        _expect(value[0], 4711)
+    finally:
+        window.Free()
+    return "share memory"
+
+
+def _try_survival() -> str:
+    """Rank 1 is killed; the others notice, leave it behind and compute together."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    world.Set_errhandler(MPI.ERRORS_RETURN)
+    world.Barrier()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            world.Barrier()
+    except MPI.Exception as error:
+        _expect(error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED), True)
+    world.Revoke()
+    survivors = world.Shrink()
+    _expect(survivors.size, world.size - 1)
+    _expect(survivors.allreduce(1), world.size - 1)
+    return "went on without the one that was killed"
+
+
+def _expect(value: object, expected: object) -> None:
+    if value != expected:
+        raise ValueError(f"got {value}, expected {expected}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What can be trained: a recipe's name, `file.py:Task`, or a script `file.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from lockstep.config import TrainConfig, load, override
+from lockstep.errors import ConfigError
+from lockstep.recipes import load_recipe
+from lockstep.train.task import Task
+
+
+def is_script(target: str) -> bool:
+    """Whether the target is a script that calls `lockstep.train` itself."""
+    return target.endswith(".py")
+
+
+def script_path(target: str) -> Path:
+    """The file of a target like `file.py` or `file.py:Task`.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(target.rpartition(":")[0] if not is_script(target) else target)
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file")
+    return path.resolve()
+
+
+def absolute(target: str) -> str:
+    """The target as it is found from any working directory."""
+    if is_script(target):
+        return str(script_path(target))
+    if ".py:" in target:
+        return f"{script_path(target)}:{target.rpartition(':')[2]}"
+    return target
+
+
+def task_class(target: str) -> type[Task]:
+    """The Task class of a target; of a script, the only one it defines.
+
+    Raises:
+        ConfigError: there is no such recipe, file or class.
+    """
+    if ".py" not in target:
+        return load_recipe(target)
+    module = _import(script_path(target))
+    tasks = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, Task)
+        and not inspect.isabstract(value)
+        and value.__module__ == module.__name__
+    }
+    if is_script(target):
+        if len(tasks) != 1:
+            names = ", ".join(sorted(tasks)) or "none"
+            raise ConfigError(f"{target}: must define one Task class, defines {names}")
+        return next(iter(tasks.values()))
+    name = target.rpartition(":")[2]
+    if name not in tasks:
+        raise ConfigError(
+            f"{target}: no Task class {name!r}; there are: {', '.join(sorted(tasks)) or 'none'}"
+        )
+    return tasks[name]
+
+
+def make_task(kind: type[Task], config: TrainConfig) -> Task:
+    """A task with this config; a class whose constructor takes nothing gets it afterwards."""
+    if inspect.signature(kind).parameters:
+        return kind(config)
+    task = kind()
+    task.config = config
+    return task
+
+
+def default_config(kind: type[Task], config_file: Path | None = None) -> TrainConfig:
+    """The task's config with its defaults, or as a file says."""
+    return kind.Config() if config_file is None else load(kind.Config, config_file)
+
+
+def configured(
+    target: str, overrides: Sequence[str], config_file: Path | None = None
+) -> tuple[type[Task], TrainConfig]:
+    """Task class and config of a target, with overrides applied.
+
+    Raises:
+        ConfigError: the target or an override does not work.
+    """
+    kind = task_class(target)
+    return kind, override(default_config(kind, config_file), overrides)
+
+
+def _import(path: Path) -> ModuleType:
+    name = f"lockstep_user_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

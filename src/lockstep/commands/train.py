@@ -1,0 +1,100 @@
+"""`lockstep train` and `lockstep resume`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.commands.start import choose_launcher, rank_command, start_shown
+from lockstep.commands.target import absolute, configured, is_script, make_task
+from lockstep.errors import LaunchError
+from lockstep.front import Sitting, claim, new_run_dir
+from lockstep.front import train as train_here
+from lockstep.launch.environment import detect
+from lockstep.launch.ranks import RankCommand
+from lockstep.train.rundir import RunDirectory
+
+
+def train(
+    target: str,
+    overrides: Sequence[str],
+    ranks: int | None,
+    launcher: str | None,
+    run_dir: Path | None,
+    resume: bool,
+    config_file: Path | None = None,
+) -> int:
+    """Train a target here, if this process is a rank or is to be the only one, else start ranks.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: something given does not work; no rank was started.
+    """
+    environment = detect(os.environ)
+    given = Sitting.from_env()
+    if given is not None or environment.launcher != "python":
+        if ranks is not None:
+            raise LaunchError(f"-n {ranks}: this process is already a rank; leave out -n")
+        sitting = given or Sitting(str(run_dir) if run_dir else None, resume)
+        return _train_here(
+            target, overrides, replace(sitting, target=absolute(target)), config_file
+        )
+
+    num_ranks = 1 if ranks is None else ranks
+    chosen = choose_launcher(launcher, num_ranks)
+    where = absolute(target)
+    if is_script(target):
+        path = run_dir or new_run_dir(Path(target).stem)
+        sitting = Sitting(str(path), resume, tuple(overrides), False, where)
+        return _start(rank_command(chosen, num_ranks, where, ()), sitting, threads=1)
+    kind, config = configured(target, overrides, config_file)
+    if chosen == "python":
+        sitting = Sitting(str(run_dir) if run_dir else None, resume, target=where)
+        return _train_here(target, overrides, sitting, config_file)
+    task = make_task(kind, config)
+    path = run_dir or new_run_dir(task.name)
+    sitting = Sitting(str(path), resume, (), False, where)
+    directory = RunDirectory(path)
+    claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
+    directory.close()
+    arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
+    return _start(rank_command(chosen, num_ranks, where, arguments), sitting, config.threads)
+
+
+def resume(run_dir: Path, overrides: Sequence[str], ranks: int | None, launcher: str | None) -> int:
+    """Go on with the run in a directory; overrides may change what does not change the result.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: it is no run directory, or something given does not work.
+    """
+    known = RunDirectory(run_dir).identity()
+    if is_script(known.target):
+        return train(
+            known.target, [*known.overrides, *overrides], ranks, launcher, run_dir, resume=True
+        )
+    file = run_dir / "config.yaml"
+    return train(known.target, overrides, ranks, launcher, run_dir, resume=True, config_file=file)
+
+
+def _train_here(
+    target: str, overrides: Sequence[str], sitting: Sitting, config_file: Path | None
+) -> int:
+    """Be a rank, or the only process."""
+    kind, config = configured(target, overrides, config_file)
+    train_here(make_task(kind, config), config, sitting=sitting)
+    return 0
+
+
+def _start(command: RankCommand, sitting: Sitting, threads: int) -> int:
+    ended = start_shown(command, sitting, threads)
+    if ended.message:
+        print(f"error: {ended.message}", file=sys.stderr, flush=True)
+    return ended.exit_code

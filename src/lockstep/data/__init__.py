@@ -1,0 +1,1 @@
+"""Data in: which samples make up a microbatch, how they are fetched, and file formats."""

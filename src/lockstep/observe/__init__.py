@@ -1,0 +1,77 @@
+"""Events in; console, CSV, JSONL, TensorBoard and result files out.
+
+The engine emits events (`lockstep.train.events`) on rank 0; `open_sinks` makes the `Emit` that
+shows and stores them in a run directory:
+
+    events.jsonl    every event, in order, over all sittings of the run
+    metrics.csv     the curves, free of steps that a resumed run did again
+    tensorboard/    the curves for TensorBoard, if asked for
+    result.json     how the run ended
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from lockstep.observe.console import ConsoleView
+from lockstep.observe.jsonl import (
+    EventsJsonl,
+    end_of_events,
+    event_from_row,
+    follow_events,
+    read_events,
+)
+from lockstep.observe.metrics_csv import MetricsCsv
+from lockstep.observe.result import ResultJson, read_result
+from lockstep.observe.sink import Sink, Sinks
+from lockstep.observe.tensorboard import TensorBoard
+
+__all__ = [
+    "ConsoleView",
+    "EventsJsonl",
+    "MetricsCsv",
+    "ResultJson",
+    "Sink",
+    "Sinks",
+    "TensorBoard",
+    "end_of_events",
+    "event_from_row",
+    "follow_events",
+    "open_sinks",
+    "read_events",
+    "read_result",
+]
+
+
+def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool) -> Sinks:
+    """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
+
+    A run that goes on from a checkpoint uses the same files. The step it goes on from is that of
+    its `RunStarted`: curves of later steps are removed then, since they come again.
+
+    Args:
+        run_dir: the run directory; made if need be.
+        tensorboard: write TensorBoard event files.
+        console: show the run on standard output.
+
+    Raises:
+        RunDirectoryError: the directory or a file in it is not writable, or damaged.
+        ConfigError: TensorBoard is asked for and not installed.
+    """
+    sinks: list[Sink] = []
+    with ExitStack() as undo:
+
+        def add(sink: Sink) -> None:
+            sinks.append(sink)
+            undo.callback(sink.close)
+
+        add(EventsJsonl(run_dir / "events.jsonl"))
+        add(MetricsCsv(run_dir / "metrics.csv"))
+        add(ResultJson(run_dir / "result.json"))
+        if tensorboard:
+            add(TensorBoard(run_dir / "tensorboard"))
+        if console:
+            add(ConsoleView())
+        undo.pop_all()
+    return Sinks(sinks)

@@ -1,0 +1,143 @@
+"""Files that survive a full disk, a kill at any moment and a resumed run."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from lockstep.errors import RunDirectoryError
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while `path` is opened into one clear message.
+
+    Raises:
+        RunDirectoryError: the file cannot be created, read or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{path}: cannot be opened for writing: {error.strerror or error}; "
+            "make its directory writable or choose another run directory"
+        ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A text file that takes the place of `path` at the end, or leaves it as it was.
+
+    Whoever reads `path` sees the whole old or the whole new text, also after a power cut.
+
+    Raises:
+        OSError: the text cannot be written; `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def end_of_rows(path: Path) -> int:
+    """Bytes up to the end of the last whole line; 0 if there is none.
+
+    Raises:
+        OSError: the file is there but cannot be read.
+    """
+    block = 1 << 16
+    try:
+        with path.open("rb") as file:
+            end = os.fstat(file.fileno()).st_size
+            while end > 0:
+                start = max(0, end - block)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    return start + newline + 1
+                end = start
+    except FileNotFoundError:
+        pass
+    return 0
+
+
+class AppendFile:
+    """Whole lines at the end of a file, in the hands of the system when `append` returns.
+
+    A line that a killed process left half-written is cut off at opening. What cannot be
+    written, on a full disk say, is kept and written first as soon as there is room, from the
+    very byte where the disk stopped: no row is lost, torn or doubled.
+
+    Args:
+        path: the file; it and its directory are made if need be.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._pending = b""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        end = end_of_rows(path)
+        if end != os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, end)
+
+    def append(self, rows: bytes) -> None:
+        """Write whole lines, after what is still kept.
+
+        Raises:
+            OSError: not all could be written; the rest is kept.
+        """
+        self._pending += rows
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is kept.
+
+        Raises:
+            OSError: not all could be written; the rest is kept.
+        """
+        if not self._pending:
+            return
+        # Writing to a deleted file succeeds, and all of it is gone at closing.
+        if os.fstat(self._fd).st_nlink == 0:
+            raise FileNotFoundError(
+                errno.ENOENT, "deleted while the run writes to it", str(self.path)
+            )
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self._fd, self._pending) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """Write what is kept and close the file, once.
+
+        Raises:
+            OSError: what is kept could not be written and is lost.
+        """
+        if self._fd < 0:
+            return
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,117 @@
+"""`events.jsonl`: every event of a run, one strict JSON object a line, as it happens.
+
+A resumed run goes on in the same file, so it also tells the story of interruptions. See
+`lockstep.observe.rows` for what a row holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RunDirectoryError
+from lockstep.observe.files import AppendFile, end_of_rows, opening
+from lockstep.observe.rows import dumps, event_from_row, row_of
+from lockstep.observe.sink import Sink
+from lockstep.train.events import Event
+
+__all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
+
+
+class EventsJsonl(Sink):
+    """Appends a row for each event; it can be read by others as soon as the call returns.
+
+    Args:
+        path: the file; made if need be, else continued.
+        clock: gives unix seconds.
+
+    Raises:
+        RunDirectoryError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        with opening(path):
+            self._file = AppendFile(path)
+        self._clock = clock
+
+    def __call__(self, event: Event) -> None:
+        """Append the event's row."""
+        self._file.append(dumps(row_of(event, self._clock())).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All rows of a file; a last line that is not yet whole is left out.
+
+    Raises:
+        RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return [_parse(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
+
+
+def end_of_events(path: Path) -> int:
+    """Where rows to come will start, in bytes: give it to `follow_events` to skip those before.
+
+    Raises:
+        RunDirectoryError: the file is there but cannot be read.
+    """
+    try:
+        return end_of_rows(path)
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def follow_events(
+    path: Path, stop: Callable[[], bool], *, start: int = 0, poll_s: float = 0.1
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file another process writes, each as soon as its line is whole.
+
+    Args:
+        path: the file; it need not be there yet.
+        stop: True when nothing more will be written; rows written before are still yielded.
+        start: bytes to skip, see `end_of_events`.
+        poll_s: seconds between two looks at the file.
+
+    Raises:
+        RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
+    """
+    while True:
+        stopped = stop()  # asked before reading: what was written up to now is read below
+        for line in _lines_from(path, start):
+            start += len(line)
+            yield _parse(line, f"{path}: byte {start - len(line)}")
+        if stopped:
+            return
+        time.sleep(poll_s)
+
+
+def _lines_from(path: Path, start: int) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            # A torn line is read anew next time: its writer may die, and the next one cut it.
+            yield from (line for line in file if line.endswith(b"\n"))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise RunDirectoryError(f"{where}: is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise RunDirectoryError(f"{where}: is not a JSON object")
+    return row

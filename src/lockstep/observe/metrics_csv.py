@@ -1,0 +1,220 @@
+"""`metrics.csv`: the curves of a run, a row for each `StepDone` and `Evaluated`.
+
+Numbers have full precision (`repr`), so that two runs can be compared to the bit; what an event
+does not know is empty. Times are in seconds, summed over ranks. Epochs count from 0; a step
+belongs to the epoch its samples are from.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lockstep.errors import RunDirectoryError
+from lockstep.observe.files import AppendFile, opening, replacing
+from lockstep.observe.sink import Sink
+from lockstep.train.events import Evaluated, Event, RunStarted, StepDone
+
+COLUMNS = (
+    "step",
+    "epoch",
+    "split",
+    "loss",
+    "lr",
+    "grad_norm",
+    "samples_per_s",
+    "compute_efficiency",
+    "compute_s",
+    "communication_s",
+    "data_s",
+    "checkpoint_s",
+)
+"""The columns of every file; those of the task's metrics follow. A metric with the name of one
+of these is called `metric_<name>`, but for an evaluation's `loss`; unprintable characters in names
+are escaped."""
+
+Row = dict[str, str]
+
+
+class MetricsCsv(Sink):
+    """Appends rows; the header grows when a metric appears for the first time.
+
+    When a run goes on from step k, as `RunStarted` says, the rows of later steps are removed:
+    they come again. A second row for the same step and split is not written, for work done again
+    after a fault gives the same values.
+
+    Args:
+        path: the file; made if need be, else continued.
+
+    Raises:
+        RunDirectoryError: the file cannot be opened, or is not a metrics file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = list(COLUMNS)
+        self._queue: list[Row] = []
+        self._cut_after: int | None = None
+        self._steps_per_epoch: int | None = None
+        self._step = -1
+        self._splits: set[str] = set()
+        """That the file's last step, `_step`, has a row for."""
+        with opening(path):
+            self._file = AppendFile(path)
+            try:
+                self._cut(sys.maxsize)
+            except BaseException:
+                self._file.close()
+                raise
+
+    def __call__(self, event: Event) -> None:
+        """Append the row of a `StepDone` or `Evaluated`; heed a `RunStarted`."""
+        if isinstance(event, RunStarted):
+            self._steps_per_epoch = event.steps_per_epoch
+            self.truncate_after(event.step)
+        elif isinstance(event, StepDone):
+            self._queue.append(_step_row(event))
+        elif isinstance(event, Evaluated):
+            self._queue.append(_evaluation_row(event, self._steps_per_epoch))
+        self._drain()
+
+    def truncate_after(self, step: int) -> None:
+        """Remove the rows of later steps, all at once.
+
+        Raises:
+            OSError: the file cannot be rewritten now and is as before. No row is written before
+                that has worked, so none will be there twice.
+            RunDirectoryError: the file is not a metrics file.
+        """
+        self._queue = [row for row in self._queue if int(row["step"]) <= step]
+        self._cut_after = step
+        self._drain()
+
+    def close(self) -> None:
+        """Write what is kept and close the file."""
+        try:
+            self._drain()
+        finally:
+            self._file.close()
+
+    def _drain(self) -> None:
+        """Do what is left to do, in order; what cannot be done now stays for the next time."""
+        if self._cut_after is not None:
+            self._cut(self._cut_after)
+            self._cut_after = None
+        while self._queue:
+            if not self._is_written(self._queue[0]):
+                self._write(self._queue[0])
+            del self._queue[0]
+        self._file.flush()
+
+    def _is_written(self, row: Row) -> bool:
+        return int(row["step"]) == self._step and row["split"] in self._splits
+
+    def _write(self, row: Row) -> None:
+        late = [name for name in row if name not in self._columns]
+        if late:
+            self._rewrite([*self._columns, *late], keep=lambda row: True)
+        self._note(row)  # before writing: the file keeps what it cannot write
+        self._file.append(_line(row.get(name, "") for name in self._columns))
+
+    def _note(self, row: Row) -> None:
+        if int(row["step"]) != self._step:
+            self._step, self._splits = int(row["step"]), set()
+        self._splits.add(row["split"])
+
+    def _cut(self, last_step: int) -> None:
+        """Remove rows after `last_step` and give the file all columns it must have."""
+        self._file.flush()
+        if not self._path.stat().st_size:
+            self._rewrite(self._columns, keep=lambda row: True)
+            return
+        self._step, self._splits = -1, set()
+        try:
+            found, kept = self._read(last_step)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise RunDirectoryError(f"{self._path}: is damaged: {error}; move it away") from error
+        columns = [*COLUMNS, *(name for name in found if name not in COLUMNS)]
+        if columns != found or not all(kept):
+            self._rewrite(columns, keep=lambda row: int(row["step"]) <= last_step)
+        self._columns = columns
+
+    def _read(self, last_step: int) -> tuple[list[str], list[bool]]:
+        """The file's header, and for each row whether it stays; what stays is noted as written."""
+        kept: list[bool] = []
+        with self._path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            header = list(reader.fieldnames or ())
+            for row in reader:
+                try:
+                    kept.append(int(row["step"]) <= last_step)
+                except (KeyError, TypeError, ValueError):
+                    raise self._damage(reader.line_num, "has no step") from None
+                if None in row or None in row.values():
+                    raise self._damage(reader.line_num, "does not have a cell for each column")
+                if kept[-1]:
+                    self._note(row)
+        return header, kept
+
+    def _damage(self, line: int, what: str) -> RunDirectoryError:
+        return RunDirectoryError(f"{self._path}: line {line}: {what}; move the file away")
+
+    def _rewrite(self, columns: list[str], keep: Callable[[Row], bool]) -> None:
+        """Put a file with these columns and the kept rows in the place of the present one."""
+        self._file.flush()
+        with self._path.open(encoding="utf-8", newline="") as old, replacing(self._path) as new:
+            writer = csv.DictWriter(new, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row for row in csv.DictReader(old) if keep(row))
+        file = AppendFile(self._path)
+        self._file.close()
+        self._file, self._columns = file, columns
+
+
+def _step_row(event: StepDone) -> Row:
+    ranks = event.ranks
+    return {
+        "step": str(event.step),
+        "epoch": str(event.epoch),
+        "split": "train",
+        "loss": _number(event.loss),
+        "lr": _number(event.lr),
+        "grad_norm": _number(event.grad_norm),
+        "samples_per_s": _number(event.samples_per_s),
+        "compute_efficiency": _number(event.compute_efficiency),
+        "compute_s": _number(sum(rank.compute_s for rank in ranks)),
+        "communication_s": _number(sum(rank.communication_s for rank in ranks)),
+        "data_s": _number(sum(rank.data_s for rank in ranks)),
+        "checkpoint_s": _number(sum(rank.checkpoint_s for rank in ranks)),
+        **{_column(name): _number(value) for name, value in event.metrics.items()},
+    }
+
+
+def _evaluation_row(event: Evaluated, steps_per_epoch: int | None) -> Row:
+    metrics = dict(event.metrics)
+    row = {"step": str(event.step), "split": event.split}
+    if steps_per_epoch:
+        row["epoch"] = str(max(event.step - 1, 0) // steps_per_epoch)
+    if "loss" in metrics:
+        row["loss"] = _number(metrics.pop("loss"))
+    return row | {_column(name): _number(value) for name, value in metrics.items()}
+
+
+def _column(metric: str) -> str:
+    if metric in COLUMNS:
+        return f"metric_{metric}"
+    # A line end or NUL in the header would make it unreadable.
+    return metric if metric.isprintable() else metric.encode("unicode_escape").decode("ascii")
+
+
+def _number(value: float) -> str:
+    return repr(float(value))
+
+
+def _line(cells: Iterable[str]) -> bytes:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode("utf-8", "backslashreplace")

@@ -1,0 +1,131 @@
+"""`result.json`: how a run ended, in one small file that is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from lockstep import errors
+from lockstep.errors import RunDirectoryError
+from lockstep.observe.files import opening, replacing
+from lockstep.observe.rows import dumps
+from lockstep.observe.sink import Sink
+from lockstep.train.events import Event, Failed, Finished, RunStarted
+
+
+class ResultJson(Sink):
+    """Writes the result when the run ends.
+
+    The file of an earlier sitting is removed when a run starts: a run that is killed has none.
+    Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
+    failed), `metrics`, `world_size`, `wall_s`, `exit_code`, `error` (class name, null unless
+    failed), `task`, `config_hash`, `run_dir`, `checkpoint`, `finished_at` (ISO 8601, UTC).
+
+    Args:
+        path: the file.
+        clock: gives unix seconds.
+
+    Raises:
+        RunDirectoryError: the file's directory cannot be made.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        with opening(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._clock = clock
+        self._started_at = clock()
+        self._plan: RunStarted | None = None
+        self._pending: dict[str, Any] | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Note the start of a run, write the result at its end."""
+        if isinstance(event, RunStarted):
+            self._plan, self._pending, self._started_at = event, None, self._clock()
+            self._path.unlink(missing_ok=True)
+        elif isinstance(event, Finished):
+            self._pending = self._common() | _finished(event)
+        elif isinstance(event, Failed):
+            self._pending = self._common() | _failed(event)
+        self._write()
+
+    def close(self) -> None:
+        """Write the result if that has failed so far."""
+        self._write()
+
+    def _common(self) -> dict[str, Any]:
+        now, plan = self._clock(), self._plan
+        return {
+            "world_size": plan.world_size if plan else None,
+            "wall_s": now - self._started_at,
+            "task": plan.task if plan else None,
+            "config_hash": plan.config_hash if plan else None,
+            "run_dir": plan.run_dir if plan else str(self._path.parent),
+            "finished_at": datetime.fromtimestamp(now, timezone.utc).isoformat(),
+        }
+
+    def _write(self) -> None:
+        if self._pending is None:
+            return
+        order = ("status", "reason", "step", "params_sha256", "metrics", "world_size", "wall_s")
+        result = {key: self._pending[key] for key in order} | self._pending
+        lines = (f"  {dumps(key)}: {dumps(value)}" for key, value in result.items())
+        with replacing(self._path) as file:
+            file.write("{\n" + ",\n".join(lines) + "\n}\n")
+        self._pending = None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The result in a file, or in a run directory's `result.json`.
+
+    Raises:
+        RunDirectoryError: there is none (the run goes on or was killed), or it is damaged.
+    """
+    if path.is_dir():
+        path = path / "result.json"
+    try:
+        result = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise RunDirectoryError(
+            f"{path}: no result: the run has not ended, or was killed"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(result, dict) or "status" not in result:
+        raise RunDirectoryError(f"{path}: is not a result of lockstep: no key 'status'")
+    # "NaN" and "Infinity" are strings in JSON
+    metrics = result.get("metrics", {})
+    return result | {"metrics": {name: float(value) for name, value in metrics.items()}}
+
+
+def _finished(event: Finished) -> dict[str, Any]:
+    return {
+        "status": event.status,
+        "reason": event.reason,
+        "step": event.step,
+        "params_sha256": event.params_sha256,
+        "metrics": event.metrics,
+        "world_size": event.world_size,
+        "wall_s": event.wall_s,
+        "exit_code": event.exit_code,
+        "error": None,
+        "checkpoint": event.checkpoint,
+    }
+
+
+def _failed(event: Failed) -> dict[str, Any]:
+    kind = getattr(errors, event.error, None)
+    return {
+        "status": "failed",
+        "reason": event.message,
+        "step": event.step,
+        "params_sha256": None,
+        "metrics": {},
+        "exit_code": getattr(kind, "exit_code", 1),
+        "error": event.error,
+        "checkpoint": None,
+    }

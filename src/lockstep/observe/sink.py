@@ -1,0 +1,91 @@
+"""Where events go: the contract of a sink, and the fan-out to several of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+
+from lockstep.train.events import Event, Warned
+
+
+class Sink(ABC):
+    """Takes events, in order, and shows or stores them."""
+
+    @abstractmethod
+    def __call__(self, event: Event) -> None:
+        """Take one event.
+
+        Raises:
+            OSError: it could not be stored now. A sink keeps what it can and tries again with
+                the next event.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Store what is still kept and let go of files and the terminal; no-op if closed.
+
+        Raises:
+            OSError: something could not be stored and is lost.
+        """
+
+
+class Sinks(Sink):
+    """Hands each event to several sinks; it is the `Emit` of a run.
+
+    A full or failing disk must not end a training run. So an `OSError` of a sink becomes a
+    `Warned` event for the others, once for each sink; it goes on getting events. All other
+    exceptions are bugs and fly.
+
+    Args:
+        sinks: in the order they get events and are closed. The one that shows warnings to the
+            user comes last, so that it hears of troubles at closing.
+    """
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+        self._failing: list[Sink] = []
+        self._step = 0
+
+    def __call__(self, event: Event) -> None:
+        """Hand the event to all sinks."""
+        self._step = event.step
+        for sink in tuple(self._sinks):
+            self._hand(event, sink)
+
+    def close(self) -> None:
+        """Close all sinks; what one of them loses is a `Warned` event for those still open."""
+        while self._sinks:
+            sink = self._sinks.pop(0)
+            try:
+                sink.close()
+            except OSError as error:
+                self(Warned(step=self._step, message=f"{_reason(error)}; its end is missing"))
+
+    def _hand(self, event: Event, sink: Sink) -> None:
+        try:
+            sink(event)
+        except OSError as error:
+            if sink in self._failing:
+                return
+            self._failing.append(sink)
+            message = f"{_reason(error)}; training goes on, writing is tried again with each event"
+            for other in tuple(self._sinks):
+                if other is not sink:
+                    self._hand(Warned(step=event.step, message=message), other)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _reason(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason

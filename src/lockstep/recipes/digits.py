@@ -1,0 +1,206 @@
+"""Handwritten digits: two small networks and real data. A good file to copy and change."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.config import NO_OUTCOME, NonNegativeFloat, Positive, ScheduleConfig, TrainConfig
+from lockstep.data.idx import read_labelled
+from lockstep.errors import ConfigError, DataError
+from lockstep.train.task import Loss, Task
+
+SPLIT_SEED = 1797
+"""Not `config.seed`: runs with different seeds must be tested on the same images."""
+
+Fraction = Annotated[float, Field(ge=0, lt=0.5)]
+Labelled = tuple[Tensor, Tensor]
+"""Images [N, H, W] as uint8 and labels [N] as int64."""
+
+
+class DigitsConfig(TrainConfig):
+    """The keys of the model and its data, and defaults that suit them."""
+
+    model: Literal["mlp", "cnn"] = "mlp"
+    hidden: Positive = 512
+    """Width of the mlp's hidden layer."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    data_dir: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
+    """A folder with MNIST's IDX files; without it, scikit-learn's 1,797 images of 8x8 pixels."""
+    val_fraction: Fraction = 0.1
+    """Part of the images held out for validation; 0 for none."""
+    test_fraction: Fraction = 0.1
+    """Part held out for testing, where the data has no test set of its own; 0 for none."""
+
+    batch_size: Positive = 128
+    epochs: Positive = 30
+    lr: NonNegativeFloat = 1e-2
+    schedule: ScheduleConfig = ScheduleConfig(name="cosine", warmup_steps=20)
+    watch: str = "accuracy"
+    watch_mode: Literal["min", "max"] = "max"
+
+
+class Digits(Task):
+    """Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN."""
+
+    Config = DigitsConfig
+    config: DigitsConfig
+
+    def build_model(self) -> nn.Module:
+        """The network `config.model` names: images [N, 1, H, W] to logits [N, classes]."""
+        height, width = self._splits["train"][0].shape[1:]
+        classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
+        if self.config.model == "mlp":
+            return mlp(height * width, self.config.hidden, classes, self.config.dropout)
+        return cnn(height, width, classes, self.config.dropout)
+
+    def dataset(self, split: str) -> TensorDataset | None:
+        """Images [N, 1, H, W] as float32 with mean 0 and deviation 1, labels [N] as int64.
+
+        Raises:
+            ConfigError: scikit-learn, which has the built-in images, is not installed.
+            DataError: a file in `config.data_dir` is missing, damaged or does not fit the others.
+        """
+        if split not in self._splits:
+            return None
+        images, labels = self._splits[split]
+        mean, deviation = mean_and_deviation(self._splits["train"][0])
+        if deviation == 0:
+            raise DataError(f"data_dir={self.config.data_dir}: all training pixels are {mean:g}")
+        return TensorDataset(((images.float() - mean) / deviation).unsqueeze(1), labels)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Cross entropy and accuracy of a batch (images, labels)."""
+        images, labels = batch
+        logits = model(images)
+        correct = (logits.argmax(dim=1) == labels).sum()
+        return Loss(
+            sum=F.cross_entropy(logits, labels, reduction="sum"),
+            weight=len(labels),
+            metrics={"accuracy": (correct, len(labels))},
+        )
+
+    @cached_property
+    def _splits(self) -> dict[str, Labelled]:
+        if self.config.data_dir is None:
+            given = {"train": embedded_digits()}
+        else:
+            given = idx_digits(self.config.data_dir.expanduser())
+        return hold_out(given, self.config.val_fraction, self.config.test_fraction)
+
+
+def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:
+    """A perceptron with one hidden layer."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(pixels, hidden),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(hidden, classes),
+    )
+
+
+def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
+    """Two blocks of convolution, batch norm and pooling, and a linear classifier.
+
+    Pooling has a fixed window: the adaptive kind has no deterministic gradient on GPUs.
+    """
+
+    def block(inputs: int, outputs: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.AvgPool2d(2, ceil_mode=True),
+        ]
+
+    features = 64 * -(-height // 4) * -(-width // 4)
+    return nn.Sequential(
+        *block(1, 32),
+        *block(32, 64),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(features, classes),
+    )
+
+
+def embedded_digits() -> Labelled:
+    """The 1,797 images of 8x8 pixels that come with scikit-learn.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(
+            "data_dir is not set, and the built-in digits need scikit-learn: "
+            'pip install "lockstep-train[recipes]"'
+        ) from error
+    digits = load_digits()
+    return torch.from_numpy(digits.images).to(torch.uint8), torch.from_numpy(digits.target).long()
+
+
+def idx_digits(folder: Path) -> dict[str, Labelled]:
+    """MNIST's files: `train` and `test`, or all as `train` where only `t10k-*` is there.
+
+    Raises:
+        DataError: a file is missing or damaged, or train and test images differ in size.
+    """
+    t10k = read_labelled(folder, "t10k")
+    if not any(folder.glob("train-*")):
+        return {"train": t10k}
+    train = read_labelled(folder, "train")
+    if train[0].shape[1:] != t10k[0].shape[1:]:
+        sizes = " and ".join("x".join(map(str, images.shape[1:])) for images in (train[0], t10k[0]))
+        raise DataError(f"{folder}: train and t10k images differ in size: {sizes} pixels")
+    return {"train": train, "test": t10k}
+
+
+def mean_and_deviation(pixels: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of uint8 values, the same to the bit with any threads."""
+    # Counting is exact in any order; a sum of millions of floats is not.
+    counts = torch.bincount(pixels.flatten()).double()
+    values = torch.arange(len(counts))
+    mean = (counts * values).sum() / pixels.numel()
+    variance = (counts * (values - mean).square()).sum() / pixels.numel()
+    return float(mean), float(variance.sqrt())
+
+
+def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, Labelled]:
+    """`given` with val, and test where there is none, taken out of train.
+
+    Every class is held out in proportion. The rows depend on the labels and the fractions only.
+
+    Raises:
+        DataError: no training image is left.
+    """
+    images, labels = given["train"]
+    fractions = {"val": val, "test": test}
+    counts = {
+        name: max(1, round(fraction * len(labels))) if fraction else 0
+        for name, fraction in fractions.items()
+        if name not in given
+    }
+    if sum(counts.values()) >= len(labels):
+        wanted = " and ".join(f"{count} for {name}" for name, count in counts.items())
+        raise DataError(f"{len(labels)} labelled images are too few to hold out {wanted}")
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    rows = shuffled[labels[shuffled].argsort(stable=True)]
+    splits = dict(given)
+    for name, count in counts.items():
+        # Evenly spaced rows of an order sorted by class: the same part of each class.
+        held = (2 * torch.arange(count) + 1) * len(rows) // max(1, 2 * count)
+        splits[name] = (images[rows[held]], labels[rows[held]])
+        kept = torch.ones(len(rows), dtype=torch.bool)
+        kept[held] = False
+        rows = rows[kept]
+    splits["train"] = (images[rows], labels[rows])
+    return {name: split for name, split in splits.items() if len(split[1])}
