@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.comm.transport import Transport, offsets
 
@@ -43,12 +45,17 @@ class ProcessGroupTransport(Transport):
         self.rank = rank
         self.size = size
         self._device = device or torch.device("cpu")
+        timeout = timedelta(seconds=timeout_s)
+        address = f"tcp://{host}:{port}"
+        store, _, _ = next(rendezvous(address, rank, size, timeout=timeout))
+        # A script may train twice: the second group must not meet the keys of the first.
+        number = store.add(f"lockstep/groups/{rank}", 1)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{host}:{port}",
+            store=PrefixStore(f"lockstep/{number}", store),
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
 
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:

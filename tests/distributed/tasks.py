@@ -1,0 +1,121 @@
+"""Tasks that real ranks train in the tests: one that uses everything, and ones that go wrong."""
+
+import os
+import random
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+
+
+class EverythingConfig(ls.TrainConfig):
+    batch_size: int = 48
+    num_microbatches: int = 6
+    steps: int = 14
+    lr: float = 0.01
+    dtype: Literal["float32", "float64"] = "float32"
+    augment: bool = False
+    groups: bool = False
+    gate: bool = False
+    wide: int = 0
+    evil: str = ""
+    """What goes wrong, and at which of the samples or ranks."""
+
+
+class Augmented(Dataset):
+    """Draws from all three global random states."""
+
+    def __init__(self, images, labels):
+        self.images, self.labels = images, labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        noise = torch.rand(1).item() + np.random.rand() + random.random()
+        return self.images[index] + 0.1 * noise, self.labels[index]
+
+
+class Gate(nn.Module):
+    """A parameter that only microbatches with a positive mean use, the other way round for -."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.plus, self.minus = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.plus(x) if x.mean() > 0 else self.minus(x)
+
+
+class Everything(ls.Task):
+    """Convolution, batch norm, dropout, an uneven last batch, and what the config adds."""
+
+    Config = EverythingConfig
+
+    def build_model(self):
+        config = self.config
+        if config.evil == "start" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            torch.manual_seed(99)
+        width = 4 * 36
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
+        if config.gate:
+            layers.append(Gate(width))
+        if config.wide:
+            layers += [nn.Linear(width, config.wide), nn.Tanh(), nn.Linear(config.wide, width)]
+        model = nn.Sequential(*layers, nn.Linear(width, 10))
+        return model.to(getattr(torch, config.dtype))
+
+    def dataset(self, split):
+        size = {"train": 203, "val": 37, "test": 0}[split]
+        if not size:
+            return None
+        generator = torch.Generator().manual_seed(size)
+        dtype = getattr(torch, self.config.dtype)
+        images = torch.randn(size, 1, 8, 8, generator=generator, dtype=dtype)
+        labels = torch.randint(0, 10, (size,), generator=generator)
+        if self.config.evil == "nan" and split == "train":
+            images[150] = torch.nan
+        if self.config.augment and split == "train":
+            return Augmented(images, labels)
+        return TensorDataset(images, labels)
+
+    def loss(self, model, batch):
+        images, labels = batch
+        evil = self.config.evil
+        logits = model(images)
+        if evil == "shape":
+            loss = nn.functional.cross_entropy(logits, labels, reduction="none")
+            return ls.Loss(loss, len(labels))
+        if evil == "raise" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1" and model.training:
+            raise RuntimeError("the dog ate it")
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        if evil == "rank":
+            loss = loss * (1 + int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+        if evil == "corrupt" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            with torch.no_grad():
+                model[0].weight[0, 0, 0, 0] += 1e-3
+        correct = (logits.argmax(1) == labels).sum()
+        return ls.Loss(loss, len(labels), {"accuracy": (correct, len(labels))})
+
+    def build_optimizer(self, model):
+        if not self.config.groups:
+            return None
+        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        weights = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+        return torch.optim.AdamW(
+            [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.002}], lr=0.01
+        )
+
+
+class NoTrainingData(Everything):
+    def dataset(self, split):
+        return TensorDataset(torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.int64))
+
+
+if __name__ == "__main__":
+    ls.train(Everything(), run_dir=Path(os.environ["RUN_DIR"]))

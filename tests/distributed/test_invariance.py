@@ -1,0 +1,66 @@
+"""The final parameters, and all metrics, do not depend on who computed them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from matrix import CASES
+
+MATRIX = Path(__file__).parent / "matrix.py"
+
+
+def train_all(ranks, folder, launcher, num_ranks, *names):
+    done = ranks(launcher, num_ranks, MATRIX, folder, *names)
+    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert line, done.stderr[-3000:]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process without any launcher gets."""
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, str(MATRIX), str(folder)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"),
+    [("mpi", 2), ("mpi", 3), ("mpi", 5), ("torchrun", 2), ("torchrun", 3)],
+)
+def test_same_bits_on_any_number_of_ranks(ranks, folder, alone, launcher, num_ranks):
+    names = list(CASES) if launcher == "mpi" else ["user", "user-sharded", "sliced", "augment"]
+    found = train_all(ranks, folder, launcher, num_ranks, *names)
+    assert {n: found[n] for n in names} == {n: alone[n] for n in names}
+
+
+def test_configs_that_must_differ_do(alone):
+    hashes = [alone[name][0] for name in CASES]
+    equal = {("user", "user-sharded"), ("groups", "groups-sharded"), ("plain", "recompute")}
+    equal |= {("augment", "augment-workers"), ("sliced", "sliced-sharded")}
+    for i, first in enumerate(CASES):
+        for j, second in enumerate(CASES):
+            if i < j:
+                assert (hashes[i] == hashes[j]) == ((first, second) in equal), (first, second)
+
+
+def test_early_stopping_ended_the_run_early(alone):
+    assert alone["early-stopping"][1] < 40
+
+
+def test_more_ranks_than_microbatches_leave_spares(ranks, tmp_path, alone):
+    found = train_all(ranks, tmp_path, "mpi", 3, "one-microbatch")
+    assert found["one-microbatch"] == alone["one-microbatch"]
