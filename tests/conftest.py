@@ -1,13 +1,13 @@
 """Starting real ranks."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lockstep.cli import main
 from lockstep.launch.cores import usable_cores
 from lockstep.launch.ranks import mpirun_command, rank_environment, torchrun_command
 
@@ -40,6 +40,22 @@ def lockstep(tmp_path):
 
 
 @pytest.fixture
+def here(tmp_path, monkeypatch, capfd):
+    """Runs the `lockstep` command in this process, in an empty folder."""
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
+        monkeypatch.delenv("LOCKSTEP_SITTING", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, ended.value.code or 0, out, err)
+
+    return call
+
+
+@pytest.fixture
 def ranks(tmp_path):
     """Runs a script on some ranks under a launcher."""
 
@@ -62,6 +78,3 @@ def result(run_dir):
 def target(name="Everything"):
     """A target of the tests' own tasks."""
     return f"{TASKS}:{name}"
-
-
-os.environ.setdefault("COLUMNS", "200")

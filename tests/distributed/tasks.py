@@ -97,8 +97,7 @@ class Everything(ls.Task):
         if evil == "rank":
             loss = loss * (1 + int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
         if evil == "corrupt" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
-            with torch.no_grad():
-                model[0].weight[0, 0, 0, 0] += 1e-3
+            model[0].weight.data[0, 0, 0, 0] += 1e-3
         correct = (logits.argmax(1) == labels).sum()
         return ls.Loss(loss, len(labels), {"accuracy": (correct, len(labels))})
 

@@ -99,6 +99,8 @@ class Job:
 
     def heed(self, signum: signal.Signals) -> None:
         """Do what a signal to this process asks for."""
+        if self.ended.is_set():
+            return
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
         if self.stopped_by in (None, PREEMPTED):
             self.stopped_by = signum
@@ -151,7 +153,7 @@ class Job:
 
     def _ask_stop(self, signum: signal.Signals) -> None:
         if self._command.forwards_signals:
-            send([self._child.pid], signum)
+            self._child.send_signal(signum)
         else:
             send(self._local_pids.intersection(marked(self._mark)), signum)
 
@@ -159,5 +161,5 @@ class Job:
         if self._command.launcher != "mpi":
             self.end()
         elif self._kill_deadline is None:
-            send([self._child.pid], signal.SIGTERM)
+            self._child.terminate()
             self._kill_deadline = time.monotonic() + GRACE_S

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from lockstep import errors
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.files import opening, replacing
 from lockstep.observe.rows import dumps
@@ -39,18 +38,21 @@ class ResultJson(Sink):
         self._path = path
         self._clock = clock
         self._started_at = clock()
+        self._step = 0
         self._plan: RunStarted | None = None
         self._pending: dict[str, Any] | None = None
 
     def __call__(self, event: Event) -> None:
         """Note the start of a run, write the result at its end."""
+        # Whoever catches an error may not know how far training had come.
+        self._step = max(self._step, event.step)
         if isinstance(event, RunStarted):
             self._plan, self._pending, self._started_at = event, None, self._clock()
             self._path.unlink(missing_ok=True)
         elif isinstance(event, Finished):
             self._pending = self._common() | _finished(event)
         elif isinstance(event, Failed):
-            self._pending = self._common() | _failed(event)
+            self._pending = self._common() | _failed(event, self._step)
         self._write()
 
     def close(self) -> None:
@@ -117,15 +119,14 @@ def _finished(event: Finished) -> dict[str, Any]:
     }
 
 
-def _failed(event: Failed) -> dict[str, Any]:
-    kind = getattr(errors, event.error, None)
+def _failed(event: Failed, step: int) -> dict[str, Any]:
     return {
         "status": "failed",
         "reason": event.message,
-        "step": event.step,
+        "step": step,
         "params_sha256": None,
         "metrics": {},
-        "exit_code": getattr(kind, "exit_code", 1),
+        "exit_code": event.exit_code,
         "error": event.error,
         "checkpoint": None,
     }

@@ -68,16 +68,19 @@ class ForwardState:
         owners = dict(_owners(model))
         floats: list[tuple[str, Tensor]] = []
         self._counters: list[Tensor] = []
-        self._counter_owners: list[_Owner] = []
+        self._owners: dict[int, list[_Owner]] = {}
         for name in names:
             owner = owners[name]
             buffer = owner.module._buffers[owner.key]
             assert buffer is not None
+            holders = self._owners.setdefault(id(buffer), [])
+            holders.append(owner)
+            if len(holders) > 1:  # one buffer of several modules
+                continue
             if buffer.is_floating_point():
                 floats.append((name, buffer))
             elif buffer.dim() == 0:
                 self._counters.append(buffer)
-                self._counter_owners.append(owner)
             else:
                 raise TaskError(
                     f"buffer {name}: a forward pass changes this {buffer.dtype} array of shape "
@@ -87,7 +90,6 @@ class ForwardState:
         self.num_counters = len(self._counters)
         self.flat = FlatTensors([floats], "buffer")
         self._buffers = self.flat.tensors
-        self._float_owners = [owners[e.name] for e in self.flat.entries]
         self.mark()
 
     def mark(self) -> None:
@@ -103,14 +105,11 @@ class ForwardState:
         deltas: list[Tensor] = []
         counters: list[int] = []
         if self._buffers:
-            now = [_take_back(o, b) for o, b in zip(self._float_owners, self._buffers, strict=True)]
+            now = [self._take_back(b) for b in self._buffers]
             deltas = list(torch._foreach_sub(now, self._committed))
             torch._foreach_mul_(deltas, weight)
         if self._counters:
-            counters = [
-                int(_take_back(o, c))
-                for o, c in zip(self._counter_owners, self._counters, strict=True)
-            ]
+            counters = [int(self._take_back(c)) for c in self._counters]
         return deltas, counters
 
     def restore(self) -> None:
@@ -130,10 +129,13 @@ class ForwardState:
         if self._counters:
             torch._foreach_copy_(self._committed_counters, self._counters)
 
-
-def _take_back(owner: _Owner, buffer: Tensor) -> Tensor:
-    """The buffer's present value; the module holds the buffer itself again afterwards."""
-    now = owner.module._buffers[owner.key]
-    assert now is not None
-    owner.module._buffers[owner.key] = buffer
-    return now
+    def _take_back(self, buffer: Tensor) -> Tensor:
+        """The buffer's present value; the modules hold the buffer itself again afterwards."""
+        now = buffer
+        for module, key in self._owners[id(buffer)]:
+            held = module._buffers[key]
+            assert held is not None
+            if held is not buffer:
+                now = held
+                module._buffers[key] = buffer
+        return now.detach()

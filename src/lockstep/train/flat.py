@@ -115,8 +115,8 @@ class FlatTensors:
                     offset += -(-tensor.numel() // _ALIGN) * _ALIGN
             if offset > first:
                 self.pieces.append(Piece(segment, index, Range(first, offset)))
-        if offset:
-            self.segments.append(Segment(dtype, -(-offset // BLOCK) * BLOCK))
+        if self.entries and self.entries[-1].segment == segment:
+            self.segments.append(Segment(dtype, max(1, -(-offset // BLOCK)) * BLOCK))
 
     def _device(self) -> torch.device:
         return self.tensors[0].device

@@ -62,6 +62,7 @@ class Trainer:
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop."""
         self._reporter.start(self._progress)
+        self._name_spares()
         batches = self._batches()
         if self._is_over() and self._progress.finished:
             self._say_finished()
@@ -74,6 +75,17 @@ class Trainer:
             self._check_replicas_if_due()
             self._save_if_due(improved)
         return self._finish()
+
+    def _name_spares(self) -> None:
+        size, used = self._transport.size, self._config.num_microbatches
+        if size > used:
+            self._runtime.emit(
+                Warned(
+                    step=self._progress.step,
+                    message=f"{size} ranks for {used} microbatches: ranks {used} to {size - 1} are "
+                    "spares with nothing to compute; raise num_microbatches to use them",
+                )
+            )
 
     def _say_finished(self) -> None:
         progress = self._progress

@@ -174,7 +174,7 @@ class Stepper:
             return [(str(group), parameter) for parameter, group, _, _ in self._pieces]
         names = {id(t): e.name for t, e in zip(self._flat.tensors, self._flat.entries, strict=True)}
         groups = self._optimizer.param_groups
-        return [(names[id(p)], p) for g in groups for p in g["params"]]
+        return [(names[id(p)], p) for g in groups for p in g["params"] if id(p) in names]
 
     def _places(self) -> dict[int, tuple[int, Range]]:
         if self.elementwise:

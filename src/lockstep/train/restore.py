@@ -22,14 +22,14 @@ def capture(
 
     Called on all ranks: with a sharded optimizer, its slices are gathered.
     """
-    flats = step.stepper_state()
+    flats, scalars = step.stepper_state(), step.stepper_scalars()
     if not is_first:
         return None
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     meta = meta | {
         "progress": progress.to_json(),
         "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
-        "optimizer_scalars": step.stepper.state_scalars(),
+        "optimizer_scalars": scalars,
     }
 
     def make() -> Snapshot:

@@ -21,7 +21,7 @@ from lockstep.parallel.reduction import OrderedReduction
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
 from lockstep.train.flat import FlatTensors
-from lockstep.train.optimizer import Stepper
+from lockstep.train.optimizer import Scalars, Stepper
 from lockstep.train.precision import LossScale
 from lockstep.train.runtime import Runtime, shared_error
 from lockstep.train.schedule import lr_factor
@@ -144,6 +144,15 @@ class Step:
                 for segment, flat in enumerate(segments):
                     self._reduction.gather(segment, flat)
         return flats
+
+    def stepper_scalars(self) -> Scalars:
+        """All other optimizer state; a collective if sharded."""
+        scalars = self.stepper.state_scalars()
+        if self._sharded:
+            # A slice need not hold a piece of every group.
+            for theirs in self._runtime.transport.gather_json(scalars):
+                scalars |= theirs
+        return scalars
 
     def _fold(
         self,

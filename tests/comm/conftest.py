@@ -1,0 +1,61 @@
+"""Starting scripts on several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "launched"
+SOURCE = Path(__file__).parents[2] / "src"
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+def run(command: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end with both outputs in one; fail the test if it hangs."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # older names of torch must work, too
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
+            process.terminate()
+            output, _ = process.communicate(timeout=20)
+            pytest.fail(f"{command} did not end within {timeout_s} s:\n{output}")
+    return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+@pytest.fixture(scope="session")
+def run_to_end() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run`, for tests that bring their own MPI."""
+    return run
+
+
+@pytest.fixture(scope="session")
+def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a script of this folder on some ranks; returns the completed process."""
+    if not MPIRUN.exists():
+        pytest.skip("Open MPI is not installed in this environment")
+
+    def launch(
+        script: str, num_ranks: int, *arguments: str, options: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(MPIRUN), "--oversubscribe", "--bind-to", "none"]
+        command += ["--mca", "mpi_yield_when_idle", "1", *options, "-n", str(num_ranks)]
+        command += [sys.executable, str(SCRIPTS / script), *arguments]
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return run(command, timeout_s=150, **root)
+
+    return launch

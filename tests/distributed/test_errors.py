@@ -1,0 +1,155 @@
+"""What goes wrong is one clear message, on any number of ranks, and nothing is lost."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import result, target
+
+from lockstep.data.idx import write_idx
+
+SMALL = ("steps=6",)
+
+
+def refused(done, *parts, code=2):
+    """The command said one clear thing and left."""
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert done.stderr.count("error: ") == 1, done.stderr
+    if code == 2:
+        assert "Traceback" not in done.stderr + done.stdout, done.stderr
+    for part in parts:
+        assert part in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["digits", "lrr=1"], ["unknown key 'lrr'", "did you mean lr?"]),
+        (["digits", "weight_decay=1"], ["did you mean optimizer.weight_decay?"]),
+        (["digit"], ["unknown recipe 'digit'", "did you mean digits?"]),
+        (["nothing.py"], ["nothing.py: there is no such file"]),
+        (["digits", "lr=fast"], ["lr='fast'", "valid number"]),
+        (["digits", "model=rnn"], ["model='rnn'", "'mlp' or 'cnn'"]),
+        (["digits", "batch_size=0"], ["batch_size=0", "greater than 0"]),
+        (["digits", "batch_size=-8"], ["batch_size=-8"]),
+        (["digits", "batch_size=4"], ["num_microbatches=8", "batch_size=4"]),
+        (["digits", "steps"], ["'steps' is not of the form key=value"]),
+        (["digits", "data_dir=/nowhere"], ["/nowhere"]),
+        (["digits", "-n", "0"], ["-n 0"]),
+        (["digits", "-n", "2", "--launcher", "python"], ["--launcher python", "one rank"]),
+        (["digits", "--launcher", "bus"], ["--launcher bus", "python, mpi, torchrun"]),
+        (["digits", "device=cuda"], ["device='cuda'", "0 GPUs"]),
+        (["digits", "activation_checkpointing=[nosuch]"], ["nosuch", "no module"]),
+        (["digits", "watch=f1", "steps=12"], ["watch='f1'", "accuracy, loss"]),
+        (["digits", "--config", "missing.yaml"], ["missing.yaml"]),
+    ],
+)
+def test_bad_arguments(here, arguments, parts):
+    refused(here("train", *arguments), *parts)
+
+
+def images_and_labels(folder, num_images=60, num_labels=60):
+    folder.mkdir()
+    images = torch.randint(0, 256, (num_images, 28, 28), dtype=torch.uint8)
+    write_idx(folder / "t10k-images-idx3-ubyte", images)
+    write_idx(folder / "t10k-labels-idx1-ubyte", torch.arange(num_labels).to(torch.uint8) % 10)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "magic", "length", "gzip"])
+def test_bad_idx_files(here, tmp_path, damage):
+    folder = tmp_path / "données"
+    images_and_labels(folder, num_labels=59 if damage == "length" else 60)
+    images = folder / "t10k-images-idx3-ubyte"
+    data = images.read_bytes()
+    if damage == "missing":
+        images.unlink()
+    elif damage == "truncated":
+        images.write_bytes(data[:-100])
+    elif damage == "magic":
+        images.write_bytes(b"\x01" + data[1:])
+    elif damage == "gzip":
+        images.unlink()
+        Path(f"{images}.gz").write_bytes(gzip.compress(data)[:-200])
+    done = here("train", "digits", f"data_dir={folder}")
+    refused(done, str(folder))
+    runs = list(tmp_path.glob("runs/*/checkpoints/*"))
+    assert not runs
+
+
+def test_learns_from_idx_files(here, tmp_path):
+    images_and_labels(tmp_path / "mnist")
+    done = here("train", "digits", "data_dir=mnist", "steps=3", "--run-dir", "r")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_nan_loss_names_step_microbatch_and_rank(lockstep, tmp_path, num_ranks):
+    done = lockstep(
+        "train", target(), "evil=nan", "checkpoint.every=1", "-n", num_ranks, "--run-dir", "r",
+        "data.shuffle=false",
+    )  # fmt: skip
+    # Sample 150 is in step 3 (samples 144 to 191), microbatch 0 (144 to 151).
+    refused(done, "step 3", "nan in microbatch 0 (rank 0)")
+    failed = result(tmp_path / "r")
+    assert failed["status"] == "failed"
+    steps = sorted(p.name for p in (tmp_path / "r" / "checkpoints").glob("step_*"))
+    assert steps[-1] == "step_00000003"
+
+
+def test_models_that_differ_at_the_start(lockstep):
+    done = lockstep("train", target(), "evil=start", "-n", "3", *SMALL)
+    refused(done, "build_model: 0.weight on rank 1 differs")
+
+
+def test_loss_of_wrong_shape(lockstep):
+    done = lockstep("train", target(), "evil=shape", "-n", "2", *SMALL)
+    refused(done, "Loss.sum must be a scalar tensor", "shape (8,)")
+
+
+def test_an_exception_on_one_rank_ends_all(lockstep):
+    done = lockstep("train", target(), "evil=raise", "-n", "2", *SMALL, timeout=60)
+    refused(done, "rank 1 raised", "the dog ate it", "tasks.py", code=1)
+
+
+def test_silent_corruption_is_caught(lockstep, tmp_path):
+    done = lockstep(
+        "train", target(), "evil=corrupt", "digest_every=1", "-n", "3", "--run-dir", "r", *SMALL
+    )
+    refused(done, "step 1", "0.weight on rank 1 differs")
+
+
+def test_an_empty_dataset(here):
+    refused(here("train", target("NoTrainingData"), *SMALL), "dataset('train')", "empty")
+
+
+def test_a_run_directory_of_another_config(lockstep):
+    assert lockstep("train", target(), "--run-dir", "r", *SMALL).returncode == 0
+    for extra in ((), ("-n", "2")):
+        done = lockstep("train", target(), "--run-dir", "r", "lr=0.5", "steps=6", *extra)
+        refused(done, "r: holds a run with another config", "lr is 0.01 there, 0.5 here")
+
+
+def test_an_unwritable_run_directory(lockstep, tmp_path):
+    (tmp_path / "file").write_text("")
+    for extra in ((), ("-n", "2")):
+        done = lockstep("train", target(), "--run-dir", "file/run", *SMALL, *extra)
+        refused(done, "file/run", "not writable")
+
+
+def test_a_half_set_environment(lockstep):
+    refused(lockstep("train", target(), *SMALL, RANK="1"), "WORLD_SIZE")
+
+
+def test_spares_are_named(lockstep, tmp_path):
+    done = lockstep("train", target(), "num_microbatches=1", "-n", "2", "--run-dir", "r", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "spare" in done.stdout
+    joined = [json.loads(x) for x in (tmp_path / "r" / "events.jsonl").read_text().splitlines()]
+    rows = [r for r in joined if r["event"] == "Joined"]
+    assert [(r["slot"], r["rank"], r["microbatches"]) for r in rows] == [
+        (0, 0, [0, 1]),
+        (1, 1, [1, 1]),
+    ]
+    assert all(r["host"] and r["pid"] for r in rows)

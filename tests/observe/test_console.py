@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sample_events import (
+    Recorder,
+    checkpointed,
+    evaluated,
+    finished,
+    joined,
+    run_started,
+    step_done,
+)
+
+from lockstep.observe import ConsoleView, Sinks, text
+from lockstep.observe.console import stdout_console
+from lockstep.train.events import Event, Failed, Improved, Resumed, Warned
+
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Shown:
+    """A view on a console in memory, with a clock that stands still until told."""
+
+    def __init__(
+        self, *, terminal: bool = False, width: int = 100, show_failure: bool = False
+    ) -> None:
+        self.now = 0.0
+        self.file = io.StringIO()
+        self.console = Console(
+            file=self.file, force_terminal=terminal, width=width, height=30, _environ={}
+        )
+        self.view = ConsoleView(self.console, show_failure=show_failure, clock=lambda: self.now)
+
+    def __call__(self, *events: Event) -> Shown:
+        for event in events:
+            self.view(event)
+        return self
+
+    @property
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.file.getvalue(), re.MULTILINE))
+
+
+def ranks(*hosts: str) -> list[Event]:
+    return [joined(rank, host) for rank, host in enumerate(hosts)]
+
+
+@pytest.mark.parametrize("start_first", [True, False])
+def test_the_banner_sums_up_who_takes_part(start_first: bool) -> None:
+    processes = ranks("node1", "node1", "node2", "node2")
+    shown = Shown()
+    shown(*[run_started(), *processes] if start_first else [*processes, run_started()])
+    assert shown.lines == [
+        "task        digits, 9,345 parameters, 1,437 samples",
+        "ranks       4 ranks on 2 hosts (mpirun, mpi4py)",
+        "device      cpu, 1 thread a rank",
+        "batch       64 samples in 8 microbatches, 2 a rank",
+        "plan        500 steps, 25 an epoch",
+        "run         /runs/grün (config 0123456789abcdef)",
+    ]
+
+
+def test_the_banner_does_not_wait_for_ever_for_ranks() -> None:
+    shown = Shown()(run_started(step=120), joined(0), Warned(step=120, message="a rank is late"))
+    assert shown.lines[4] == "plan        500 steps, 25 an epoch, going on from step 120"
+    assert shown.lines[-1] == "step 120: warning: a rank is late"
+
+
+def test_a_rank_that_comes_later_is_a_line() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0), joined(1, "spare", step=7))
+    assert shown.lines[-1] == "step 7: rank 1 joined from spare (pid 1001)"
+
+
+def test_a_second_start_has_its_own_banner() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0), step_done(3))
+    shown(run_started(world_size=1, step=2), joined(0))
+    assert shown.count("^task ") == 2
+    assert shown.count("on 1 host ") == 2
+
+
+def test_progress_lines_are_rate_limited_and_the_last_one_is_shown() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0))
+    for step in range(1, 101):
+        shown.now += 0.1
+        shown(step_done(step))
+    shown(finished(100))
+    shown.view.close()
+    steps = [int(step) for step in re.findall(r"^step (\d+)/500", shown.file.getvalue(), re.M)]
+    assert steps[0] == 1
+    assert steps[-1] == 100
+    assert len(steps) == len(set(steps))
+    assert 5 <= len(steps) <= 7
+
+
+def test_a_progress_line_holds_what_matters() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0))
+    shown.now = 10.0
+    shown(step_done(100, loss=0.123456, lr=1e-5))
+    assert shown.lines[-1] == (
+        "step 100/500  epoch 1  loss 0.1235  accuracy 0.3  lr 1e-05  128 samples/s  "
+        "efficiency 75%  left 0:00:40"
+    )
+
+
+def test_all_other_events_are_shown_at_once_one_line_each() -> None:
+    shown = Shown(width=20)(run_started(world_size=1), joined(0))
+    before = len(shown.lines)
+    shown(
+        evaluated(5),
+        Improved(step=5, metric="loss", value=0.25),
+        checkpointed(5),
+        Resumed(step=5, path="c/5", skipped=("c/6: checksum of model.safetensors differs",)),
+        Warned(step=5, message="[bold]markup[/] is text"),
+    )
+    assert shown.lines[before:] == [
+        "step 5: val: loss 0.25  accuracy 0.9",
+        "step 5: best loss so far: 0.25",
+        "step 5: checkpoint checkpoints/step_00000005 (3.0 MiB, 0.01 s of training, 0.50 s in all)",
+        "step 5: resumed from c/5; passed over c/6: checksum of model.safetensors differs",
+        "step 5: warning: [bold]markup[/] is text",
+    ]
+
+
+def test_an_event_of_an_unknown_kind_is_shown_too() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class RankLost(Event):
+        rank: int
+        cause: str
+
+    assert text.line(RankLost(step=3, rank=2, cause="killed")) == (
+        "step 3: rank lost: rank 2, cause killed"
+    )
+
+
+def test_the_summary_tells_how_it_ended() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0))
+    before = len(shown.lines)
+    shown(finished(500, reason="time limit", status="stopped", checkpoint="c/500"))
+    assert shown.lines[before:] == [
+        "status      stopped at step 500: time limit",
+        "metrics     accuracy 0.97",
+        f"parameters  SHA-256 {'ab' * 32}",
+        "time        0:01:05 on 4 ranks",
+        "checkpoint  c/500",
+        "run         /runs/grün",
+    ]
+
+
+@pytest.mark.parametrize("show_failure", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_failure_ends_the_display_and_is_printed_once_on_demand(
+    terminal: bool, show_failure: bool
+) -> None:
+    shown = Shown(terminal=terminal, show_failure=show_failure)(run_started(), step_done(3))
+    shown(Failed(step=3, error="DataError", message="data/a.idx: is cut short"))
+    assert shown.count(r"data/a\.idx: is cut short") == show_failure
+    assert shown.count("DataError|Traceback|Error:") == 0
+    assert shown.file.getvalue().count(SHOW_CURSOR) == terminal
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_the_live_display_fits_any_terminal(width: int) -> None:
+    shown = Shown(terminal=True, width=width)(run_started(), step_done(250), evaluated(250))
+    shown.view.close()
+    output = shown.file.getvalue()
+    assert "step 250" in output
+    final = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\r", output.rpartition("accuracy 0.9\n")[2])
+    assert final.strip()
+    assert all(len(line.replace("\r", "")) <= width for line in final.splitlines())
+
+
+def test_the_live_display_shows_the_state_of_training() -> None:
+    shown = Shown(terminal=True, width=120)(run_started())
+    shown.now = 10.0
+    shown(step_done(250))
+    shown.view.close()
+    output = shown.file.getvalue()
+    for part in ("250/500", "epoch 1", "loss 0.3333", "lr 0.001", "128 samples/s", "75%"):
+        assert part in output
+    assert "0:00:10 left 0:00:10" in output
+
+
+def test_the_live_display_is_gone_when_an_exception_flies() -> None:
+    shown = Shown(terminal=True)
+    stdout = sys.stdout
+
+    def train() -> None:
+        with Sinks([shown.view]) as sinks:
+            sinks(run_started())
+            sinks(step_done(1))
+            assert sys.stdout is not stdout, "prints of the model go above the bar"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert sys.stdout is stdout
+    output = shown.file.getvalue()
+    assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
+
+
+def test_text_the_console_cannot_encode_is_escaped() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
+    for terminal in (False, True):
+        view = ConsoleView(Console(file=file, force_terminal=terminal, width=80, _environ={}))
+        view(run_started(run_dir="/läufe/\udcff実"))
+        view(step_done(1, metrics={"größe": 1.0}))
+        view.close()
+    assert raw.getvalue().count(rb"/l\xe4ufe/\udcff\u5b9f") == 2
+
+
+def test_a_reader_that_goes_away_does_not_end_training() -> None:
+    recorder = Recorder()
+    read, write = os.pipe()
+    with os.fdopen(write, "w") as file:
+        console = stdout_console()
+        console.file = file
+        sinks = Sinks([recorder, ConsoleView(console)])
+        os.close(read)
+        for event in (run_started(), step_done(1), finished(1)):
+            sinks(event)
+        sinks.close()
+    warnings = [event for event in recorder.events if isinstance(event, Warned)]
+    assert len(warnings) == 1
+    assert warnings[0].message.startswith("whoever read the console's output is gone")
+
+
+def test_force_color_does_not_put_a_bar_into_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not stdout_console().is_interactive
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, time
+    from lockstep.observe import ConsoleView
+    from sample_events import *
+
+    def show(name, pause_s, **environ):
+        os.environ.update(environ)
+        print(f"<{name}>")
+        view = ConsoleView()
+        view(run_started(world_size=1))
+        view(joined(0))
+        for step in (100, 200, 500):
+            view(step_done(step))
+            print(f"printed by the model at {step}")
+            time.sleep(pause_s)
+        view(finished(500))
+        view.close()
+
+    show("full", 0.25)
+    show("no color", 0, NO_COLOR="1")
+    show("dumb", 0, TERM="dumb")
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def shown_in_pty() -> dict[str, str]:
+    """What a real terminal of 60 columns gets from the script, by kind of terminal."""
+    source = Path(__file__).parents[2] / "src"
+    environ = {
+        k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")
+    }
+    environ |= {"TERM": "xterm-256color", "PYTHONPATH": f"{source}:{Path(__file__).parent}"}
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env=environ,
+    )
+    os.close(follower)
+    output = b""
+    while block := _read(leader):
+        output += block
+    os.close(leader)
+    assert process.wait(10) == 0, output.decode()
+    parts = re.split("<(full|no color|dumb)>", output.decode())
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _read(leader: int) -> bytes:
+    try:
+        return os.read(leader, 4096)
+    except OSError:  # Linux says so that the other end has been closed
+        return b""
+
+
+def test_in_a_real_terminal_the_bar_is_redrawn_and_left_in_order(
+    shown_in_pty: dict[str, str],
+) -> None:
+    output = shown_in_pty["full"]
+    assert output.count(HIDE_CURSOR) == output.count(SHOW_CURSOR) == 1
+    assert "━" in output
+    assert "\x1b[3" in output or "\x1b[9" in output, "there are colours"
+    assert "\x1b[1A" in output, "the bar is drawn over itself"
+    assert output.count("printed by the model at 200") == 1
+    assert "500/500" in output
+    assert output.index(SHOW_CURSOR) < output.index("status      completed at step 500")
+
+
+def test_without_colours_the_bar_is_still_drawn(shown_in_pty: dict[str, str]) -> None:
+    output = shown_in_pty["no color"]
+    assert HIDE_CURSOR in output
+    assert not re.search(r"\x1b\[[0-9;]*(3|9)[0-7][0-9;]*m", output)
+    assert "status      completed at step 500" in output
+
+
+def test_a_dumb_terminal_gets_plain_lines(shown_in_pty: dict[str, str]) -> None:
+    output = shown_in_pty["dumb"]
+    assert "\x1b" not in output
+    assert "step 500/500" in output
+    assert "status      completed at step 500" in output

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_events import Recorder, finished, full_disk, run_started, step_done
+
+from lockstep.errors import RunDirectoryError
+from lockstep.observe import ResultJson, Sinks, read_result
+from lockstep.train.events import Failed, Warned
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    path = tmp_path / "ergebnis-é" / "result.json"
+    sink = ResultJson(path, clock=lambda: 0.0)
+    sink(run_started())
+    sink(step_done(500))
+    assert not path.exists()
+    sink(finished(500, metrics={"accuracy": 0.97, "gap": math.inf}, checkpoint="c/step_500"))
+    result = read_result(path.parent)
+    assert result == {
+        "status": "completed",
+        "reason": "",
+        "step": 500,
+        "params_sha256": "ab" * 32,
+        "metrics": {"accuracy": 0.97, "gap": math.inf},
+        "world_size": 4,
+        "wall_s": 65.0,
+        "task": "digits",
+        "config_hash": "0123456789abcdef",
+        "run_dir": "/runs/grün",
+        "finished_at": "1970-01-01T00:00:00+00:00",
+        "exit_code": 0,
+        "error": None,
+        "checkpoint": "c/step_500",
+    }
+    assert os.listdir(path.parent) == ["result.json"]
+    assert json.loads(path.read_text())["metrics"]["gap"] == "Infinity"
+
+
+@pytest.mark.parametrize("failed_step", [0, 7])
+def test_a_failed_run(tmp_path: Path, failed_step: int) -> None:
+    times = iter([0.0, 100.0, 107.5])
+    sink = ResultJson(tmp_path / "result.json", clock=lambda: next(times))
+    sink(run_started())
+    sink(step_done(7))
+    message = "step 7: the loss is NaN"
+    sink(Failed(step=failed_step, error="NonFiniteError", message=message, exit_code=2))
+    result = read_result(tmp_path / "result.json")
+    assert (result["status"], result["step"], result["wall_s"]) == ("failed", 7, 7.5)
+    assert (result["error"], result["exit_code"]) == ("NonFiniteError", 2)
+    assert result["reason"] == message
+    assert result["params_sha256"] is None
+
+
+def test_a_run_that_goes_on_has_no_result_of_an_earlier_sitting(tmp_path: Path) -> None:
+    sink = ResultJson(tmp_path / "result.json")
+    sink(finished(10, status="stopped"))
+    assert read_result(tmp_path)["status"] == "stopped"
+    sink(run_started(step=10))
+    with pytest.raises(RunDirectoryError, match="has not ended, or was killed"):
+        read_result(tmp_path)
+
+
+@pytest.mark.parametrize("at_closing", [False, True])
+def test_a_result_that_found_no_room_is_written_once_there_is(
+    tmp_path: Path, at_closing: bool
+) -> None:
+    recorder = Recorder()
+    sinks = Sinks([ResultJson(tmp_path / "result.json"), recorder])
+    with full_disk(20):
+        sinks(finished())
+    assert os.listdir(tmp_path) == []
+    assert any(isinstance(event, Warned) for event in recorder.events)
+    if not at_closing:
+        sinks(step_done(500))
+        assert read_result(tmp_path)["status"] == "completed"
+        (tmp_path / "result.json").unlink()
+    sinks.close()
+    assert os.listdir(tmp_path) == (["result.json"] if at_closing else [])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": '])
+def test_a_damaged_result_is_one_clear_message(tmp_path: Path, content: str) -> None:
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(RunDirectoryError, match=r"result\.json"):
+        read_result(tmp_path)
+
+
+def test_keys_come_in_the_order_of_their_weight(tmp_path: Path) -> None:
+    ResultJson(tmp_path / "result.json")(finished())
+    result: dict[str, Any] = json.loads((tmp_path / "result.json").read_text())
+    assert list(result)[:3] == ["status", "reason", "step"]
