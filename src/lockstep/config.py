@@ -26,6 +26,8 @@ NO_OUTCOME: JsonDict = {"outcome": False}
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -39,12 +41,18 @@ class OptimizerConfig(Section):
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
     momentum: NonNegativeFloat = 0.0
     nesterov: bool = False
     sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
     """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory."""
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> OptimizerConfig:
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        return self
 
 
 class ScheduleConfig(Section):
@@ -64,7 +72,7 @@ class PrecisionConfig(Section):
     """Autocast and loss scaling."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    loss_scale: Annotated[float, Field(gt=0)] = 2.0**16
+    loss_scale: PositiveFloat = 2.0**16
     """First loss scale (fp16): halved when a gradient overflows, that step being skipped."""
     growth_interval: Positive = 2000
     """Steps without overflow before the loss scale is doubled (fp16)."""
@@ -115,7 +123,7 @@ class TrainConfig(Section):
     lr: NonNegativeFloat = 1e-3
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_norm: PositiveFloat | None = None
     """Scale the mean gradient down to this global norm."""
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: tuple[str, ...] = ()
@@ -180,7 +188,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
             raise ConfigError(f"{source}: {item!r} is not of the form key=value")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # a ValueError for an impossible date
             raise ConfigError(f"{source}: {key}: {text!r} is not a YAML value") from error
         _set(data, key, value, type(config), source)
     return build(type(config), data, source)
@@ -196,7 +204,7 @@ def load(kind: type[Config], path: Path) -> Config:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError for an impossible date
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
     if data is None:
         data = {}
@@ -224,14 +232,17 @@ def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return f"{source}: {message}"
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
+        return f"{source}: {key}: {message}"
     return f"{source}: {key}={error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _unknown_key(kind: type[TrainConfig], key: str) -> str:
     known = list(_keys(kind))
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not nearest:
-        nearest = [k for k in known if k.rpartition(".")[2] == key][:1]
+    leaf = key.rpartition(".")[2]
+    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
+    nearest = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0)
+    nearest = nearest or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return f"unknown key {key!r}{hint}"
 

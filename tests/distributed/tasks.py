@@ -2,7 +2,6 @@
 
 import os
 import random
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -117,4 +116,4 @@ class NoTrainingData(Everything):
 
 
 if __name__ == "__main__":
-    ls.train(Everything(), run_dir=Path(os.environ["RUN_DIR"]))
+    ls.train(Everything(), run_dir=os.environ.get("RUN_DIR"))

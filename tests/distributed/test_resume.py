@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_passed_over(lockstep, whole, tmp_path):
     done = lockstep("resume", "whole")
     assert done.returncode == 0, done.stderr
     assert "is damaged" in done.stdout
-    assert "trying the one before" in done.stdout
+    assert "the one before is used" in done.stdout
     assert result(whole)["params_sha256"] == expected
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lockstep.errors import CheckpointError
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+_FOLDER = re.compile(r"step_(\d{8,20})")
 
 
 @dataclass
@@ -67,18 +69,17 @@ def write(root: Path, snapshot: Snapshot) -> tuple[Path, int]:
     try:
         temporary.mkdir(parents=True)
         files = {
-            name: _write_file(temporary / name, safetensors.torch.save(tensors))
+            name: _write_file(temporary / name, _packed(tensors))
             for name, tensors in ((_MODEL, snapshot.model), (_OPTIMIZER, snapshot.optimizer))
         }
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
+        body = json.loads(json.dumps(body))  # as it will be read: keys that are numbers are text
         manifest = {"sha256": _json_digest(body), **body}
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
         _write_file(temporary / _MANIFEST, text)
         _sync_folder(temporary)
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
+        _rename_over(temporary, final)
         _sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -111,15 +112,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest") from None
-    if not isinstance(manifest.get("format"), int) or manifest["format"] > FORMAT:
+    if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
         raise CheckpointError(
-            f"{path}: format={manifest.get('format')!r} is newer than this library reads "
-            f"({FORMAT}); update lockstep-train"
+            f"{path}: format={manifest['format']} is newer than this library reads ({FORMAT}); "
+            "update lockstep-train"
         )
     if digest != _json_digest(manifest):
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
+    for key, kind in (("format", int), ("step", int), ("files", dict)):
+        if not isinstance(manifest.get(key), kind):
+            raise CheckpointError(f"{path}: is damaged: {key}={manifest.get(key)!r}")
     return {"sha256": digest, **manifest}
 
 
@@ -127,7 +131,9 @@ def folders(root: Path) -> list[Path]:
     """All complete checkpoints, newest step first."""
     if not root.is_dir():
         return []
-    return sorted((p for p in root.glob("step_*") if p.is_dir()), reverse=True)
+    found = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
+    steps = {p: int(match[1]) for p, match in found.items() if match and p.is_dir()}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
 def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
@@ -151,18 +157,41 @@ def write_hint(root: Path, name: str, folder: str) -> None:
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
     try:
-        folder = root / (root / name).read_text(encoding="utf-8").strip()
-    except OSError:
+        folder = (root / name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
         return None
-    return folder if folder.is_dir() and folder.parent == root else None
+    return root / folder if _FOLDER.fullmatch(folder) and (root / folder).is_dir() else None
 
 
 def prune(root: Path, keep: int) -> None:
-    """Delete all but the `keep` newest checkpoints, the best, and what is not a checkpoint."""
+    """Delete old checkpoints, and what killed processes left of theirs.
+
+    The `keep` newest, the best, and what is not a checkpoint stay.
+    """
     best = read_hint(root, "best")
-    for folder in folders(root)[keep:]:
-        if folder != best:
-            shutil.rmtree(folder, ignore_errors=True)
+    old = [folder for folder in folders(root)[keep:] if folder != best]
+    for folder in (*old, *root.glob(".step_*")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename_over(temporary: Path, final: Path) -> None:
+    """Rename, over an older checkpoint of the same step if there is one."""
+    if not final.exists():
+        temporary.rename(final)
+        return
+    aside = temporary.with_suffix(".old")
+    final.rename(aside)
+    try:
+        temporary.rename(final)
+    except BaseException:
+        aside.rename(final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> bytes:
+    data: bytes = safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()})
+    return data
 
 
 def _write_file(path: Path, data: bytes) -> dict[str, Any]:

@@ -77,14 +77,14 @@ class Reporter:
         )
         self._since = perf_counter()
 
-    def add(self, progress: Progress, result: StepResult, last: bool) -> None:
+    def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
         """Count a step in; emit if it is time to."""
         if not self._runtime.is_first:
             return
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
         self._samples += self._parts.sampler.step_size(progress.step - 1)
-        if last or progress.step % self._config.log_every == 0:
+        if flush or progress.step % self._config.log_every == 0:
             self._emit(progress, result)
 
     def final_metrics(self, progress: Progress) -> dict[str, float]:

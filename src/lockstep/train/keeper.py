@@ -1,0 +1,146 @@
+"""Keeping a run: when its state goes to disk, and how it comes back."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config import TrainConfig
+from lockstep.errors import CheckpointError
+from lockstep.train import checkpoint
+from lockstep.train.events import Resumed, Warned
+from lockstep.train.progress import Progress
+from lockstep.train.replicas import check_replicas
+from lockstep.train.restore import capture, check_fits, restore
+from lockstep.train.rundir import RunDirectory
+from lockstep.train.runtime import Runtime, on_first
+from lockstep.train.saver import Saver
+from lockstep.train.setup import Parts
+
+
+class Keeper:
+    """Saves and restores the state of a run; all methods but `poll` are collectives."""
+
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, parts: Parts, directory: RunDirectory
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._transport = runtime.transport
+        self._parts = parts
+        self._root = directory.checkpoints
+        self._saver = Saver(
+            self._root, config.checkpoint.keep, config.checkpoint.background, runtime.emit
+        )
+        self._saved_step = -1
+
+    def poll(self) -> None:
+        """Emit what the background thread has to say."""
+        if self._runtime.is_first:
+            self._saver.poll()
+
+    def save(self, progress: Progress, best: bool = False) -> None:
+        """Copy the state, and have it written while training goes on; once for each step.
+
+        Raises:
+            DivergenceError: the ranks' parameters differ; nothing is written.
+        """
+        if self._saved_step == progress.step:
+            return
+        started = perf_counter()
+        self.check_replicas(progress)
+        parts, is_first = self._parts, self._runtime.is_first
+        make = capture(parts.step, parts.model, progress, self._meta(progress), is_first)
+        if make is not None:
+            self._saver.save(make, best, started)
+        parts.step.watch.checkpoint_s += perf_counter() - started
+        self._saved_step = progress.step
+
+    def finish(self, progress: Progress) -> str:
+        """Make sure that the state is on disk: the folder it is in.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.save(progress)
+        folder: str = on_first(self._transport, lambda: str(self._saver.finish(progress.step)))
+        return folder
+
+    def check_replicas(self, progress: Progress) -> None:
+        """Make sure that all ranks hold the same bits.
+
+        Raises:
+            DivergenceError: they don't.
+        """
+        if self._transport.size > 1:
+            check_replicas(self._transport, self._parts.model, progress.step)
+
+    def resume(self) -> Progress:
+        """Restore the newest valid checkpoint on all ranks, if there is one.
+
+        Raises:
+            CheckpointError: none of those there is valid, or it is of another model or data.
+        """
+        snapshot: checkpoint.Snapshot | None = None
+        folder: Path | None = None
+        skipped: list[str] = []
+        if self._runtime.is_first:
+            snapshot, folder, skipped = checkpoint.newest_valid(self._root)
+
+        def check() -> bool:
+            if snapshot is None:
+                if skipped:
+                    reasons = "\n".join(skipped)
+                    raise CheckpointError(f"{self._root}: no checkpoint is valid:\n{reasons}")
+                return False
+            check_fits(snapshot, self._parts.model, str(folder))
+            self._check_data(snapshot.meta["sampler"], str(folder))
+            return True
+
+        if not on_first(self._transport, check):
+            return Progress()
+        progress = restore(snapshot, self._parts.step, self._parts.model, self._transport)
+        for reason in skipped:
+            message = f"{reason}; the one before is used"
+            self._runtime.emit(Warned(step=progress.step, message=message))
+        self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
+        self._saved_step = progress.step
+        return progress
+
+    def _check_data(self, there: dict[str, Any], where: str) -> None:
+        here = self._parts.sampler.num_samples
+        if there["num_samples"] != here:
+            raise CheckpointError(
+                f"{where}: was trained on {there['num_samples']} samples, the dataset has {here} "
+                "now; resume with the same data or start a new run"
+            )
+        if there["data_digest"] != self._parts.data_digest:
+            raise CheckpointError(
+                f"{where}: was trained on other data: the first microbatch of the dataset has "
+                "changed; resume with the same data or start a new run"
+            )
+
+    def _meta(self, progress: Progress) -> dict[str, Any]:
+        config, transport, sampler = self._config, self._transport, self._parts.sampler
+        return {
+            "config": config.model_dump(mode="json"),
+            "config_hash": config.hash,
+            "sampler": {
+                "num_samples": sampler.num_samples,
+                "data_digest": self._parts.data_digest,
+                "epoch": sampler.epoch(progress.step),
+            },
+            "layout": {"world_size": transport.size, "transport": transport.name},
+            "versions": {
+                "lockstep": version("lockstep-train"),
+                "torch": str(torch.__version__),
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+        }
