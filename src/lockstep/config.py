@@ -164,7 +164,7 @@ class TrainConfig(Section):
     @property
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
-        canonical = json.dumps(_outcome(self), sort_keys=True, default=str)
+        canonical = json.dumps(outcome(self), sort_keys=True, default=str)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
@@ -225,6 +225,18 @@ def build(kind: type[Config], data: Mapping[str, Any], source: str) -> Config:
         raise ConfigError("\n".join(_explain(kind, e, source) for e in error.errors())) from None
 
 
+def outcome(section: BaseModel) -> dict[str, Any]:
+    """The keys of a section that can change the result, as plain data."""
+    values: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("outcome") is False:
+            continue
+        value = getattr(section, name)
+        values[name] = outcome(value) if isinstance(value, BaseModel) else value
+    return values
+
+
 def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
@@ -268,15 +280,3 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
         inner = ", ".join(f"{key}.{name}" for name in target[leaf])
         raise ConfigError(f"{source}: {key}={value!r}: {key} is a section; set one of {inner}")
     target[leaf] = value
-
-
-def _outcome(section: BaseModel) -> dict[str, Any]:
-    """The keys of a section that can change the result, as plain data."""
-    values: dict[str, Any] = {}
-    for name, field in type(section).model_fields.items():
-        extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("outcome") is False:
-            continue
-        value = getattr(section, name)
-        values[name] = _outcome(value) if isinstance(value, BaseModel) else value
-    return values

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
@@ -32,11 +32,15 @@ class Fetcher(Dataset[Batch]):
     matter which process fetches it or when.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
+    def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
+        """Fetch from `dataset`; `collate` makes batches of samples, None as torch does."""
         self._dataset = dataset
-        self._collate = collate
-        plain = type(dataset).__getitem__ is TensorDataset.__getitem__
-        self._tensors = dataset.tensors if isinstance(dataset, TensorDataset) and plain else None
+        self._collate: Collate = collate or default_collate
+        self._tensors = None
+        if isinstance(dataset, TensorDataset) and collate is None:
+            plain = type(dataset).__getitem__ is TensorDataset.__getitem__
+            if plain and not hasattr(dataset, "__getitems__"):
+                self._tensors = dataset.tensors
 
     def __getitem__(self, request: Request) -> Batch:
         """The batch of one microbatch."""
@@ -70,7 +74,7 @@ class Loader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        collate: Collate,
+        collate: Collate | None,
         sampler: ElasticSampler,
         seed: int,
         device: torch.device,

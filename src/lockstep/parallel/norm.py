@@ -14,9 +14,9 @@ from lockstep.parallel.layout import Range
 
 
 def block_norms(flat: Tensor) -> Tensor:
-    """The Euclidean norm of each block of `BLOCK` elements, float64 [numel / BLOCK]."""
+    """The Euclidean norm of each block of `BLOCK` elements, [numel / BLOCK]."""
     norms: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1)
-    return norms.double()
+    return norms
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:
@@ -32,11 +32,11 @@ def sharded_global_norm(
     for segment, ranges in zip(segments, slices, strict=True):
         own = ranges[transport.rank]
         counts = [len(r) // BLOCK for r in ranges]
-        everyone = torch.empty(sum(counts), dtype=torch.float64, device=segment.device)
+        everyone = torch.empty(sum(counts), dtype=segment.dtype, device=segment.device)
         transport.all_gather(block_norms(segment[own.first : own.last]), everyone, counts)
         norms.append(everyone)
     return _combine(norms)
 
 
 def _combine(norms: Sequence[Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(n)) for n in norms))
+    return math.hypot(*(norm for part in norms for norm in part.tolist()))

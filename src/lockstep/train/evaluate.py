@@ -17,7 +17,7 @@ from lockstep.parallel.exchange import add_up
 from lockstep.parallel.layout import Node, merges, split
 from lockstep.train.compute import Compute
 from lockstep.train.runtime import everywhere
-from lockstep.train.task import Task
+from lockstep.train.task import Task, own_collate
 
 
 class Evaluation:
@@ -39,7 +39,7 @@ class Evaluation:
         self.num_samples = dataset_size(dataset, split_name)
         if self.num_samples < 1:
             raise DataError(f"dataset({split_name!r}): is empty; return None if there is none")
-        self._fetcher = Fetcher(dataset, task.collate)
+        self._fetcher = Fetcher(dataset, own_collate(task))
         self._batch_size = batch_size
         self._device = device
         self._seed = seed

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import yaml
 
-from lockstep.config import TrainConfig
+from lockstep.config import TrainConfig, outcome
 from lockstep.errors import RunDirectoryError
 from lockstep.train import checkpoint
 
@@ -69,13 +69,22 @@ class RunDirectory:
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
+        except BlockingIOError:
+            self.close()
             raise RunDirectoryError(
                 f"{self.path}: another job is training in it; wait for it, or choose another "
                 "with --run-dir"
             ) from None
-        self._bind(config, identity, resume)
+        except OSError as error:
+            self.close()
+            raise RunDirectoryError(
+                f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
+            ) from None
+        try:
+            self._bind(config, identity, resume)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give up the claim."""
@@ -122,13 +131,14 @@ class RunDirectory:
             raise RunDirectoryError(f"{path}: cannot be read: {error}") from None
 
     def _differences(self, config: TrainConfig) -> str:
-        """The keys with other values than those in the folder's config.yaml."""
+        """The keys of the hash with other values than those in the folder's config.yaml."""
         try:
             there = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return "its config.yaml cannot be read"
         old, new = _flatten(there), _flatten(config.model_dump(mode="json"))
-        keys = [k for k in {**old, **new} if old.get(k) != new.get(k)]
+        harmless = new.keys() - _flatten(outcome(config)).keys()
+        keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
         return ", ".join(f"{k} is {old.get(k)!r} there, {new.get(k)!r} here" for k in keys[:5])
 
     def _write(self, name: str, text: str) -> None:

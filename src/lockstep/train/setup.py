@@ -26,7 +26,7 @@ from lockstep.train.optimizer import check_optimizer, default_optimizer
 from lockstep.train.replicas import batch_digest, check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
-from lockstep.train.task import Task
+from lockstep.train.task import Task, own_collate
 
 
 @dataclass
@@ -131,7 +131,7 @@ def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[Elasti
     )
     data = config.data
     loader = Loader(
-        dataset, task.collate, sampler, config.seed, device, data.num_workers, data.prefetch
+        dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
     )
     return sampler, loader
 

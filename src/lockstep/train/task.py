@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -93,3 +93,9 @@ class Task(ABC):
     def name(self) -> str:
         """A short name for run directories and logs."""
         return type(self).__name__.lower()
+
+
+def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:
+    """The task's `collate` if it has one of its own."""
+    inherited = getattr(task.collate, "__func__", None) is Task.collate
+    return None if inherited else task.collate

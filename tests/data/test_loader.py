@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from lockstep.data.loader import Loader, dataset_size, to_device
+from lockstep.data.random import Stream, random_key
+from lockstep.data.sampler import ElasticSampler
+from lockstep.errors import DataError
+from lockstep.parallel.layout import Range
+from lockstep.train.task import Task, own_collate
+
+NUM_SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 22, 8, 4
+STEPS = 6
+ALL = Range(0, NUM_MICROBATCHES)
+CPU = torch.device("cpu")
+X = torch.arange(NUM_SAMPLES * 3, dtype=torch.float32).view(NUM_SAMPLES, 3)
+Y = torch.arange(NUM_SAMPLES)
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Plain(Dataset[Any]):
+    """Gives `make(i)`."""
+
+    def __init__(self, make: Callable[[int], Any] = lambda i: (X[i], Y[i])) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, i: int) -> Any:
+        return self.make(i)
+
+
+class ManyAtOnce(Plain):
+    def __getitem__(self, i: int) -> Any:
+        raise AssertionError("has __getitems__")
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.make(i) for i in indices]
+
+
+class OnlyMethods:
+    """No subclass of torch's Dataset."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i], Y[i]
+
+
+def augmented(i: int) -> tuple[Tensor, float, float]:
+    """Draws from all three global generators."""
+    return X[i] + torch.rand(3), float(np.random.rand()), random.random()
+
+
+def sampler(num_samples: int = NUM_SAMPLES, shuffle: bool = True) -> ElasticSampler:
+    return ElasticSampler(num_samples, BATCH_SIZE, NUM_MICROBATCHES, seed=4, shuffle=shuffle)
+
+
+def loader(
+    dataset: Any, collate: Callable[[list[Any]], Any] | None = None, **options: Any
+) -> Loader:
+    return Loader(dataset, collate, sampler(), options.pop("seed", 4), CPU, **options)
+
+
+def everything(made: Loader, microbatches: Range = ALL, first: int = 0) -> list[Any]:
+    return list(made.stream(microbatches, first, STEPS))
+
+
+def as_bytes(value: Any) -> Any:
+    """A nested batch with its tensors as bytes, to be compared."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {k: as_bytes(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_bytes(v) for v in value]
+    return value
+
+
+def indices_in_order() -> list[list[int]]:
+    dealt = sampler()
+    return [
+        dealt.indices(step, m).tolist() for step in range(STEPS) for m in range(NUM_MICROBATCHES)
+    ]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(X, Y),
+        Subset(TensorDataset(X, Y), range(NUM_SAMPLES)),
+        Plain(),
+        ManyAtOnce(),
+        OnlyMethods(),
+    ],
+    ids=["tensors", "subset", "plain", "many", "methods"],
+)
+def test_microbatches_hold_the_samplers_samples_in_order(dataset: Any) -> None:
+    batches = everything(loader(dataset))
+    for batch, indices in zip(batches, indices_in_order(), strict=True):
+        if not indices:
+            assert batch is None
+            continue
+        x, y = batch
+        assert y.tolist() == indices
+        assert torch.equal(x, X[indices])
+        assert isinstance(batch, list)
+
+
+def test_an_uneven_last_batch_may_leave_microbatches_without_samples() -> None:
+    made = Loader(TensorDataset(X[:10], Y[:10]), None, sampler(num_samples=10), 4, CPU)
+    batches = list(made.stream(ALL, 0, 2))
+    assert [None if b is None else len(b[1]) for b in batches] == [2, 2, 2, 2, 1, 1, None, None]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_skip_microbatches_without_samples(num_workers: int) -> None:
+    made = Loader(Plain(), None, sampler(num_samples=10), 4, CPU, num_workers=num_workers)
+    batches = list(made.stream(Range(1, NUM_MICROBATCHES), 1, 4))
+    sizes = [None if b is None else len(b[1]) for b in batches]
+    assert sizes == [1, None, None, 2, 2, 2, 1, None, None]
+
+
+def test_dict_samples_make_dict_batches() -> None:
+    [batch, *_] = everything(loader(Plain(lambda i: {"x": X[i], "y": Y[i]})))
+    assert batch["y"].tolist() == indices_in_order()[0]
+    assert torch.equal(batch["x"], X[indices_in_order()[0]])
+
+
+def test_named_tuple_samples_make_named_tuple_batches() -> None:
+    [batch, *_] = everything(loader(Plain(lambda i: Pair(X[i], Y[i]))))
+    assert isinstance(batch, Pair)
+    assert batch.y.tolist() == indices_in_order()[0]
+
+
+@pytest.mark.parametrize(
+    "dataset", [Plain(), ManyAtOnce(), TensorDataset(X, Y)], ids=["plain", "many", "tensors"]
+)
+def test_own_collate_gets_the_samples(dataset: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return [int(y) for _, y in samples]
+
+    batches = everything(loader(dataset, collate))
+    assert batches == [indices or None for indices in indices_in_order()]
+
+
+def test_own_item_access_of_a_tensor_dataset_is_used() -> None:
+    class Doubled(TensorDataset):
+        def __getitem__(self, i: Any) -> Any:
+            return tuple(2 * t for t in super().__getitem__(i))
+
+    class DoubledTogether(TensorDataset):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return [(2 * X[i], 2 * Y[i]) for i in indices]
+
+    for dataset in (Doubled(X, Y), DoubledTogether(X, Y)):
+        [batch, *_] = everything(loader(dataset))
+        assert batch[1].tolist() == [2 * i for i in indices_in_order()[0]]
+
+
+def test_a_task_passes_on_a_collate_of_its_own_only() -> None:
+    class Inheriting(Task):
+        build_model = dataset = loss = None  # type: ignore[assignment]
+
+    class Overriding(Inheriting):
+        def collate(self, samples: list[Any]) -> Any:
+            return len(samples)
+
+    assert own_collate(Inheriting()) is None
+    assert own_collate(Overriding())([1, 2, 3]) == 3  # type: ignore[misc]
+    patched = Inheriting()
+    patched.collate = len  # type: ignore[method-assign,assignment]
+    assert own_collate(patched) is len
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Plain()], ids=["tensors", "plain"])
+def test_the_default_is_torchs_collate(dataset: Any) -> None:
+    explicit = as_bytes(everything(loader(dataset, default_collate)))
+    assert as_bytes(everything(loader(dataset))) == explicit
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Plain()], ids=["tensors", "plain"])
+def test_a_batch_shares_no_memory_with_the_dataset(dataset: Any) -> None:
+    before = X.clone()
+    for batch in everything(loader(dataset)):
+        if batch is not None:
+            batch[0].fill_(-1)
+    assert torch.equal(X, before)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [TensorDataset(X, Y), Plain(augmented), ManyAtOnce(augmented)],
+    ids=["tensors", "augmented", "augmented_many"],
+)
+def test_workers_fetch_the_same_bits(dataset: Any) -> None:
+    alone = as_bytes(everything(loader(dataset)))
+    assert as_bytes(everything(loader(dataset, num_workers=2))) == alone
+    assert as_bytes(everything(loader(dataset, num_workers=1, prefetch=1))) == alone
+
+
+def test_augmentation_depends_on_step_and_microbatch_and_seed_only() -> None:
+    made = loader(Plain(augmented))
+    whole = as_bytes(everything(made))
+    for m in range(NUM_MICROBATCHES):
+        random.seed(m)
+        torch.manual_seed(m)
+        own = as_bytes(everything(loader(Plain(augmented)), Range(m, m + 1)))
+        assert own == whole[m::NUM_MICROBATCHES]
+    assert as_bytes(made.microbatch(3, 2)) == whole[3 * NUM_MICROBATCHES + 2]
+    assert as_bytes(everything(loader(Plain(augmented), seed=5)))[0] != whole[0]
+
+
+def test_augmentation_differs_from_one_microbatch_and_epoch_to_the_next() -> None:
+    drawn = [tuple(b[2].tolist()) for b in everything(loader(Plain(augmented))) if b is not None]
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("first", [1, 4])
+def test_a_stream_begun_in_the_middle_is_the_tail(num_workers: int, first: int) -> None:
+    whole = as_bytes(everything(loader(Plain(augmented))))
+    tail = everything(loader(Plain(augmented), num_workers=num_workers), first=first)
+    assert as_bytes(tail) == whole[first * NUM_MICROBATCHES :]
+
+
+def test_workers_leave_the_training_process_random_state_alone() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr,index]
+    assert len(everything(loader(Plain(augmented), num_workers=2))) == STEPS * NUM_MICROBATCHES
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    assert np.random.get_state()[1].tolist() == state[2]  # type: ignore[union-attr,index]
+
+
+def test_tensors_are_picked_without_touching_random_state() -> None:
+    state = torch.get_rng_state()
+    everything(loader(TensorDataset(X, Y)))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_error_in_a_worker_names_the_datasets_own_error() -> None:
+    def broken(i: int) -> Any:
+        raise RuntimeError("file is gone")
+
+    with pytest.raises(RuntimeError, match="file is gone"):
+        everything(loader(Plain(broken), num_workers=1))
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class NoItems:
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Endless(), r"dataset\('train'\): a Endless has no __len__"),
+        (NoItems(), r"dataset\('train'\): a NoItems has no __getitem__"),
+        (7, r"dataset\('train'\): a int has no __len__"),
+    ],
+)
+def test_what_is_no_map_style_dataset_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        dataset_size(dataset, "train")
+
+
+def test_size_of_a_dataset_is_its_length() -> None:
+    assert dataset_size(Plain(), "val") == NUM_SAMPLES
+    assert dataset_size([1, 2, 3], "val") == 3  # type: ignore[arg-type]
+
+
+def test_nested_batches_are_moved_with_their_structure() -> None:
+    meta = torch.device("meta")
+    batch = {"pair": Pair(X, Y), "list": [X, (Y, "text")], "number": 3, "none": None}
+    moved = to_device(batch, meta)
+    assert isinstance(moved["pair"], Pair)
+    assert isinstance(moved["list"][1], tuple)
+    tensors = [*moved["pair"], moved["list"][0], moved["list"][1][0]]
+    assert all(t.device == meta for t in tensors)
+    assert (moved["list"][1][1], moved["number"], moved["none"]) == ("text", 3, None)
+
+
+def test_random_keys_of_all_uses_differ() -> None:
+    keys = [
+        random_key(seed, stream, step, microbatch)
+        for seed in (0, 1, 2**63 - 1)
+        for stream in Stream
+        for step in range(20)
+        for microbatch in range(20)
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**63 for key in keys)
+
+
+def test_random_keys_never_change() -> None:
+    assert random_key(0, Stream.MODEL) == 7530090308580795546
+    assert random_key(7, Stream.DATA, 3, 2) == 5896761131763000566

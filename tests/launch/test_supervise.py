@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import LaunchError, RunDirectoryError
+from lockstep.launch import job
+from lockstep.launch.processes import is_alive
+from lockstep.launch.ranks import (
+    RankCommand,
+    mpirun_command,
+    python_command,
+    rank_environment,
+    torchrun_command,
+)
+from lockstep.launch.supervise import LOG_NAME, Outcome, run_ranks
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SOURCE = Path(__file__).parents[2] / "src"
+DEADLINE_S = 60.0
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _ranks_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+
+
+def code(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def ranks_of(kind: str, argv: list[str], ranks: int = 2) -> RankCommand:
+    if kind == "mpi":
+        return mpirun_command(ranks, argv, cores=1)
+    return torchrun_command(ranks, argv) if kind == "torchrun" else python_command(argv)
+
+
+def run(
+    command: RankCommand, run_dir: Path, **options: Any
+) -> tuple[Outcome, list[str], list[Row]]:
+    lines: list[str] = []
+    rows: list[Row] = []
+    outcome = run_ranks(
+        command,
+        rank_environment(3),
+        run_dir=run_dir,
+        **{"on_row": rows.append, "on_line": lines.append, "on_notice": lines.append} | options,
+    )
+    return outcome, lines, rows
+
+
+def gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, f"some of {pids} are still there"
+        time.sleep(0.02)
+
+
+def this_process_gets(signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+
+
+class Stopper:
+    """Signals this process, which is the launcher, as soon as all ranks have joined."""
+
+    def __init__(self, ranks: int, signum: signal.Signals) -> None:
+        self.joined: list[Row] = []
+        self._ranks = ranks
+        self._signum = signum
+
+    def __call__(self, row: Row) -> None:
+        if row["event"] == "Joined":
+            self.joined.append(row)
+            if len(self.joined) == self._ranks:
+                this_process_gets(self._signum)
+
+    @property
+    def pids(self) -> list[int]:
+        return [row["pid"] for row in self.joined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "signum"),
+    [("python", 1, signal.SIGTERM), ("mpi", 2, signal.SIGINT), ("torchrun", 2, signal.SIGINT)],
+)
+def test_a_signal_stops_all_ranks_cleanly(
+    tmp_path: Path, kind: str, ranks: int, signum: signal.Signals
+) -> None:
+    stopper = Stopper(ranks, signum)
+    steps = [sys.executable, str(SCRIPTS / "steps.py"), str(tmp_path)]
+    outcome, lines, _ = run(ranks_of(kind, steps, ranks), tmp_path, on_row=stopper)
+    assert (outcome.exit_code, outcome.stopped_by) == (0, signum), outcome.stderr_tail
+    assert outcome.last is not None
+    assert outcome.last["reasons"] == ["interrupted"] * ranks
+    spoken = [line for line in lines if line.startswith("rank")]
+    assert sorted(spoken) == sorted(
+        f"rank {rank} says {n}" for n in range(3000) for rank in range(ranks)
+    )
+    places = [row["place"] for row in stopper.joined]
+    assert [place["rank"] for place in places] == list(range(ranks))
+    assert {(place["launcher"], place["world_size"]) for place in places} == {(kind, ranks)}
+    assert {row["omp"] for row in stopper.joined} == {"3"}
+    assert not any(map(is_alive, stopper.pids))
+
+
+# Ranks that need no torch to start; they say to have joined without meeting anybody.
+JOIN = """
+import json, os, signal, socket, sys, time
+row = {"event": "Joined", "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
+os.write(os.open(sys.argv[1] + "/events.jsonl", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644),
+         json.dumps(row).encode() + b"\\n")
+time.sleep(600)
+"""
+STUBBORN = (
+    """
+import signal
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, signal.SIG_IGN)
+"""
+    + JOIN
+)
+TELLING = (
+    """
+import os, signal
+def tell(signum, frame):
+    os.write(1, b"got %s\\n" % signal.Signals(signum).name.encode())
+    os._exit(0)
+for signum in (signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(signum, tell)
+"""
+    + JOIN
+)
+
+
+@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
+    ranks = 1 if kind == "python" else 2
+    stopper = Stopper(ranks, signal.SIGUSR1)
+    command = ranks_of(kind, [*code(TELLING), str(tmp_path)], ranks)
+    outcome, lines, _ = run(command, tmp_path, on_row=stopper)
+    assert [line for line in lines if line.startswith("got")] == ["got SIGUSR1"] * ranks
+    assert "SIGUSR1: stopping at the next step boundary" in lines
+    assert outcome.exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+def test_a_second_ctrl_c_ends_stubborn_ranks(tmp_path: Path, kind: str) -> None:
+    stopper = Stopper(1, signal.SIGINT)
+    alive: list[bool] = []
+
+    def again(notice: str) -> None:
+        if "again to end the ranks at once" in notice:
+            alive.append(is_alive(stopper.pids[0]))
+            this_process_gets(signal.SIGINT)
+
+    stubborn = [*code(STUBBORN), str(tmp_path)]
+    command = ranks_of(kind, stubborn, ranks=1)
+    outcome, _, _ = run(command, tmp_path, on_row=stopper, on_notice=again)
+    assert alive == [True]
+    assert outcome.exit_code != 0
+    assert not is_alive(stopper.pids[0])
+
+
+def test_ctrl_c_before_the_ranks_have_met_ends_them(tmp_path: Path) -> None:
+    sleep = code("import time; print('up', flush=True); time.sleep(600)")
+    outcome, _, _ = run(
+        ranks_of("mpi", sleep, ranks=1),
+        tmp_path,
+        on_line=lambda line: this_process_gets(signal.SIGINT),
+    )
+    assert outcome.exit_code != 0
+    assert outcome.stopped_by == signal.SIGINT
+
+
+def test_signals_are_as_before_afterwards(tmp_path: Path) -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(signum) for signum in signals]
+    run(python_command(code("")), tmp_path)
+    assert [signal.getsignal(signum) for signum in signals] == before
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Callable[[str, int, list[str]], subprocess.Popen[str]]]:
+    """Starts `scripts/launcher.py`, which prints every row it sees."""
+    with contextlib.ExitStack() as stack:
+
+        def start(kind: str, ranks: int, argv: list[str]) -> subprocess.Popen[str]:
+            script = [sys.executable, str(SCRIPTS / "launcher.py"), kind, str(ranks)]
+            process = subprocess.Popen(
+                [*script, str(tmp_path), *argv],
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def pids_of(launcher: subprocess.Popen[str], ranks: int) -> list[int]:
+    pids: list[int] = []
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("{"):
+            pids.append(json.loads(line)["pid"])
+        if len(pids) == ranks:
+            return pids
+    pytest.fail(f"only {len(pids)} ranks joined")
+
+
+@pytest.mark.parametrize("kind", ["mpi", "torchrun"])
+def test_no_rank_outlives_a_killed_launcher(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, kind: str
+) -> None:
+    process = launcher(kind, 2, [*code(STUBBORN), str(tmp_path)])
+    pids = pids_of(process, 2)
+    process.kill()
+    gone(pids)
+
+
+def test_the_terminals_ctrl_c_reaches_the_launcher_only(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    # These ranks die of SIGINT, and not of what the launcher sends instead.
+    deaf = "import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n" + JOIN
+    process = launcher("python", 1, [*code(deaf), str(tmp_path)])
+    pids = pids_of(process, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stdout is not None
+    assert "notice: SIGINT: stopping at the next step boundary" in process.stdout.readline()
+    assert is_alive(pids[0])
+    process.kill()
+    gone(pids)
+
+
+@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+def test_a_crash(tmp_path: Path, kind: str) -> None:
+    crash = "import sys; print('hello'); raise SystemExit('boom ' * 3)"
+    outcome, lines, rows = run(ranks_of(kind, code(crash), ranks=1), tmp_path)
+    assert (outcome.exit_code, outcome.last, rows) == (1, None, [])
+    assert lines == ["hello"]
+    assert "boom boom boom" in outcome.stderr_tail
+    assert outcome.log == tmp_path / LOG_NAME
+    assert "boom boom boom" in outcome.log.read_text()
+
+
+def test_exit_codes_and_signals(tmp_path: Path) -> None:
+    assert run(python_command(code("exit(7)")), tmp_path)[0].exit_code == 7
+    kill = code("import os; os.kill(os.getpid(), 9)")
+    assert run(python_command(kill), tmp_path)[0].exit_code == 128 + 9
+    missing, _, _ = run(python_command(["/no/such/program"]), tmp_path)
+    assert missing.exit_code == 1
+    assert "/no/such/program: No such file" in missing.stderr_tail
+
+
+def test_only_new_rows_and_new_errors_are_seen(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    events.write_text('{"event": "Finished", "status": "stopped"}\n')
+    (tmp_path / LOG_NAME).write_text("old trouble\n")
+    write = (
+        "import sys; sys.stderr.write('new trouble');"
+        f'print(\'{{"event": "Failed", "error": "x"}}\', file=open({str(events)!r}, \'a\'))'
+    )
+    outcome, _, rows = run(python_command(code(write)), tmp_path)
+    assert rows == [{"event": "Failed", "error": "x"}]
+    assert outcome.last == rows[0]
+    assert outcome.stderr_tail == "new trouble"
+    assert (tmp_path / LOG_NAME).read_text() == "old trouble\nnew trouble"
+
+
+def test_long_errors_are_cut(tmp_path: Path) -> None:
+    noise = "import sys; [print('line', i, file=sys.stderr) for i in range(100_000)]"
+    outcome, _, _ = run(python_command(code(noise)), tmp_path)
+    assert outcome.stderr_tail.endswith("line 99999")
+    assert len(outcome.stderr_tail) < 10_000
+
+
+def test_all_output_arrives_in_order(tmp_path: Path) -> None:
+    outcome, lines, _ = run(
+        python_command(code("for i in range(5000): print(i)\nprint('end', end='')")), tmp_path
+    )
+    assert outcome.exit_code == 0
+    assert lines == [*map(str, range(5000)), "end"]
+
+
+def test_callbacks_run_in_the_callers_thread(tmp_path: Path) -> None:
+    threads: list[threading.Thread] = []
+    run(
+        python_command(code("print(1)")),
+        tmp_path,
+        on_line=lambda line: threads.append(threading.current_thread()),
+    )
+    assert threads == [threading.current_thread()]
+
+
+def test_works_outside_of_the_main_thread(tmp_path: Path) -> None:
+    lines: list[str] = []
+    thread = threading.Thread(
+        target=lambda: lines.extend(run(python_command(code("print('in')")), tmp_path)[1])
+    )
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert lines == ["in"]
+
+
+def test_an_error_in_a_callback_ends_the_ranks(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def fail(line: str) -> None:
+        pids.append(int(line))
+        raise RuntimeError("no")
+
+    sleep = code("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    with pytest.raises(RuntimeError, match="no"):
+        run(python_command(sleep), tmp_path, on_line=fail)
+    assert not is_alive(pids[0])
+
+
+def test_nothing_a_rank_started_is_left(tmp_path: Path) -> None:
+    leave = (
+        "import subprocess, sys;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True); print(child.pid)"
+    )
+    outcome, lines, _ = run(python_command(code(leave)), tmp_path)
+    assert outcome.exit_code == 0
+    assert not is_alive(int(lines[0]))
+
+
+@pytest.mark.parametrize("kind", ["python", "mpi"])
+def test_ranks_that_never_meet_are_ended(tmp_path: Path, kind: str) -> None:
+    lines: list[str] = []
+    sleep = code(
+        "import os, sys, time; print(os.getpid(), flush=True);"
+        "sys.stderr.write('stuck'); sys.stderr.flush(); time.sleep(600)"
+    )
+    with pytest.raises(LaunchError, match=r"did not all start within 3 s; see .*\nstuck"):
+        run(ranks_of(kind, sleep, ranks=1), tmp_path, on_line=lines.append, start_timeout_s=3.0)
+    assert not is_alive(int(lines[0]))
+
+
+def test_a_rank_lost_before_all_have_met_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "GRACE_S", 1.0)
+    lost = code(
+        "import os, signal, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    time.sleep(0.5)  # long enough to be seen\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from mpi4py import MPI"
+    )
+    with pytest.raises(LaunchError, match="a rank ended before all had started"):
+        run(ranks_of("mpi", lost), tmp_path)
+
+
+def test_an_unwritable_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"ranks\.log: cannot be written.*--run-dir"):
+        run(python_command(code("")), tmp_path / "file")

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from sums import wild
+from thread_transport import ThreadTransport, on_ranks
+from torch import Tensor
+
+from lockstep.parallel.arena import BLOCK
+from lockstep.parallel.layout import Range, split
+from lockstep.parallel.norm import block_norms, global_norm, sharded_global_norm
+
+
+def segments(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        wild([7 * BLOCK], torch.float32, generator),
+        wild([3 * BLOCK], torch.float64, generator),
+        wild([BLOCK], torch.float32, generator),
+    ]
+
+
+def sharded(whole: list[Tensor], size: int) -> list[float]:
+    """The norm on every rank, each of which has nothing but its slices."""
+    slices = [
+        [Range(r.first * BLOCK, r.last * BLOCK) for r in split(len(s) // BLOCK, size)]
+        for s in whole
+    ]
+
+    def body(transport: ThreadTransport) -> float:
+        mine = []
+        for segment, parts in zip(whole, slices, strict=True):
+            own = slice(*parts[transport.rank])
+            mine.append(torch.full_like(segment, torch.nan))
+            mine[-1][own] = segment[own]
+        return sharded_global_norm(transport, mine, slices)
+
+    return on_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+@pytest.mark.parametrize("seed", range(5))
+def test_slices_give_the_same_bits_as_the_whole(size: int, seed: int) -> None:
+    whole = segments(seed)
+    expected = struct.pack("d", global_norm(whole))
+    assert [struct.pack("d", norm) for norm in sharded(whole, size)] == [expected] * size
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_norm_is_close_to_torchs(seed: int) -> None:
+    whole = segments(seed)
+    exact = float(torch.linalg.vector_norm(torch.cat([s.double() for s in whole])))
+    assert global_norm(whole) == pytest.approx(exact, rel=1e-6)
+    assert global_norm(whole) == pytest.approx(
+        float(torch.nn.utils.get_total_norm(whole)), rel=1e-5
+    )
+
+
+def test_norm_of_known_values() -> None:
+    three, four = torch.zeros(2 * BLOCK), torch.zeros(BLOCK, dtype=torch.float64)
+    three[-1], four[0] = 3.0, -4.0
+    assert global_norm([three, four]) == 5.0
+    assert block_norms(three).tolist() == [0.0, 3.0]
+    assert block_norms(three).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_one_value_that_is_not_finite_shows_on_every_rank(bad: float) -> None:
+    whole = segments(0)
+    whole[0][5 * BLOCK + 17] = bad
+    assert all(
+        not torch.tensor(norm).isfinite() for norm in [global_norm(whole), *sharded(whole, 3)]
+    )

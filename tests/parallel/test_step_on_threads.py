@@ -1,0 +1,180 @@
+"""The whole training step on ranks that are threads. Nothing here draws random numbers, since
+threads share their generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from thread_transport import ThreadTransport, on_ranks
+from torch import Tensor, nn, optim
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.comm.transport import Transport
+from lockstep.config import TrainConfig
+from lockstep.parallel import reduction
+from lockstep.train.checkpoint import Snapshot
+from lockstep.train.flat import model_digest
+from lockstep.train.progress import Progress
+from lockstep.train.restore import capture, restore
+from lockstep.train.runtime import Runtime
+from lockstep.train.setup import assemble
+from lockstep.train.task import Loss, Task
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(20, 90), nn.BatchNorm1d(90), nn.Linear(90, 7)
+        self.unused = nn.Parameter(torch.zeros(5))
+        self.sometimes = nn.Parameter(torch.zeros(7))
+        generator = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator) / 10
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.norm(self.first(x))))
+        return y + self.sometimes if x[0, 0] > 0 else y
+
+
+class Classify(Task):
+    """Its optimizer has groups that lie in different slices of the flat parameters."""
+
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(59, 20, generator=generator) * 10.0 ** torch.arange(-3, 2).repeat(4)
+        return TensorDataset(x, torch.arange(59) % 7) if split == "train" else None
+
+    def build_optimizer(self, model: nn.Module) -> optim.Optimizer:
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() != 2]
+        return optim.AdamW([{"params": weights}, {"params": rest, "lr": 0.02}], lr=0.01)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(sharded: bool) -> TrainConfig:
+    return TrainConfig(
+        batch_size=16,
+        num_microbatches=5,
+        epochs=2,
+        clip_norm=1.0,
+        optimizer={"sharded": sharded},  # type: ignore[arg-type]
+        bucket_bytes=4096,
+    )
+
+
+def trained(
+    transport: Transport, sharded: bool, first: int, last: int, start: Snapshot | None = None
+) -> tuple[str, Snapshot | None]:
+    """Steps first <= step < last, from a snapshot (known to rank 0) if `first` is not 0."""
+    runtime = Runtime(
+        transport, torch.device("cpu"), transport.rank, "python", 0, lambda _: None, lambda: None
+    )
+    parts = assemble(Classify(), config(sharded), runtime)
+    if first:
+        snapshot = start if transport.rank == 0 else None
+        assert restore(snapshot, parts.step, parts.model, transport).step == first
+    own = parts.step._microbatches
+    batches = parts.loader.stream(own, first, last)
+    for step in range(first, last):
+        parts.step.run(step, batches)
+    make = capture(parts.step, parts.model, Progress(step=last), {}, runtime.is_first)
+    return model_digest(parts.model), make() if make else None
+
+
+def digests(size: int, sharded: bool, first: int, last: int, start: Any = None) -> list[str]:
+    found = on_ranks(size, lambda t: trained(t, sharded, first, last, start))
+    return [digest for digest, _ in found]
+
+
+def snapshot(size: int, sharded: bool, last: int) -> Snapshot:
+    found = on_ranks(size, lambda t: trained(t, sharded, 0, last))[0][1]
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def straight() -> str:
+    [digest] = digests(1, False, 0, STEPS)
+    return digest
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 40], ids=["sliced", "whole"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_training_gives_the_same_bits_on_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, straight: str, size: int, sharded: bool, small_bytes: int
+) -> None:
+    monkeypatch.setattr(reduction, "SMALL_BYTES", small_bytes)
+    assert digests(size, sharded, 0, STEPS) == [straight] * size
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, False), (3, True)),
+        ((2, True), (1, False)),
+        ((3, True), (2, True)),
+        ((2, True), (2, True)),
+    ],
+)
+def test_a_snapshot_goes_on_to_the_same_bits_on_any_number_of_ranks(
+    straight: str, before: tuple[int, bool], after: tuple[int, bool]
+) -> None:
+    taken = snapshot(*before, last=3)
+    assert digests(*after, 3, STEPS, taken) == [straight] * after[0]
+
+
+def test_snapshots_do_not_depend_on_the_number_of_ranks() -> None:
+    one, other = snapshot(1, False, 3), snapshot(3, True, 3)
+    assert one.meta == other.meta
+    for mine, theirs in ((one.model, other.model), (one.optimizer, other.optimizer)):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_snapshot_is_not_changed_by_later_steps() -> None:
+    runtime_config = config(sharded=False)
+
+    def body(transport: ThreadTransport) -> bool:
+        runtime = Runtime(
+            transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
+        )
+        parts = assemble(Classify(), runtime_config, runtime)
+        batches = parts.loader.stream(parts.step._microbatches, 0, 4)
+        parts.step.run(0, batches)
+        arguments = (parts.step, parts.model, Progress(step=1), {}, True)
+        now, later = capture(*arguments), capture(*arguments)
+        assert now is not None
+        assert later is not None
+        before = now()
+        for step in range(1, 4):
+            parts.step.run(step, batches)
+        after = later()
+        pairs = [
+            (mine[name], theirs[name])
+            for mine, theirs in ((before.model, after.model), (before.optimizer, after.optimizer))
+            for name in mine
+        ]
+        assert len(pairs) > 20
+        return before.meta == after.meta and all(torch.equal(a, b) for a, b in pairs)
+
+    assert on_ranks(1, body) == [True]
