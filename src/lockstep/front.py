@@ -19,6 +19,7 @@ from lockstep.config import TrainConfig, override
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
+from lockstep.launch.output import write_whole_lines
 from lockstep.launch.signals import StopRequest
 from lockstep.launch.threads import set_threads
 from lockstep.observe import open_sinks
@@ -112,6 +113,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
     config = override(config, sitting.overrides)
     if isinstance(config, task.Config):
         task.config = config
+    write_whole_lines()
     environment = detect(os.environ)
     hints = set_threads(config.threads, environment)
     device = choose_device(config.device, environment)
