@@ -6,7 +6,7 @@ import sys
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from harness import arguments, batches, report, world
+from harness import adam, arguments, batches, leave, report, world
 from models import workload
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     work = workload(args.model)
     batch = args.batch or work.batch
     data = batches(work, batch)
-    model, optimizer = accelerator.prepare(work.model, torch.optim.Adam(work.model.parameters()))
+    model, optimizer = accelerator.prepare(work.model, adam(work.model, args))
 
     def step() -> None:
         inputs, targets = next(data)
@@ -30,7 +30,7 @@ def main() -> None:
         optimizer.step()
 
     report("accelerate", args, batch, step, accelerator.wait_for_everyone)
-    accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":

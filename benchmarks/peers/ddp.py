@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
-from harness import arguments, batches, report, world
+from harness import adam, arguments, batches, leave, report, world
 from models import workload
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +19,7 @@ def main() -> None:
     data = batches(work, batch)
     # Saves time: gradients are reduced where they lie, not copied out of buckets.
     model = DistributedDataParallel(work.model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = adam(model, args)
 
     def step() -> None:
         inputs, targets = next(data)
@@ -29,7 +28,7 @@ def main() -> None:
         optimizer.step()
 
     report("ddp", args, batch, step, dist.barrier)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

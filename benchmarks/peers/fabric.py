@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from harness import arguments, batches, report, world
+from harness import adam, arguments, batches, leave, report, world
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
 from models import workload
@@ -23,7 +22,7 @@ def main() -> None:
     work = workload(args.model)
     batch = args.batch or work.batch
     data = batches(work, batch)
-    model, optimizer = fabric.setup(work.model, torch.optim.Adam(work.model.parameters()))
+    model, optimizer = fabric.setup(work.model, adam(work.model, args))
 
     def step() -> None:
         inputs, targets = next(data)
@@ -32,8 +31,7 @@ def main() -> None:
         optimizer.step()
 
     report("fabric", args, batch, step, fabric.barrier)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from models import MODELS, Workload
-from torch import Tensor
+from torch import Tensor, nn
 
 NUM_BATCHES = 16
 """Batches of data each rank holds; they are passed over again and again."""
@@ -26,6 +28,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=_count, default=20, help="steps before the clock starts")
     parser.add_argument("--repeats", type=_positive, default=5, help="the median is printed")
     parser.add_argument("--threads", type=_positive, default=1, help="threads per rank")
+    parser.add_argument("--fused", action="store_true", help="Adam(fused=True)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     return args
@@ -34,6 +37,11 @@ def arguments(description: str | None) -> argparse.Namespace:
 def world() -> tuple[int, int]:
     """This process's rank and the number of processes, as torchrun says; (0, 1) without it."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def adam(model: nn.Module, args: argparse.Namespace) -> torch.optim.Adam:
+    """Adam as torch makes it by default, a few kernels for each parameter; or all in one."""
+    return torch.optim.Adam(model.parameters(), fused=args.fused or None)
 
 
 def batches(work: Workload, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,6 +97,18 @@ def report(
             "threads": torch.get_num_threads(),
         }
         print(json.dumps(result), flush=True)
+
+
+def leave() -> None:
+    """Leave the group, if there is one, and end the process.
+
+    Without taking it down: what still holds the group (DDP does) then frees it with Python's
+    lock held, and gloo's thread, which wants that lock too, is waited for. Sometimes for good.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _positive(text: str) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from harness import arguments, batches, report, world
+from harness import adam, arguments, batches, report, world
 from models import workload
 
 
@@ -17,7 +16,7 @@ def main() -> None:
     batch = args.batch or work.batch
     data = batches(work, batch)
     model = work.model
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = adam(model, args)
 
     def step() -> None:
         inputs, targets = next(data)

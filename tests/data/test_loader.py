@@ -18,6 +18,8 @@ from lockstep.parallel.layout import Range
 from lockstep.train.task import Task, own_collate
 
 NUM_SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 22, 8, 4
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 STEPS = 6
 ALL = Range(0, NUM_MICROBATCHES)
 CPU = torch.device("cpu")

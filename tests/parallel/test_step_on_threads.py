@@ -12,9 +12,10 @@ from thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.parallel import reduction
+from lockstep.parallel.layout import Range
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.flat import model_digest
 from lockstep.train.progress import Progress
@@ -29,7 +30,8 @@ STEPS = 6
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(20, 90), nn.BatchNorm1d(90), nn.Linear(90, 7)
+        self.first = nn.Linear(20, 90, bias=False)
+        self.norm, self.second = nn.BatchNorm1d(90), nn.Linear(90, 7)
         self.unused = nn.Parameter(torch.zeros(5))
         self.sometimes = nn.Parameter(torch.zeros(7))
         generator = torch.Generator().manual_seed(0)
@@ -70,12 +72,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def config(sharded: bool) -> TrainConfig:
+def config(sharded: bool, num_microbatches: int = 5) -> TrainConfig:
     return TrainConfig(
         batch_size=16,
-        num_microbatches=5,
+        num_microbatches=num_microbatches,
         epochs=2,
-        clip_norm=1.0,
+        clip_norm=0.4,
         optimizer={"sharded": sharded},  # type: ignore[arg-type]
         bucket_bytes=4096,
     )
@@ -109,6 +111,34 @@ def snapshot(size: int, sharded: bool, last: int) -> Snapshot:
     found = on_ranks(size, lambda t: trained(t, sharded, 0, last))[0][1]
     assert found is not None
     return found
+
+
+def test_one_microbatch_is_plain_training() -> None:
+    transport = LocalTransport()
+    runtime = Runtime(transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None)
+    task = Classify()
+    parts = assemble(task, config(sharded=False, num_microbatches=1), runtime)
+    batches = parts.loader.stream(Range(0, 1), 0, STEPS)
+    norms = [parts.step.run(step, batches).grad_norm for step in range(STEPS)]
+
+    model = task.build_model()
+    optimizer = task.build_optimizer(model)
+    assert optimizer is not None
+    plain_norms = []
+    for [batch] in (list(parts.loader.stream(Range(0, 1), i, i + 1)) for i in range(STEPS)):
+        loss = task.loss(model, batch)
+        (loss.sum / loss.weight).backward()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        plain_norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.4)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms == pytest.approx(plain_norms, rel=1e-4)
+    assert min(norms) < 0.4 < max(norms)
+    plain_state = model.state_dict()
+    assert "norm.running_var" in plain_state
+    for name, value in parts.model.state_dict().items():
+        torch.testing.assert_close(value, plain_state[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

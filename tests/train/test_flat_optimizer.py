@@ -297,6 +297,19 @@ def test_state_before_the_first_step_can_be_restored(make: Make) -> None:
     assert other.bits() == straight.bits()
 
 
+@every
+def test_loading_forgets_the_state_there_was(make: Make) -> None:
+    used, fresh = Rank(make), Rank(make)
+    for step in range(2):
+        used.step(step)
+    used.model.load_state_dict(fresh.model.state_dict())
+    used.stepper.load_state(fresh.stepper.state_flats(), fresh.stepper.state_scalars())
+    for step in range(2, 4):
+        used.step(step)
+        fresh.step(step)
+    assert used.bits() == fresh.bits()
+
+
 def test_saved_state_is_not_changed_by_later_steps() -> None:
     rank = Rank(ALL["adamw"])
     rank.step(0)
@@ -383,12 +396,13 @@ def test_state_of_an_optimizer_of_whole_tensors_goes_on_to_the_same_bits() -> No
     assert scalars["first.weight"]["count"] == 3
     second.model.load_state_dict(first.model.state_dict())
     second.stepper.load_state(flats, scalars)
+    states = [r.stepper._optimizer.state[r.model.first.weight] for r in (first, second)]
+    assert [s["largest"].dtype for s in states] == [torch.float64] * 2
+    assert states[0]["largest"] == states[1]["largest"]
     for step in range(3, 6):
         straight.step(step)
         second.step(step)
     assert second.bits() == straight.bits()
-    largest = second.stepper._optimizer.state[second.model.first.weight]["largest"]
-    assert largest.dtype == torch.float64
 
 
 def test_an_optimizer_of_whole_tensors_may_be_given_frozen_parameters() -> None:

@@ -1,0 +1,84 @@
+"""From what was measured to a Markdown page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from processes import Spread
+
+
+@dataclass
+class Section:
+    """One case on the page.
+
+    Attributes:
+        title: its heading.
+        text: what was done.
+        header: of the table.
+        rows: of the table.
+        verdicts: a line for each target.
+        raw: everything measured, for the JSON file.
+    """
+
+    title: str
+    text: str
+    header: Sequence[str] = ()
+    rows: list[Sequence[str]] = field(default_factory=list)
+    verdicts: list[str] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    def at_least(self, what: str, value: Spread, target: float) -> None:
+        """Judge a ratio that is to reach `target`."""
+        self._judge(f"{what} ≥ {target:g}", f"{ratio(value)}", value.median >= target)
+
+    def at_most(self, what: str, shown: str, met: bool) -> None:
+        """Judge something that is to stay below a bound."""
+        self._judge(what, shown, met)
+
+    def markdown(self) -> str:
+        """As Markdown."""
+        table = [self.header, ["---"] * len(self.header), *self.rows]
+        lines = [f"| {' | '.join(cells)} |" for cells in table]
+        return "\n".join([f"## {self.title}", "", self.text, "", *lines, "", *self.verdicts, ""])
+
+    def _judge(self, target: str, found: str, met: bool) -> None:
+        self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
+
+
+def page(facts: dict[str, str], sections: Sequence[Section]) -> str:
+    """The whole page."""
+    head = [
+        "# Benchmarks of the core",
+        "",
+        "Made by `benchmarks/run.py`; raw numbers are in `core.json`. Programs that are compared "
+        "run in turn (A B C A B C …), never two at once, with one thread a rank. A cell shows the "
+        "median of the rounds (each the median of its repeats) and in brackets the least and the "
+        "greatest round. Ratios are taken within a round, then their median.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in facts.items()),
+        "",
+    ]
+    return "\n".join([*head, *(section.markdown() for section in sections)])
+
+
+def ratio(value: Spread) -> str:
+    """As in `2.31 (2.20-2.40)`."""
+    return f"{value.median:.2f} ({value.low:.2f}–{value.high:.2f})"
+
+
+def number(value: Spread) -> str:
+    """With thousands separators, no decimals."""
+    return f"{value.median:,.0f} ({value.low:,.0f}–{value.high:,.0f})"
+
+
+def duration(value: Spread) -> str:
+    """Seconds, in a unit that suits the median."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if value.median * scale >= 1 or unit == "µs":
+            break
+    numbers = (f"{v * scale:.3g}" for v in (value.median, value.low, value.high))
+    return "{} {unit} ({}–{})".format(*numbers, unit=unit)

@@ -1,0 +1,103 @@
+"""Starting what is measured, one thing at a time, and reading its line of JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.launch.cores import usable_cores
+from lockstep.launch.ranks import mpirun_command, python_command, rank_environment, torchrun_command
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 180
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script to run.
+
+    Attributes:
+        name: what tables call it.
+        script: its file, below this folder.
+        arguments: for it.
+        launcher: what starts its ranks.
+        num_ranks: how many.
+    """
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    launcher: Literal["python", "mpirun", "torchrun"] = "python"
+    num_ranks: int = 1
+
+    def argv(self) -> Sequence[str]:
+        """The command that starts it."""
+        inner = [sys.executable, str(HERE / self.script), *self.arguments]
+        if self.launcher == "mpirun":
+            return mpirun_command(self.num_ranks, inner, cores=usable_cores()).argv
+        if self.launcher == "torchrun":
+            return torchrun_command(self.num_ranks, inner).argv
+        return python_command(inner).argv
+
+
+def run(program: Program) -> Result:
+    """Run it to its end, with one thread a rank.
+
+    Raises:
+        SystemExit: it failed; the message holds what it said.
+    """
+    print(f"  {program.name}", end="", file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            program.argv(),
+            env=rank_environment(threads=1),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        sys.exit(f"\n{program.name}: not done after {TIMEOUT_S} s")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        sys.exit(f"\n{program.name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    result: Result = json.loads(lines[-1])
+    return result
+
+
+def alternate(programs: Sequence[Program], rounds: int) -> dict[str, list[Result]]:
+    """Run all of them in turn, several rounds: A B C A B C …, so that drift hits all alike."""
+    results: dict[str, list[Result]] = {p.name: [] for p in programs}
+    for number in range(rounds):
+        print(f"  round {number + 1}/{rounds}:", end="", file=sys.stderr, flush=True)
+        for program in programs:
+            results[program.name].append(run(program))
+        print(file=sys.stderr)
+    return results
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of several measurements, and the least and greatest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_ratios(cls, above: Sequence[float], below: Sequence[float]) -> Spread:
+        """Of ratios, taken round by round."""
+        return cls.of([a / b for a, b in zip(above, below, strict=True)])
