@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def latency(effort: Effort) -> list[Section]:
 
 
 def _latency(effort: Effort, batch: int, target: float) -> Section:
-    args = _work("mlp_small", batch) + effort.length(300, 50, 5)
+    args = _work("mlp_small", batch) + effort.length(200, 40, 5)
     programs = [
         _lockstep("Lockstep (MPI)", args, num_ranks=2),
         _peer("DDP (gloo)", "ddp", args),
@@ -62,7 +62,7 @@ def one_rank(effort: Effort) -> list[Section]:
 
 
 def _one_rank(effort: Effort, batch: int) -> Section:
-    args = _work("mlp_small", batch) + effort.length(400, 50, 5)
+    args = _work("mlp_small", batch) + effort.length(300, 50, 5)
     programs = [
         _lockstep("Lockstep, 1 microbatch", args),
         Program("plain loop", "peers/plain.py", args),
@@ -75,12 +75,12 @@ def _one_rank(effort: Effort, batch: int) -> Section:
         "one (which Lockstep uses). Two microbatches do the same work in twice as many, half as "
         "long, passes.",
     )
-    return _compared(section, programs, effort.rounds(5), [(1, 0.95, "the plain loop")])
+    return _compared(section, programs, effort.rounds(4), [(1, 0.95, "the plain loop")])
 
 
 def mlp(effort: Effort) -> list[Section]:
     """A model of the size of an MNIST classifier."""
-    args = _work("mlp_0p8m", 256) + effort.length(100, 20, 5)
+    args = _work("mlp_0p8m", 256) + effort.length(60, 20, 5)
     programs = [
         _lockstep("Lockstep (MPI)", args, num_ranks=2),
         _peer("DDP (gloo)", "ddp", args),
@@ -92,7 +92,7 @@ def mlp(effort: Effort) -> list[Section]:
 
 def transformer(effort: Effort) -> list[Section]:
     """A model whose gradients are large: 107 MB."""
-    args = _work("transformer_27m", 8) + effort.length(3, 1, 3)
+    args = _work("transformer_27m", 8) + effort.length(2, 1, 3)
     programs = [
         _lockstep("Lockstep (MPI)", args, num_ranks=2),
         _peer("DDP (gloo)", "ddp", args),
@@ -167,7 +167,7 @@ def memory(effort: Effort) -> list[Section]:
     )
     peaks = {
         m: run(Program(f"peak, {m}", "memory.py", ("rss", "--num-microbatches", str(m))))
-        for m in ((1, 8) if effort.quick else (1, 8, 32))
+        for m in (1, 8)
     }
     worlds = sorted({row["world_size"] for row in large["table"]})
     section = Section(
@@ -214,7 +214,7 @@ def _measured_peaks(peaks: dict[int, Result], large: Result) -> list[str]:
 
 def allreduce(effort: Effort) -> list[Section]:
     """The MPI backend of torch.distributed, by itself."""
-    length = ("--repeats", "1", "--seconds", "0.05") if effort.quick else ()
+    length = ("--repeats", "1", "--seconds", "0.05") if effort.quick else ("--seconds", "0.2")
     programs = [
         Program("mpi4py", "allreduce.py", ("--backend", "mpi4py", *length), "mpirun", 2),
         Program("gloo", "allreduce.py", ("--backend", "gloo", *length), "torchrun", 2),
@@ -235,7 +235,7 @@ def allreduce(effort: Effort) -> list[Section]:
     return [section]
 
 
-CASES: dict[str, Callable[[Effort], list[Section]]] = {
+CASES: Mapping[str, Callable[[Effort], list[Section]]] = {
     "latency": latency,
     "one_rank": one_rank,
     "mlp": mlp,
@@ -265,13 +265,13 @@ def _compared(
     first = programs[0].name
     speeds = {name: [r["samples_per_s"] for r in found] for name, found in results.items()}
     ratios = {name: Spread.of_ratios(speeds[first], found) for name, found in speeds.items()}
-    section.header = ("", "samples/s", "step", f"{first} is faster by")
+    section.header = ("", "samples/s", "step", f"speed of {first} / this one's")
     section.rows = [
         [
             name,
             number(Spread.of(speeds[name])),
             duration(Spread.of([r["step_s"] for r in found])),
-            "" if name == first else f"× {ratio(ratios[name])}",
+            "" if name == first else ratio(ratios[name]),
         ]
         for name, found in results.items()
     ]
@@ -286,8 +286,8 @@ def _work(model: str, batch: int | None = None) -> tuple[str, ...]:
 
 
 def _lockstep(name: str, arguments: tuple[str, ...], num_ranks: int = 1) -> Program:
-    launcher = "mpirun" if num_ranks > 1 else "python"
-    return Program(name, "lockstep_loop.py", arguments, launcher, num_ranks)
+    script = "lockstep_loop.py"
+    return Program(name, script, arguments, "mpirun" if num_ranks > 1 else "python", num_ranks)
 
 
 def _peer(name: str, script: str, arguments: tuple[str, ...]) -> Program:

@@ -107,6 +107,7 @@ def main() -> None:
         "step_s_range": [min(seconds), max(seconds)],
         "threads": torch.get_num_threads(),
         "num_microbatches": config.num_microbatches,
+        "split_s": [times(reports, rank, len(reports) * args.steps) for rank in range(world_size)],
     }
     if args.checkpoint_every:
         result["checkpoints"] = [
@@ -115,6 +116,12 @@ def main() -> None:
             if row["event"] == "Checkpointed" and row["step"] < total
         ]
     print(json.dumps(result), flush=True)
+
+
+def times(reports: list[dict[str, Any]], rank: int, num_steps: int) -> dict[str, float]:
+    """Where a rank's time went, in seconds a step."""
+    kinds = ("compute_s", "communication_s", "data_s", "checkpoint_s")
+    return {k: sum(r["ranks"][rank][k] for r in reports) / num_steps for k in kinds}
 
 
 if __name__ == "__main__":

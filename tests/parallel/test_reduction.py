@@ -233,17 +233,22 @@ def test_headers_of_all_ranks_reach_everyone(path: str, size: int, gather: bool)
     assert on_ranks(size, body) == [expected] * size
 
 
-def test_small_gradients_take_one_call_and_large_ones_travel_in_slices(path: str) -> None:
+@pytest.mark.parametrize("gather", [True, False])
+def test_small_gradients_take_one_call_and_large_ones_travel_in_slices(
+    path: str, gather: bool
+) -> None:
     ranges = split(4, 2)
     leaves = wild_leaves(4)
 
     def body(transport: ThreadTransport) -> list[str]:
-        made = ordered_reduction(transport, ranges)
+        made = ordered_reduction(transport, ranges, gather=gather)
         reduce(made, ranges[transport.rank], leaves)
         return transport.calls
 
     calls, _ = on_ranks(2, body)
-    if path == "whole":
+    if not gather:
+        assert calls == ["all_gather", "all_to_all", "all_to_all"]
+    elif path == "whole":
         assert calls == ["all_gather"]
     else:
         assert calls == ["all_gather", "all_to_all", "all_gather", "all_to_all", "all_gather"]
