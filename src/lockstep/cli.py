@@ -99,8 +99,12 @@ def doctor(
     run_dir: RunDir = None,
 ) -> None:
     """Check what this machine has, and say how to mend what is missing."""
-    checks = doctor_command.run_doctor(ranks, run_dir or Path())
-    Console().print(doctor_command.render(checks))
+    console = Console()
+    with console.status("checking") as status:
+        checks = doctor_command.run_doctor(
+            ranks, run_dir or Path(), on_check=lambda check: status.update(f"checked {check.name}")
+        )
+    console.print(doctor_command.render(checks))
     _exit(doctor_command.exit_code(checks))
 
 

@@ -50,12 +50,16 @@ def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
         pytest.skip("Open MPI is not installed in this environment")
 
     def launch(
-        script: str, num_ranks: int, *arguments: str, options: tuple[str, ...] = ()
+        script: str,
+        num_ranks: int,
+        *arguments: str,
+        options: tuple[str, ...] = (),
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         command = [str(MPIRUN), "--oversubscribe", "--bind-to", "none"]
         command += ["--mca", "mpi_yield_when_idle", "1", *options, "-n", str(num_ranks)]
         command += [sys.executable, str(SCRIPTS / script), *arguments]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return run(command, timeout_s=150, **root)
+        return run(command, timeout_s=150, **root, **variables)
 
     return launch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import result, target
+from tests.conftest import TASKS, result, target
 
 from lockstep.data.idx import write_idx
 
@@ -44,6 +44,7 @@ def refused(done, *parts, code=2):
         (["digits", "activation_checkpointing=[nosuch]"], ["nosuch", "no module"]),
         (["digits", "watch=f1", "steps=12"], ["watch='f1'", "accuracy, loss"]),
         (["digits", "--config", "missing.yaml"], ["missing.yaml"]),
+        ([str(TASKS), "--config", "some.yaml"], ["--config some.yaml", "brings its own config"]),
     ],
 )
 def test_bad_arguments(here, arguments, parts):

@@ -72,11 +72,13 @@ def test_a_damaged_checkpoint_is_passed_over(lockstep, whole, tmp_path):
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
     newest.write_bytes(bytes(data))
-    done = lockstep("resume", "whole")
+    done = lockstep("resume", "whole", "checkpoint.keep=1")
     assert done.returncode == 0, done.stderr
     assert "is damaged" in done.stdout
     assert "the one before is used" in done.stdout
     assert result(whole)["params_sha256"] == expected
+    assert (root / "step_00000060" / "manifest.json").exists()
+    assert (root / "damaged_step_00000060").exists()
 
 
 @pytest.mark.parametrize(("launcher", "num_ranks"), [("python", 1), ("mpi", 2), ("torchrun", 2)])

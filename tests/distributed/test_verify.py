@@ -28,6 +28,9 @@ def test_bad_ranks_and_launchers(lockstep):
     done = lockstep("verify", target(), "--ranks", "1,x")
     assert done.returncode == 2
     assert "--ranks 1,x" in done.stderr
+    done = lockstep("verify", target(), "--ranks", "2", "--launchers", "python")
+    assert done.returncode == 2
+    assert "plain python runs one rank" in done.stderr
     done = lockstep("verify", target(), "--launchers", "bus")
     assert done.returncode == 2
     assert "--launchers bus" in done.stderr

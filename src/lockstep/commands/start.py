@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lockstep.launch.ranks import (
     torchrun_command,
 )
 from lockstep.launch.supervise import Outcome, run_ranks
-from lockstep.observe import ConsoleView, event_from_row
+from lockstep.observe import ConsoleView, Sinks, event_from_row
 
 LAUNCHERS = ("python", "mpi", "torchrun")
 
@@ -94,7 +95,7 @@ def start(
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
     """Run ranks to their end, with their progress on the console."""
-    view = ConsoleView()
+    view = Sinks([ConsoleView()])
 
     def on_row(row: dict[str, Any]) -> None:
         view(event_from_row(row))
@@ -107,6 +108,9 @@ def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
 
 def _ended(outcome: Outcome) -> Ended:
     row = outcome.last
+    if row is None and outcome.stopped_by is not None:
+        stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
+        return Ended(128 + stopped, "stopped before the first step; nothing was saved")
     if row is None:
         message = _own_message(outcome.stderr_tail) or (
             f"the ranks ended with code {outcome.exit_code} before they had a result; their "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.commands.start import choose_launcher, rank_command, start_shown
 from lockstep.commands.target import absolute, configured, is_script, make_task
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting, claim, new_run_dir
 from lockstep.front import train as train_here
 from lockstep.launch.environment import detect
@@ -40,6 +40,11 @@ def train(
     if given is not None or environment.launcher != "python":
         if ranks is not None:
             raise LaunchError(f"-n {ranks}: this process is already a rank; leave out -n")
+        if is_script(target):
+            raise LaunchError(
+                f"{target}: this process is already a rank; start `python {target}` itself under "
+                f"{environment.launcher}"
+            )
         sitting = given or Sitting(str(run_dir) if run_dir else None, resume)
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
@@ -49,6 +54,11 @@ def train(
     chosen = choose_launcher(launcher, num_ranks)
     where = absolute(target)
     if is_script(target):
+        if config_file is not None:
+            raise ConfigError(
+                f"--config {config_file}: {target} is a script, which brings its own config; set "
+                "single keys with key=value"
+            )
         path = run_dir or new_run_dir(Path(target).stem)
         sitting = Sitting(str(path), resume, tuple(overrides), False, where)
         return _start(rank_command(chosen, num_ranks, where, ()), sitting, threads=1)

@@ -95,6 +95,8 @@ def _cases(ranks: str, launchers: str) -> Iterator[tuple[str, int]]:
     numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
     if min(numbers) < 1:
         raise ConfigError(f"--ranks {ranks}: must be positive numbers, separated by commas")
+    if names == ["python"] and 1 not in numbers:
+        raise ConfigError(f"--ranks {ranks}: plain python runs one rank; add mpi to --launchers")
     if "python" in names:
         yield "python", 1
     for name in names:

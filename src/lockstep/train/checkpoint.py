@@ -147,6 +147,16 @@ def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
     return None, None, skipped
 
 
+def set_aside(root: Path, newer_than: Path) -> None:
+    """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
+    for folder in folders(root):
+        if folder.name == newer_than.name:
+            return
+        aside = root / f"damaged_{folder.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
 def write_hint(root: Path, name: str, folder: str) -> None:
     """Make `root/name` say `folder`."""
     temporary = root / f".{name}.{os.getpid()}.tmp"

@@ -101,6 +101,8 @@ class Keeper:
                 return False
             check_fits(snapshot, self._parts.model, str(folder))
             self._check_data(snapshot.meta["sampler"], str(folder))
+            assert folder is not None
+            checkpoint.set_aside(self._root, folder)
             return True
 
         if not on_first(self._transport, check):

@@ -19,6 +19,9 @@ from lockstep.train.events import Emit, Event
 
 T = TypeVar("T")
 
+Raised = Exception | SystemExit
+"""What user code may raise; leaving one rank with `sys.exit` would hang the others."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -78,10 +81,10 @@ def everywhere(transport: Transport, action: Callable[[], T]) -> T:
         LockstepError: on every rank, if any raised an exception.
     """
     result: T | None = None
-    error: Exception | None = None
+    error: Raised | None = None
     try:
         result = action()
-    except Exception as caught:
+    except (Exception, SystemExit) as caught:
         error = caught
     found = shared_error(transport, error)
     if found is not None:
@@ -89,7 +92,9 @@ def everywhere(transport: Transport, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def shared_error(transport: Transport, error: Exception | None) -> LockstepError | None:
+def shared_error(
+    transport: Transport, error: Exception | SystemExit | None
+) -> LockstepError | None:
     """The error of the first rank that has one, the same on every rank; a collective."""
     mine: list[str] = []
     if isinstance(error, LockstepError):

@@ -24,7 +24,7 @@ from lockstep.train.compute import Backward, Compute, check_weight
 from lockstep.train.flat import FlatTensors
 from lockstep.train.optimizer import Scalars, Stepper
 from lockstep.train.precision import LossScale
-from lockstep.train.runtime import Runtime, shared_error
+from lockstep.train.runtime import Raised, Runtime, shared_error
 from lockstep.train.schedule import lr_factor
 from lockstep.train.timing import Stopwatch
 
@@ -115,14 +115,14 @@ class Step:
         self._reduction.restart()
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
-        error: Exception | None = None
+        error: Raised | None = None
         try:
             for microbatch in range(*self._microbatches):
                 batch = next(batches)
                 watch.data_s += watch.lap()
                 counters = self._fold(step, microbatch, batch, counters, losses)
                 watch.compute_s += watch.lap()
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:
             error = caught
         headers = self._reduce(error, counters)
         scalars = self._reduction.total.scalars.tolist()
@@ -179,7 +179,7 @@ class Step:
         self._reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 
-    def _reduce(self, error: Exception | None, counters: list[float]) -> list[list[float]]:
+    def _reduce(self, error: Raised | None, counters: list[float]) -> list[list[float]]:
         """The canonical sum over all ranks, and every rank's header."""
         reason = self._runtime.stop_reason()
         stop = STOP_REASONS.index(reason) if reason else 0
@@ -237,7 +237,7 @@ class Step:
     def _check(
         self,
         step: int,
-        error: Exception | None,
+        error: Raised | None,
         headers: list[list[float]],
         scalars: list[float],
         losses: dict[int, float],
