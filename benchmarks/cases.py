@@ -47,13 +47,19 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
         _peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
         _peer("Fabric (DDP, gloo)", "fabric", args),
         _peer("Accelerate (DDP, gloo)", "accelerate_loop", args),
+        _side_by_side(args),
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch} a rank, 2 ranks",
         "Adam as each loop makes it: torch's default kernels in the peers, which a second row of "
-        "DDP replaces by fused ones; fused ones on the flat parameters in Lockstep.",
+        "DDP replaces by fused ones; fused ones on the flat parameters in Lockstep. The last row "
+        "does not exchange anything, so it trains two models: the floor for a step of torch on "
+        "two ranks.",
     )
-    return _compared(section, programs, effort.rounds(3), [(1, target, "DDP")])
+    _compared(section, programs, effort.rounds(5), [(1, target, "DDP")])
+    limit = _speedup(section, programs[-1], programs[1])
+    section.verdicts.append(f"- With no exchange and no engine at all it would be {ratio(limit)}.")
+    return section
 
 
 def one_rank(effort: Effort) -> list[Section]:
@@ -109,12 +115,20 @@ def transformer(effort: Effort) -> list[Section]:
 def scaling(effort: Effort) -> list[Section]:
     """The same work per rank on more ranks."""
     args = _work("mlp_small", 1000) + effort.length(300, 50, 5)
-    programs = [_lockstep("2 ranks", args, num_ranks=2), _lockstep("1 rank", args)]
+    side_by_side = _side_by_side(args)
+    alone = Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused"))
+    programs = [
+        _lockstep("2 ranks", args, num_ranks=2), _lockstep("1 rank", args), side_by_side, alone,
+    ]  # fmt: skip
     section = Section(
         "Lockstep from 1 to 2 ranks, batch 1000 a rank",
-        "The MLP of 9,345 parameters, one microbatch a rank.",
+        "The MLP of 9,345 parameters, one microbatch a rank. Two plain loops that know nothing of "
+        "each other show what two processes cost each other on this machine.",
     )
-    return [_compared(section, programs, effort.rounds(3), [(1, 1.8, "1 rank")])]
+    _compared(section, programs, effort.rounds(5), [(1, 1.8, "1 rank")])
+    limit = _speedup(section, side_by_side, alone)
+    section.verdicts.append(f"- Two plain loops, which exchange nothing: {ratio(limit)}.")
+    return [section]
 
 
 def checkpoint(effort: Effort) -> list[Section]:
@@ -279,6 +293,17 @@ def _compared(
         section.at_least(f"samples/s / {called}'s", ratios[programs[index].name], target)
     section.raw = dict[str, Any](results)
     return section
+
+
+def _speedup(section: Section, program: Program, reference: Program) -> Spread:
+    """How many times as many samples/s a program of a filled section computes as another."""
+    fast, slow = ([r["samples_per_s"] for r in section.raw[p.name]] for p in (program, reference))
+    return Spread.of_ratios(fast, slow)
+
+
+def _side_by_side(arguments: tuple[str, ...]) -> Program:
+    name = "two plain loops, fused Adam, no exchange"
+    return Program(name, "peers/plain.py", (*arguments, "--fused"), "torchrun", 2)
 
 
 def _work(model: str, batch: int | None = None) -> tuple[str, ...]:

@@ -1,17 +1,16 @@
-"""Peer: a hand-written loop in one process, no framework. What a step costs at the least."""
+"""Peer: a hand-written loop, no framework. What a step costs at the least.
+
+Started as several ranks, each trains a model of its own: what a step would cost without exchange.
+"""
 
 from __future__ import annotations
 
-import sys
-
-from harness import adam, arguments, batches, report, world
+from harness import adam, arguments, batches, report
 from models import workload
 
 
 def main() -> None:
     args = arguments(__doc__)
-    if world()[1] > 1:
-        sys.exit("plain.py does not communicate: run it with plain python, not torchrun")
     work = workload(args.model)
     batch = args.batch or work.batch
     data = batches(work, batch)
