@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from lockstep.commands import chaos as chaos_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
 from lockstep.commands import train as train_command
@@ -91,6 +92,19 @@ def verify(
 ) -> None:
     """Train the same config on each number of ranks and compare the final SHA-256s."""
     _exit(verify_command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+
+
+@app.command()
+def chaos(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", help="Number of ranks to start.")] = 4,
+    faults: Annotated[int, typer.Option("--faults", help="How many things go wrong.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", help="Which ones.")] = 0,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep the runs here.")] = None,
+) -> None:
+    """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
+    _exit(chaos_command.chaos(target, overrides or [], ranks, faults, seed, keep, Console()))
 
 
 @app.command()

@@ -133,6 +133,13 @@ class TrainConfig(Section):
     """Threads a rank computes with. Sums inside an operation, and so the bits, depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
+    min_ranks: Positive = Field(1, json_schema_extra=NO_OUTCOME)
+    """Stop with a checkpoint when fewer ranks than this are left."""
+
+    hang_timeout_s: NonNegativeFloat = Field(300.0, json_schema_extra=NO_OUTCOME)
+    """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
+    is stopped for this long by a signal, so that the others can go on; 0 never does."""
+
     eval_every: Count = 0
     """Steps between evaluations; 0 evaluates at each epoch's end. The last step always is."""
     eval_batch_size: Positive = 256

@@ -53,3 +53,9 @@ class TaskFailure(LockstepError):
     """The user's code raised an exception on some rank; the message holds its traceback."""
 
     exit_code = 1
+
+
+class RankFailure(LockstepError):
+    """A rank was lost, and the others cannot go on without it; the run can be resumed."""
+
+    exit_code = 75

@@ -14,16 +14,18 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, RankFailure
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
 from lockstep.launch.signals import StopRequest
 from lockstep.launch.threads import set_threads
-from lockstep.observe import open_sinks
-from lockstep.train.events import Emit, Event, Failed, Finished, Warned
+from lockstep.launch.watchdog import Watchdog
+from lockstep.observe import Desk, open_sinks
+from lockstep.train.events import Failed, Finished, Warned
+from lockstep.train.faults import injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
 from lockstep.train.runtime import Runtime, on_first
@@ -124,6 +126,11 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         except LockstepError:
             transport.close()
             raise
+        except GroupBroken as loss:
+            raise RankFailure(
+                f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
+                "with `lockstep resume` or --resume"
+            ) from None
         except BaseException:
             if transport.size == 1:
                 raise
@@ -145,33 +152,77 @@ def _run(
     hints: list[str],
 ) -> Finished:
     """The run itself, between meeting the other ranks and leaving them."""
-    path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
-    directory = RunDirectory(Path(path))
+    directory = _directory(task, sitting, transport)
     if not sitting.target:
         sitting = replace(sitting, target=str(Path(sys.argv[0]).resolve()))
     with ExitStack() as stack:
-        on_first(transport, lambda: claim(directory, task, config, sitting))
         stack.callback(directory.close)
-        listen = _listener(stack, transport, directory, config, sitting.console)
+        desk = Desk(
+            lambda: open_sinks(
+                directory.path, tensorboard=config.tensorboard, console=sitting.console
+            )
+        )
+        stack.callback(desk.close)
+
+        def take_over() -> None:
+            directory.lock()
+            desk.open()
+
         runtime = Runtime(
             transport=transport,
             device=device,
             slot=environment.rank,
             launcher=environment.launcher,
             local_rank=environment.local_rank,
-            listen=listen,
+            listen=desk,
+            take_over=take_over,
             stop_reason=stop.reason,
+            at=injector(os.environ, environment.rank),
         )
+        if transport.size > 1 and config.hang_timeout_s:
+            stack.enter_context(
+                Watchdog(
+                    transport.pulse.fd,
+                    config.hang_timeout_s,
+                    directory.hang_report(environment.rank),
+                )
+            )
         try:
-            trainer = Trainer(task, config, runtime, directory)
+            trainer = _assembled(task, config, sitting, runtime, directory)
             for hint in hints:
                 runtime.emit(Warned(step=0, message=hint))
-            finished = trainer.run()
+            return trainer.run()
         except BaseException as error:
             runtime.emit(_failed(error))
             raise
-        runtime.emit(finished)
-        return finished
+
+
+def _assembled(
+    task: Task, config: TrainConfig, sitting: Sitting, runtime: Runtime, directory: RunDirectory
+) -> Trainer:
+    """Everything up to the first step; begun again should a rank die meanwhile."""
+    transport = runtime.transport
+    while True:
+        try:
+            on_first(transport, lambda: claim(directory, task, config, sitting))
+            on_first(transport, runtime.take_over)
+            return Trainer(task, config, runtime, directory)
+        except GroupBroken:
+            if not transport.can_regroup:
+                raise
+            transport.regroup()
+
+
+def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirectory:
+    """The run directory, the same on all ranks."""
+    while True:
+        try:
+            path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
+            return RunDirectory(Path(path))
+        except GroupBroken:
+            if not transport.can_regroup:
+                raise
+            transport.regroup()
 
 
 def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sitting) -> None:
@@ -213,28 +264,6 @@ def new_run_dir(name: str) -> Path:
         number += 1
         path = Path("runs") / f"{stem}-{number}"
     return path
-
-
-def _listener(
-    stack: ExitStack,
-    transport: Transport,
-    directory: RunDirectory,
-    config: TrainConfig,
-    console: bool,
-) -> Emit:
-    """On rank 0 all sinks of the run, closed with `stack`; on others nobody listens."""
-    opened: list[Emit] = []
-
-    def open_all() -> None:
-        sinks = open_sinks(directory.path, tensorboard=config.tensorboard, console=console)
-        opened.append(stack.enter_context(sinks))
-
-    on_first(transport, open_all)
-    return opened[0] if opened else _nobody
-
-
-def _nobody(event: Event) -> None:
-    """Listens on the other ranks."""
 
 
 def _failed(error: BaseException) -> Failed:

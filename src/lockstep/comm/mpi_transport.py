@@ -1,17 +1,26 @@
-"""The engine's bytes over MPI, straight from tensor memory.
+"""The engine's bytes over MPI, straight from tensor memory; survivors of a dead rank regroup.
 
 Importing this module initialises MPI.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from mpi4py import MPI
+import mpi4py
 from torch import Tensor
 
-from lockstep.comm.transport import Transport, offsets
+from lockstep.comm.transport import Transport, collective, offsets
+
+# With a rank lost, MPI_Finalize may wait for it for good (3 of 40 times with Open MPI 5.0.11).
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+"""What `mpirun --with-ft ulfm` tells its ranks."""
 
 _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
@@ -19,18 +28,35 @@ _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 class MpiTransport(Transport):
     """A duplicate of `MPI.COMM_WORLD` (or of `comm`); tensors lie in host memory.
 
+    Attributes:
+        comm: the present communicator.
+
     Raises:
-        MPI.Exception: from any method, when a process of the group has died and MPI can tell.
+        GroupBroken: from any method, when a process of the group has died and MPI can tell.
+        mpi4py.MPI.Exception: another error of MPI.
     """
 
     name = "mpi"
+    failures = (MPI.Exception,)
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
-        self.comm = (comm or MPI.COMM_WORLD).Dup()
-        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self.rank = self.comm.rank
-        self.size = self.comm.size
+        super().__init__()
+        self.can_regroup = has_fault_tolerance()
+        self._adopt((comm or self._living()).Dup())
+        atexit.register(_finalize)
 
+    def _adopt(self, comm: MPI.Intracomm) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+
+    def _living(self) -> MPI.Intracomm:
+        """All processes but those that died in an earlier training of the same script."""
+        world = MPI.COMM_WORLD
+        return _shrink(world) if self.can_regroup and world.Get_failed().size else world
+
+    @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
         kind = _DATATYPES[out.itemsize]
@@ -41,6 +67,7 @@ class MpiTransport(Transport):
         else:
             self.comm.Allgatherv(send, [out.numpy(), list(counts), kind])
 
+    @collective
     def all_to_all(
         self,
         send: Tensor,
@@ -56,18 +83,82 @@ class MpiTransport(Transport):
             [recv.numpy(), (list(recv_counts), offsets(recv_counts)), kind],
         )
 
+    @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
         self.comm.Bcast([tensor.numpy(), _DATATYPES[tensor.itemsize]], root=root)
 
+    @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
         self.comm.Barrier()
 
+    @collective
+    def agree(self) -> None:
+        """See `Transport.agree`."""
+        if self.can_regroup:
+            self.comm.Agree(1)
+        else:
+            self.comm.Barrier()
+
+    @collective
+    def regroup(self) -> list[int]:
+        """See `Transport.regroup`."""
+        before = self.comm
+        before.Revoke()
+        shrunk = _shrink(before)
+        # Agreement is the same on all survivors. It also shows that the new communicator is
+        # complete everywhere; Open MPI 5 crashes where a revocation finds one that is not.
+        while not _is_whole(shrunk):
+            shrunk = _shrink(shrunk)
+        everyone, left = before.Get_group(), shrunk.Get_group()
+        kept = left.Translate_ranks(None, everyone)
+        self._adopt(shrunk)
+        return list(kept)
+
+    def is_damaged(self) -> bool:
+        """Whether a rank of the group is known to have died, or the group was given up."""
+        if not self.can_regroup:
+            return False
+        return self.comm.Is_revoked() or self.comm.Get_failed().size > 0
+
     def close(self) -> None:
         """Free the communicator."""
-        self.comm.Free()
+        if not self.is_damaged():
+            self.comm.Free()
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job: the others may wait for this one for good."""
         MPI.COMM_WORLD.Abort(exit_code)
+
+
+def has_fault_tolerance() -> bool:
+    """Whether survivors of a dead rank get an error: `mpirun --with-ft ulfm` of Open MPI 5."""
+    if os.environ.get(_FT_VARIABLE, "").lower() not in ("1", "true"):
+        return False
+    try:
+        MPI.COMM_WORLD.Get_failed().Free()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
+
+
+def _finalize() -> None:
+    """At exit: what MPI does itself, unless ranks were lost."""
+    if not MPI.Is_finalized() and not (has_fault_tolerance() and MPI.COMM_WORLD.Get_failed().size):
+        MPI.Finalize()
+
+
+def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    shrunk = comm.Shrink()
+    assert isinstance(shrunk, MPI.Intracomm)
+    return shrunk
+
+
+def _is_whole(comm: MPI.Intracomm) -> bool:
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        comm.Agree(1)
+    except MPI.Exception:
+        return False
+    return True

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from lockstep.comm.transport import Transport, offsets
+from lockstep.comm.transport import Transport, collective, offsets
 
 # torch 2.13 renames it; 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,6 +19,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class ProcessGroupTransport(Transport):
     """The default process group, made here and destroyed by `close`."""
+
+    failures = (RuntimeError,)
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class ProcessGroupTransport(Transport):
             timeout_s: how long to wait for others, in seconds.
             device: where this rank's tensors lie; host memory by default.
         """
+        super().__init__()
         host, port = store_address
         self.name = backend
         self.rank = rank
@@ -58,6 +61,7 @@ class ProcessGroupTransport(Transport):
             timeout=timeout,
         )
 
+    @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
         longest = max(counts)
@@ -73,6 +77,7 @@ class ProcessGroupTransport(Transport):
         ):
             out[start : start + count] = rows[:count]
 
+    @collective
     def all_to_all(
         self,
         send: Tensor,
@@ -85,13 +90,19 @@ class ProcessGroupTransport(Transport):
         parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
         dist.all_to_all_single(recv, torch.cat(parts), list(recv_counts), list(send_counts))
 
+    @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
         dist.broadcast(tensor, src=root)
 
+    @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
         dist.barrier()
+
+    def is_damaged(self) -> bool:
+        """Always: these backends do not tell a lost rank from other errors."""
+        return True
 
     def close(self) -> None:
         """Destroy the group: gloo's threads can crash a process that exits without that."""

@@ -7,16 +7,28 @@ JSON values, and any two transports give the same bits.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lockstep.comm.pulse import Pulse
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class GroupBroken(Exception):
+    """A collective was not completed: a rank has died, or another one has given the group up.
+
+    Not an error for the user: who catches it calls `Transport.regroup` and goes on.
+    """
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
@@ -24,16 +36,50 @@ def offsets(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
+def collective(method: _Method) -> _Method:
+    """Marks a method in which a rank waits for others, and which fails when one of them is lost."""
+
+    @functools.wraps(method)
+    def wrapped(self: Transport, *args: Any) -> Any:
+        self.pulse.wait()
+        try:
+            return method(self, *args)
+        except self.failures as error:
+            if not self.is_damaged():
+                raise
+            raise GroupBroken(str(error)) from error
+        finally:
+            self.pulse.go()
+
+    return wrapped  # type: ignore[return-value]
+
+
 class Transport(ABC):
     """A group of `size` processes, of which this one is number `rank`.
 
     All ranks call the same methods in the same order. Tensors are one-dimensional, contiguous,
     of equal dtype on all ranks, and lie on the transport's device.
+
+    Every collective may raise `GroupBroken`. A rank that gets it must `regroup`, if the transport
+    can, or leave: the others may be waiting for it in another collective.
+
+    Attributes:
+        name: of what carries the bytes.
+        rank: position of this process in the present group.
+        size: number of processes in it.
+        can_regroup: whether the group can go on without ranks that die.
+        failures: what a collective raises when a rank is lost.
+        pulse: of this process.
     """
 
     name: str
     rank: int
     size: int
+    can_regroup = False
+    failures: tuple[type[Exception], ...] = ()
+
+    def __init__(self) -> None:
+        self.pulse = Pulse()
 
     @abstractmethod
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
@@ -66,6 +112,26 @@ class Transport(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return when all ranks have called this."""
+
+    def agree(self) -> None:
+        """Return when all ranks have called this: on all of them, or on none.
+
+        Raises:
+            GroupBroken: on every surviving rank.
+        """
+        self.barrier()
+
+    def is_damaged(self) -> bool:
+        """Whether, as far as this rank knows, the group has lost a rank or was given up."""
+        return False
+
+    def regroup(self) -> list[int]:
+        """Leave dead ranks behind: `rank` and `size` change. A collective of the survivors.
+
+        Returns:
+            For each rank of the new group, its rank in the one before.
+        """
+        raise NotImplementedError(f"{self.name} cannot regroup")
 
     @abstractmethod
     def close(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ from lockstep.observe import ConsoleView, Sinks, event_from_row
 
 LAUNCHERS = ("python", "mpi", "torchrun")
 
+TRY_AGAIN = 75
+"""The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
+
+_MOST_DELAY_S = 60.0
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -35,10 +41,12 @@ class Ended:
     Attributes:
         exit_code: what the command is to exit with.
         message: what the user should read, empty if all went well.
+        again: why the ranks should be started again; empty if they should not.
     """
 
     exit_code: int
     message: str = ""
+    again: str = ""
 
 
 def choose_launcher(launcher: str | None, num_ranks: int) -> str:
@@ -82,15 +90,53 @@ def start(
     *,
     on_row: Callable[[dict[str, Any]], None],
     on_line: Callable[[str], None] = print,
+    restarts: int = 3,
+    env: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run ranks to their end."""
+    """Run ranks to their end; start them again from the newest checkpoint if they all die.
+
+    Args:
+        command: what to run.
+        sitting: what is asked of the ranks.
+        threads: per rank.
+        on_row: called with each new event.
+        on_line: called with each line of the ranks' standard output.
+        restarts: how often to start again without a step done in between.
+        env: further environment variables for the ranks.
+    """
     assert sitting.run_dir is not None
-    env = rank_environment(threads) | sitting.to_env()
-    outcome = run_ranks(
-        command, env, run_dir=Path(sitting.run_dir), on_row=on_row, on_line=on_line,
-        on_notice=lambda text: print(text, file=sys.stderr),
-    )  # fmt: skip
-    return _ended(outcome)
+    step = failures = 0
+
+    def watch(row: dict[str, Any]) -> None:
+        nonlocal step, failures
+        if row["event"] == "StepDone" and row["step"] > step:
+            step, failures = row["step"], 0
+        on_row(row)
+
+    while True:
+        everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
+        try:
+            outcome = run_ranks(
+                command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
+                on_notice=_notice,
+            )  # fmt: skip
+            ended = _ended(outcome)
+        except LaunchError as error:
+            ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
+        if not ended.again or failures >= restarts:
+            return ended
+        failures += 1
+        delay_s = min(2.0 ** (failures - 1), _MOST_DELAY_S)
+        _notice(
+            f"{ended.again}; starting again from the newest checkpoint in {delay_s:g} s "
+            f"({failures} of {restarts} without progress)"
+        )
+        time.sleep(delay_s)
+        sitting = replace(sitting, resume=True)
+
+
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
@@ -111,15 +157,19 @@ def _ended(outcome: Outcome) -> Ended:
     if row is None and outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
         return Ended(128 + stopped, "stopped before the first step; nothing was saved")
+    if row is None and outcome.met and outcome.stopped_by is None:
+        message = f"all ranks have died (exit code {outcome.exit_code}); see {outcome.log}"
+        return Ended(outcome.exit_code or 1, message, "all ranks have died")
     if row is None:
         message = _own_message(outcome.stderr_tail) or (
             f"the ranks ended with code {outcome.exit_code} before they had a result; their "
             f"messages are in {outcome.log}\n{outcome.stderr_tail}"
         )
         return Ended(outcome.exit_code or 1, message)
-    if row["event"] == "Failed":
-        return Ended(int(row["exit_code"]), str(row["message"]))
-    return Ended(int(row["exit_code"]))
+    code = int(row["exit_code"])
+    message = str(row["message"]) if row["event"] == "Failed" else ""
+    again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
+    return Ended(code, message, again)
 
 
 def _own_message(stderr: str) -> str:

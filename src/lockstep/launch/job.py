@@ -37,6 +37,7 @@ class Job:
         failure: why the ranks were ended before they had met, if they were.
         last: the last `Failed` or `Finished` row.
         stopped_by: the first signal that asked for a stop.
+        met: whether all ranks have met each other.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Job:
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         self._kill_deadline: float | None = None
-        self._met = False
+        self.met = False
         self._local_pids: set[int] = set()
         self._most_children = 0
         self._complete_at = time.monotonic()
@@ -90,11 +91,11 @@ class Job:
         """Learn from an event."""
         kind = row.get("event")
         if kind in ("Joined", "RunStarted"):
-            self._met = True
+            self.met = True
         if kind == "Joined" and row.get("host") == socket.gethostname():
             self._local_pids.add(row["pid"])
         if kind in ("Failed", "Finished"):
-            self._met = True
+            self.met = True
             self.last = row
 
     def heed(self, signum: signal.Signals) -> None:
@@ -104,7 +105,7 @@ class Job:
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
         if self.stopped_by in (None, PREEMPTED):
             self.stopped_by = signum
-        if again or not self._met:
+        if again or not self.met:
             self._notify(f"{signum.name}: ending the ranks")
             self._terminate()
             return
@@ -122,7 +123,7 @@ class Job:
         elif self._kill_deadline is not None:
             if now > self._kill_deadline:
                 self.end()
-        elif not self._met:
+        elif not self.met:
             self._look_after_start(now)
 
     def end(self) -> None:

@@ -39,6 +39,7 @@ class Outcome:
         last: the last `Failed` or `Finished` row seen.
         log: the file with all of standard error.
         stopped_by: the first signal to this process that asked for a stop.
+        met: whether all ranks had met each other.
     """
 
     exit_code: int
@@ -46,6 +47,7 @@ class Outcome:
     last: Row | None
     log: Path
     stopped_by: signal.Signals | None
+    met: bool
 
 
 def run_ranks(
@@ -110,7 +112,7 @@ def run_ranks(
     tail = _tail(log, log_start)
     if job.failure:
         raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))
-    return Outcome(job.exit_code, tail, job.last, log, job.stopped_by)
+    return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
 
 
 def _work_off(inbox: _Inbox, num_readers: int, job: Job, received: list[signal.Signals]) -> None:

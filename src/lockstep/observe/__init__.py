@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.observe.console import ConsoleView
+from lockstep.observe.desk import Desk
 from lockstep.observe.jsonl import (
     EventsJsonl,
     end_of_events,
@@ -29,6 +30,7 @@ from lockstep.observe.tensorboard import TensorBoard
 
 __all__ = [
     "ConsoleView",
+    "Desk",
     "EventsJsonl",
     "MetricsCsv",
     "ResultJson",

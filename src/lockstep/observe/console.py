@@ -22,6 +22,7 @@ from lockstep.train.events import (
     Finished,
     Improved,
     Joined,
+    RankLost,
     RunStarted,
     StepDone,
     Warned,
@@ -85,6 +86,8 @@ class ConsoleView(Sink):
         self._show_withheld()
 
     def _start(self, plan: RunStarted) -> None:
+        if plan.continued and self._plan:
+            return
         self.close()
         self._plan, self._announced = plan, False
         self._done = None
@@ -200,6 +203,6 @@ def stdout_console() -> Console:
 def _style(event: Event) -> str:
     if isinstance(event, Failed):
         return "bold red"
-    if isinstance(event, Warned):
+    if isinstance(event, (Warned, RankLost)):
         return "yellow"
     return "green" if isinstance(event, Improved) else ""

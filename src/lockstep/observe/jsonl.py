@@ -8,21 +8,43 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.files import AppendFile, end_of_rows, opening
 from lockstep.observe.rows import dumps, event_from_row, row_of
 from lockstep.observe.sink import Sink
-from lockstep.train.events import Event
+from lockstep.train.events import Event, RunStarted
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
 
 
+_IDENTITY: dict[str, tuple[str, ...]] = {
+    "StepDone": (),
+    "Evaluated": ("split",),
+    "Improved": ("metric",),
+    "Warned": ("message",),
+    "RankLost": ("slot",),
+    "Recovered": ("world_size",),
+    "Finished": (),
+}
+"""Events that come again when work is done again after a fault, and, beside the step, the fields
+that tell one from another."""
+
+_NUM_KEYS = 256
+_TAIL_BYTES = 1 << 18
+
+_Key: TypeAlias = "tuple[Any, ...]"
+
+
 class EventsJsonl(Sink):
     """Appends a row for each event; it can be read by others as soon as the call returns.
+
+    An event that comes again after a fault is not written again, also when another process has
+    written it.
 
     Args:
         path: the file; made if need be, else continued.
@@ -36,9 +58,19 @@ class EventsJsonl(Sink):
         with opening(path):
             self._file = AppendFile(path)
         self._clock = clock
+        self._written: deque[_Key] = deque(maxlen=_NUM_KEYS)
 
     def __call__(self, event: Event) -> None:
-        """Append the event's row."""
+        """Append the event's row, once."""
+        if isinstance(event, RunStarted):
+            self._written.clear()
+            if event.continued:
+                self._written.extend(_keys_of_sitting(_tail(self._file.path)))
+        key = _key(type(event).__name__, vars(event))
+        if key in self._written:
+            return
+        if key is not None:
+            self._written.append(key)
         self._file.append(dumps(row_of(event, self._clock())).encode() + b"\n")
 
     def close(self) -> None:
@@ -105,6 +137,31 @@ def _lines_from(path: Path, start: int) -> Iterator[bytes]:
         return
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _key(kind: str, values: Mapping[str, Any]) -> _Key | None:
+    fields = _IDENTITY.get(kind)
+    return None if fields is None else (kind, values["step"], *(values[f] for f in fields))
+
+
+def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
+    """The keys of the rows since the start of the present sitting."""
+    keys: list[_Key] = []
+    for row in rows:
+        if row["event"] == "RunStarted" and not row["continued"]:
+            keys.clear()
+        key = _key(row["event"], row)
+        if key is not None:
+            keys.append(key)
+    return keys
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The newest rows of a file."""
+    start = max(0, end_of_rows(path) - _TAIL_BYTES)
+    lines = list(_lines_from(path, start))
+    # In the middle of a file, the first line may be the end of one.
+    return [_parse(line, str(path)) for line in lines[start > 0 :]]
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

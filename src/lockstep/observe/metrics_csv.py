@@ -44,7 +44,7 @@ class MetricsCsv(Sink):
 
     When a run goes on from step k, as `RunStarted` says, the rows of later steps are removed:
     they come again. A second row for the same step and split is not written, for work done again
-    after a fault gives the same values.
+    after a fault gives the same values; nor is one of a step before the last.
 
     Args:
         path: the file; made if need be, else continued.
@@ -74,7 +74,8 @@ class MetricsCsv(Sink):
         """Append the row of a `StepDone` or `Evaluated`; heed a `RunStarted`."""
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
-            self.truncate_after(event.step)
+            if not event.continued:
+                self.truncate_after(event.step)
         elif isinstance(event, StepDone):
             self._queue.append(_step_row(event))
         elif isinstance(event, Evaluated):
@@ -112,7 +113,8 @@ class MetricsCsv(Sink):
         self._file.flush()
 
     def _is_written(self, row: Row) -> bool:
-        return int(row["step"]) == self._step and row["split"] in self._splits
+        step = int(row["step"])
+        return step < self._step or (step == self._step and row["split"] in self._splits)
 
     def _write(self, row: Row) -> None:
         late = [name for name in row if name not in self._columns]

@@ -14,6 +14,8 @@ from lockstep.train.events import (
     Finished,
     Improved,
     Joined,
+    RankLost,
+    Recovered,
     Resumed,
     RunStarted,
     StepDone,
@@ -98,7 +100,15 @@ def line(event: Event) -> str:
         return event.message
     if isinstance(event, Joined):
         return f"{at}: rank {event.rank} joined from {event.host} (pid {event.pid})"
-    # Kinds of event this module does not know are shown, not swallowed: RankLost -> "rank lost".
+    if isinstance(event, RankLost):
+        why = event.reason.partition(";")[0]
+        return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
+    if isinstance(event, Recovered):
+        return (
+            f"{at}: going on with {count(event.world_size, 'rank')}, "
+            f"{1000 * event.seconds:.1f} ms after the loss was noticed"
+        )
+    # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
     values = (f"{f.name} {getattr(event, f.name)}" for f in fields(event) if f.name != "step")
     return f"{at}: {name}: {', '.join(values)}"

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,15 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def write(root: Path, snapshot: Snapshot) -> tuple[Path, int]:
+def write(
+    root: Path, snapshot: Snapshot, halfway: Callable[[], None] = lambda: None
+) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
+
+    Args:
+        root: folder of all checkpoints.
+        snapshot: what to write.
+        halfway: called when all tensors are on disk under a temporary name.
 
     Returns:
         Its folder and its size in bytes.
@@ -72,6 +79,7 @@ def write(root: Path, snapshot: Snapshot) -> tuple[Path, int]:
             name: _write_file(temporary / name, _packed(tensors))
             for name, tensors in ((_MODEL, snapshot.model), (_OPTIMIZER, snapshot.optimizer))
         }
+        halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
         body = json.loads(json.dumps(body))  # as it will be read: keys that are numbers are text
         manifest = {"sha256": _json_digest(body), **body}

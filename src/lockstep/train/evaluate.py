@@ -52,13 +52,18 @@ class Evaluation:
         try:
             mine = everywhere(
                 transport,
-                lambda: [self._chunk(c, compute) for c in range(*chunks[transport.rank])],
+                lambda: [
+                    self._chunk(c, compute, transport) for c in range(*chunks[transport.rank])
+                ],
             )
         finally:
             model.train()
         return _means(transport, [len(c) for c in chunks], mine)
 
-    def _chunk(self, chunk: int, compute: Compute) -> dict[str, tuple[float, float]]:
+    def _chunk(
+        self, chunk: int, compute: Compute, transport: Transport
+    ) -> dict[str, tuple[float, float]]:
+        transport.pulse.beat()
         first = chunk * self._batch_size
         indices = torch.arange(first, min(first + self._batch_size, self.num_samples))
         request = Request(random_key(self._seed, Stream.EVALUATION, chunk), indices)

@@ -35,6 +35,8 @@ class RunStarted(Event):
     threads: int
     num_microbatches: int
     batch_size: int
+    continued: bool = False
+    """Rank 0 was lost, and another one goes on in its place: not the start of a sitting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,28 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankLost(Event):
+    """A process has died, or was ended because it hung; the others go on without it."""
+
+    slot: int
+    rank: int
+    """The one it had."""
+    reason: str = ""
+    """Why its watchdog ended it, if it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Event):
+    """The survivors have regrouped, agree on the state after `step`, and go on."""
+
+    world_size: int
+    seconds: float
+    """From the first sign of the loss, on rank 0, to going on."""
+    copied: bool
+    """Whether some ranks were a step behind and got the state from another one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know; training goes on."""
 
@@ -162,4 +186,4 @@ class Finished(Event):
 
 
 Emit = Callable[[Event], None]
-"""Takes an event; called on rank 0 only."""
+"""Takes an event; called on every rank."""

@@ -25,7 +25,11 @@ from lockstep.train.setup import Parts
 
 
 class Keeper:
-    """Saves and restores the state of a run; all methods but `poll` are collectives."""
+    """Saves and restores the state of a run; all methods but `poll` are collectives.
+
+    Attributes:
+        is_overdue: the newest checkpoint may have been lost with the rank that was writing it.
+    """
 
     def __init__(
         self, config: TrainConfig, runtime: Runtime, parts: Parts, directory: RunDirectory
@@ -36,9 +40,14 @@ class Keeper:
         self._parts = parts
         self._root = directory.checkpoints
         self._saver = Saver(
-            self._root, config.checkpoint.keep, config.checkpoint.background, runtime.emit
+            self._root,
+            config.checkpoint.keep,
+            config.checkpoint.background,
+            runtime.emit,
+            runtime.at,
         )
         self._saved_step = -1
+        self.is_overdue = False
 
     def poll(self) -> None:
         """Emit what the background thread has to say."""
@@ -61,6 +70,16 @@ class Keeper:
             self._saver.save(make, best, started)
         parts.step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
+        self.is_overdue = False
+
+    def regroup(self, took_over: bool) -> None:
+        """After the loss of ranks: what this step was to save may have been lost with them.
+
+        Args:
+            took_over: whether the rank that wrote checkpoints is among them.
+        """
+        self._saved_step = -1
+        self.is_overdue = self.is_overdue or took_over
 
     def finish(self, progress: Progress) -> str:
         """Make sure that the state is on disk: the folder it is in.

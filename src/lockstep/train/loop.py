@@ -6,19 +6,26 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
+from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
-from lockstep.parallel.layout import split
-from lockstep.train.events import Evaluated, Finished, Improved, Warned
+from lockstep.errors import ConfigError, RankFailure, TaskFailure
+from lockstep.parallel.layout import Range, split
+from lockstep.train.events import Evaluated, Finished, Improved, RankLost, Recovered, Warned
 from lockstep.train.flat import model_digest
 from lockstep.train.keeper import Keeper
 from lockstep.train.report import Reporter
+from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
-from lockstep.train.runtime import Runtime
+from lockstep.train.runtime import Runtime, on_first
 from lockstep.train.setup import assemble
+from lockstep.train.step import StepResult
 from lockstep.train.task import Task
 
-EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143}
-"""What a process stopped on request exits with: 128 + the number of the usual signal."""
+TOO_FEW_RANKS = "too few ranks left"
+
+EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143, TOO_FEW_RANKS: 75}
+"""What a process that stopped before the end exits with: 128 + the number of the usual signal, or
+EX_TEMPFAIL, which asks for another try."""
 
 
 class Trainer:
@@ -31,42 +38,81 @@ class Trainer:
 
         Raises:
             LockstepError: the task, config or checkpoint does not work; on all ranks.
+            GroupBroken: a rank has died.
         """
         self._started = perf_counter()
         self._config = config
         self._runtime = runtime
+        self._directory = directory
         self._transport = runtime.transport
+        if config.min_ranks > self._transport.size:
+            raise ConfigError(
+                f"min_ranks={config.min_ranks}: is more than the {self._transport.size} ranks "
+                "there are; start more ranks or lower it"
+            )
         self._parts = assemble(task, config, runtime)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
         self._progress = self._keeper.resume()
+        self._result: StepResult | None = None
+        self._batches = self._stream()
         self._stop_reason = ""
+        self._failed_step = -1
+        self._slots: list[int] = self._transport.gather_json(runtime.slot)
+        self._reporter.start(self._progress)
+        self._warn()
 
     def run(self) -> Finished:
-        """Train to the end, or to where this sitting is to stop."""
-        progress = self._progress
-        self._reporter.start(progress)
-        self._warn()
-        batches = self._batches()
+        """Train to the end, or to where this sitting is to stop; through the loss of ranks.
+
+        Raises:
+            LockstepError: the task does not work, or the state was lost; on all ranks.
+            GroupBroken: a rank has died, and this transport cannot go on without it.
+        """
+        while True:
+            try:
+                return self._run()
+            except GroupBroken:
+                if not self._transport.can_regroup:
+                    raise
+                self._recover()
+            except TaskFailure as failure:
+                self._try_again(failure)
+
+    def _run(self) -> Finished:
+        self._follow_up()
         while not self._is_over():
-            result = self._parts.step.run(progress.step, batches)
-            progress.step += 1
-            self._stop_reason = self._stop_reason or result.stop_reason
-            to_save, to_evaluate = self._is_save_due(), self._is_evaluation_due()
-            self._reporter.add(progress, result, flush=to_save or to_evaluate)
-            improved = to_evaluate and self._evaluate_and_judge()
-            if self._is_digest_due():
-                self._keeper.check_replicas(progress)
-            if to_save or improved or self._is_over():
-                self._keeper.save(progress, improved)
+            result = self._parts.step.run(self._progress.step, self._batches)
+            self._commit(result)
+            self._follow_up()
             self._keeper.poll()
         return self._finish()
 
-    def _batches(self) -> Iterator[Any]:
+    def _commit(self, result: StepResult) -> None:
+        """Count in a step, which from now on is not done again."""
+        self._result = result
+        self._progress.step += 1
+        self._stop_reason = self._stop_reason or result.stop_reason
+        flush = self._is_save_due() or self._is_evaluation_due()
+        self._reporter.add(self._progress, result, flush)
+        self._transport.pulse.arm()
+        self._runtime.at("committed", self._progress.step)
+
+    def _follow_up(self) -> None:
+        """Evaluate, check and save what is due after the last step; may be done again."""
+        progress = self._progress
+        if self._is_evaluation_due() and progress.evaluated < progress.step:
+            self._evaluate("val")
+        if self._is_digest_due():
+            self._keeper.check_replicas(progress)
+        improved = 0 < progress.step == progress.best_step
+        if self._is_save_due() or improved:
+            self._keeper.save(progress, improved)
+
+    def _stream(self) -> Iterator[Any]:
         """This rank's microbatches, from the present step on."""
-        ranges = split(self._config.num_microbatches, self._transport.size)
         return self._parts.loader.stream(
-            ranges[self._transport.rank], self._progress.step, self._parts.total_steps
+            self._ranges()[self._transport.rank], self._progress.step, self._parts.total_steps
         )
 
     def _is_over(self) -> bool:
@@ -82,9 +128,12 @@ class Trainer:
         return self._progress.step % (every or self._parts.sampler.steps_per_epoch) == 0
 
     def _is_save_due(self) -> bool:
-        return self._is_due(self._config.checkpoint.every) or self._is_over()
+        due = self._progress.step > 0 and self._is_due(self._config.checkpoint.every)
+        return due or self._is_over() or self._keeper.is_overdue
 
     def _is_evaluation_due(self) -> bool:
+        if self._progress.step == 0:
+            return False
         # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
         last = self._progress.step == self._parts.total_steps
         return "val" in self._parts.evaluations and (last or self._is_due(self._config.eval_every))
@@ -93,34 +142,116 @@ class Trainer:
         every = self._config.digest_every
         return every > 0 and self._progress.step % every == 0
 
-    def _evaluate_and_judge(self) -> bool:
-        """Evaluate the validation split; whether the watched metric is the best so far."""
-        progress, config = self._progress, self._config
-        metrics = self._evaluate("val")
-        improved = progress.judge(config, metrics)
-        if improved:
+    def _evaluate(self, split_name: str) -> None:
+        started = perf_counter()
+        parts = self._parts
+        self._runtime.at("evaluate", self._progress.step)
+        metrics = parts.evaluations[split_name].run(self._transport, parts.model, parts.compute)
+        self._commit_evaluation(split_name, metrics, perf_counter() - started)
+
+    def _commit_evaluation(
+        self, split_name: str, metrics: dict[str, float], seconds: float
+    ) -> None:
+        """Take note of an evaluation; that of the validation split may end training."""
+        progress, config, runtime = self._progress, self._config, self._runtime
+        progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
+        runtime.emit(
+            Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds)
+        )
+        if split_name != "val":
+            return
+        if progress.judge(config, metrics):
             value = metrics[config.watch]
-            self._runtime.emit(Improved(step=progress.step, metric=config.watch, value=value))
+            runtime.emit(Improved(step=progress.step, metric=config.watch, value=value))
         if progress.exhausted(config) and not progress.finished:
             progress.finished = (
                 f"early stopping: no better {config.watch} since step {progress.best_step}"
             )
-        return improved
 
-    def _evaluate(self, name: str) -> dict[str, float]:
+    def _try_again(self, failure: TaskFailure) -> None:
+        """Be ready to do a step again that the task's code failed in, once.
+
+        Raises:
+            TaskFailure: it is not the first time.
+        """
+        step = self._progress.step
+        if self._failed_step == step:
+            raise failure
+        self._failed_step = step
+        self._say(f"step {step} is done again: {failure}")
+        self._batches = self._stream()
+
+    def _recover(self) -> None:
+        """Regroup, agree on the last committed step, and be ready to do the next one again."""
         started = perf_counter()
-        parts = self._parts
-        metrics = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
-        self._progress.metrics |= {f"{name}/{key}": value for key, value in metrics.items()}
-        seconds = perf_counter() - started
-        self._runtime.emit(
-            Evaluated(step=self._progress.step, split=name, metrics=metrics, seconds=seconds)
-        )
-        return metrics
+        former = list(range(self._transport.size))
+        while True:
+            try:
+                self._runtime.at("regroup", self._progress.step)
+                former = [former[rank] for rank in self._transport.regroup()]
+                self._runtime.at("catch_up", self._progress.step)
+                if self._config.optimizer.sharded:
+                    raise RankFailure(
+                        "a rank has died, and with it the only copy of its part of the optimizer's "
+                        "state (optimizer.sharded=True); resume from the newest checkpoint"
+                    )
+                self._parts.step.regroup(self._ranges())
+                copied = self._catch_up()
+                on_first(self._transport, self._runtime.take_over)
+                break
+            except GroupBroken:
+                continue
+        self._reporter.regroup(former)
+        self._keeper.regroup(took_over=former[0] != 0)
+        self._batches = self._stream()
+        self._report_loss(former, copied, perf_counter() - started)
+        if self._transport.size < self._config.min_ranks:
+            self._stop_reason = TOO_FEW_RANKS
+
+    def _catch_up(self) -> bool:
+        """Bring the ranks that are behind by a step or an evaluation to where the others are."""
+        progress, transport, parts = self._progress, self._transport, self._parts
+        mine = [progress.step, progress.evaluated]
+        positions = transport.gather_json(mine)
+        ahead = max(positions)
+        source = positions.index(ahead)
+        assert all(ahead[0] - step <= 1 for step, _ in positions)
+        news = [self._result, progress.metrics] if transport.rank == source else None
+        result, metrics = transport.gather_json(news)[source]
+        is_behind = any(step < ahead[0] for step, _ in positions)
+        if is_behind:
+            copy_state(parts.step, parts.model, progress, transport, source)
+        if progress.step < ahead[0]:
+            self._commit(StepResult(*result))
+        if progress.evaluated < ahead[1]:
+            found = {k.removeprefix("val/"): v for k, v in metrics.items() if k[:4] == "val/"}
+            self._commit_evaluation("val", found, 0.0)
+        return is_behind
+
+    def _report_loss(self, former: list[int], copied: bool, seconds: float) -> None:
+        emit, step = self._runtime.emit, self._progress.step
+        if former[0] != 0:
+            self._reporter.plan(self._progress, continued=True)
+        for rank, slot in enumerate(self._slots):
+            if rank not in former:
+                reason = self._directory.hang_reason(slot)
+                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
+        self._slots = [self._slots[rank] for rank in former]
+        size = self._transport.size
+        emit(Recovered(step=step, world_size=size, seconds=seconds, copied=copied))
+
+    def _ranges(self) -> list[Range]:
+        return split(self._config.num_microbatches, self._transport.size)
 
     def _warn(self) -> None:
         """Say what the user may not expect of this run."""
         size, used = self._transport.size, self._config.num_microbatches
+        if self._transport.name == "mpi" and not self._transport.can_regroup:
+            self._say(
+                "recovery is off: a dead rank ends the job, to be resumed from its newest "
+                "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
+                "`mpirun --with-ft ulfm` of Open MPI 5"
+            )
         if size > used:
             self._say(
                 f"{size} ranks for {used} microbatches: ranks {used} to {size - 1} are spares with "
@@ -140,7 +271,7 @@ class Trainer:
         folder = self._keeper.finish(progress)
         if progress.finished and "test" in self._parts.evaluations:
             self._evaluate("test")
-        return Finished(
+        finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or self._stop_reason,
@@ -151,3 +282,6 @@ class Trainer:
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
         )
+        self._runtime.emit(finished)
+        self._transport.agree()
+        return finished

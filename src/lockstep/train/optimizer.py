@@ -100,11 +100,17 @@ class Stepper:
         self._pieces: list[tuple[nn.Parameter, int, int, Range]] = []
         self._gradients: list[tuple[Tensor, Tensor]] = []
         if self.elementwise:
-            self._bind_pieces(gradients, owned)
-        else:
+            self._make_pieces(owned)
+        self.bind(gradients)
+
+    def bind(self, gradients: Sequence[Tensor]) -> None:
+        """Take gradients from this memory from now on."""
+        for parameter, _, segment, range_ in self._pieces:
+            parameter.grad = gradients[segment][range_.first : range_.last]
+        if not self.elementwise:
             self._gradients = [
-                (tensor, flat.view(gradients, entry))
-                for tensor, entry in zip(flat.tensors, flat.entries, strict=True)
+                (tensor, self._flat.view(gradients, entry))
+                for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
             ]
 
     def step(self, lr_factor: float) -> None:
@@ -154,7 +160,8 @@ class Stepper:
             if state:
                 self._optimizer.state[parameter] = state
 
-    def _bind_pieces(self, gradients: Sequence[Tensor], owned: Sequence[Range]) -> None:
+    def _make_pieces(self, owned: Sequence[Range]) -> None:
+        """Give the optimizer the owned part of each group instead of its parameters."""
         for group in self._optimizer.param_groups:
             group["params"] = []
             if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
@@ -164,7 +171,6 @@ class Stepper:
             first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
             if first < last:
                 parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
-                parameter.grad = gradients[piece.segment][first:last]
                 self._optimizer.param_groups[piece.group]["params"].append(parameter)
                 self._pieces.append((parameter, piece.group, piece.segment, Range(first, last)))
 

@@ -16,6 +16,7 @@ class Progress:
 
     Attributes:
         step: committed optimizer steps.
+        evaluated: the step of the newest evaluation.
         best: best value so far of the watched metric; None before the first evaluation.
         best_step: the step that had it.
         stale: evaluations since then.
@@ -24,6 +25,7 @@ class Progress:
     """
 
     step: int = 0
+    evaluated: int = 0
     best: float | None = None
     best_step: int = 0
     stale: int = 0
@@ -50,6 +52,7 @@ class Progress:
                 f"watch={config.watch!r}: no such metric; the evaluation has "
                 f"{', '.join(sorted(metrics))}"
             )
+        self.evaluated = self.step
         value = metrics[config.watch]
         sign = 1.0 if config.watch_mode == "max" else -1.0
         gain = -math.inf if math.isnan(value) else math.inf

@@ -39,6 +39,14 @@ class Reporter:
         self._since = perf_counter()
         self._last: dict[str, float] = {}
 
+    def regroup(self, former: list[int]) -> None:
+        """Go on in another group.
+
+        Args:
+            former: for each rank, the one it had.
+        """
+        self._times = [self._times[rank] for rank in former]
+
     def start(self, progress: Progress) -> None:
         """Say who takes part and what is planned; a collective."""
         runtime, config, transport = self._runtime, self._config, self._runtime.transport
@@ -55,7 +63,14 @@ class Reporter:
         for row in transport.gather_json(mine):
             first, last = ranges[row["rank"]]
             runtime.emit(Joined(step=progress.step, microbatches=(first, last), **row))
-        parts = self._parts
+        self.plan(progress)
+        self._since = perf_counter()
+
+    def plan(self, progress: Progress, continued: bool = False) -> None:
+        """Say what is planned."""
+        runtime, config, transport, parts = (
+            self._runtime, self._config, self._runtime.transport, self._parts,
+        )  # fmt: skip
         runtime.emit(
             RunStarted(
                 step=progress.step,
@@ -73,14 +88,12 @@ class Reporter:
                 threads=config.threads,
                 num_microbatches=config.num_microbatches,
                 batch_size=config.batch_size,
+                continued=continued,
             )
         )
-        self._since = perf_counter()
 
     def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
         """Count a step in; emit if it is time to."""
-        if not self._runtime.is_first:
-            return
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
         self._samples += self._parts.sampler.step_size(progress.step - 1)

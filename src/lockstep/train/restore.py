@@ -16,14 +16,14 @@ from lockstep.train.step import Step
 
 
 def capture(
-    step: Step, model: nn.Module, progress: Progress, meta: dict[str, Any], is_first: bool
+    step: Step, model: nn.Module, progress: Progress, meta: dict[str, Any], wanted: bool
 ) -> Callable[[], Snapshot] | None:
-    """Copy the state in memory; what is returned (on rank 0) makes a snapshot of the copies.
+    """Copy the state in memory; what is returned, where `wanted`, makes a snapshot of the copies.
 
     Called on all ranks: with a sharded optimizer, its slices are gathered.
     """
     flats, scalars = step.stepper_state(), step.stepper_scalars()
-    if not is_first:
+    if not wanted:
         return None
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     meta = meta | {
@@ -65,31 +65,39 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
 
 
 def restore(
-    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport
+    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int = 0
 ) -> Progress:
-    """Bring all ranks into the state of a snapshot that rank 0 has (the others pass None)."""
+    """Bring all ranks into the state of a snapshot that rank `root` has (the others pass None)."""
     if snapshot is not None:
         model.load_state_dict(snapshot.model)
     for tensor in model.state_dict().values():
-        _broadcast(transport, tensor)
-    meta: dict[str, Any] = transport.gather_json(snapshot.meta if snapshot else None)[0]
+        _broadcast(transport, tensor, root)
+    meta: dict[str, Any] = transport.gather_json(snapshot.meta if snapshot else None)[root]
     keys = sorted({n.partition("/")[0] for n in snapshot.optimizer}) if snapshot else []
     flats = {}
-    for key in transport.gather_json(keys)[0]:
+    for key in transport.gather_json(keys)[root]:
         flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
         if snapshot is not None:
             for name, view in step.flat.named(flats[key]).items():
                 view.copy_(snapshot.optimizer[f"{key}/{name}"])
         for flat in flats[key]:
-            _broadcast(transport, flat)
+            _broadcast(transport, flat, root)
     step.stepper.load_state(flats, meta["optimizer_scalars"])
     step.loss_scale.value, step.loss_scale.good_steps = meta["loss_scale"]
     step.state.mark()
     return Progress.from_json(meta["progress"])
 
 
-def _broadcast(transport: Transport, tensor: Tensor) -> None:
+def copy_state(
+    step: Step, model: nn.Module, progress: Progress, transport: Transport, root: int
+) -> None:
+    """Bring all ranks into the state rank `root` is in."""
+    make = capture(step, model, progress, {}, transport.rank == root)
+    restore(make() if make else None, step, model, transport, root)
+
+
+def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    transport.broadcast(data, root=0)
+    transport.broadcast(data, root)
     if data.data_ptr() != tensor.data_ptr():
         tensor.copy_(data.view(tensor.dtype).view(tensor.shape))

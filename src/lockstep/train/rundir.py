@@ -48,6 +48,17 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._lock: IO[str] | None = None
 
+    def hang_report(self, slot: int) -> Path:
+        """Where the watchdog of a process writes what it has found."""
+        return self.path / f"hang_of_slot_{slot}.json"
+
+    def hang_reason(self, slot: int) -> str:
+        """Why the watchdog of a process has killed it; empty if it has not."""
+        try:
+            return str(json.loads(self.hang_report(slot).read_text(encoding="utf-8"))["reason"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
     def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         """Claim the folder for this config, creating it if need be.
 
@@ -60,6 +71,21 @@ class RunDirectory:
             RunDirectoryError: it cannot be written, another job uses it, it belongs to another
                 config, or it holds checkpoints and `resume` is false.
         """
+        self.lock()
+        try:
+            self._bind(config, identity, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def lock(self) -> None:
+        """Make sure that this process is the only one that writes here; no-op if it is.
+
+        Raises:
+            RunDirectoryError: it cannot be written, or another job uses it.
+        """
+        if self._lock is not None:
+            return
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -80,11 +106,6 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
             ) from None
-        try:
-            self._bind(config, identity, resume)
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Give up the claim."""

@@ -16,6 +16,7 @@ from lockstep import errors
 from lockstep.comm.transport import Transport
 from lockstep.errors import LockstepError, TaskFailure
 from lockstep.train.events import Emit, Event
+from lockstep.train.faults import At, nothing
 
 T = TypeVar("T")
 
@@ -33,8 +34,10 @@ class Runtime:
         slot: the process's lifelong number; its first rank.
         launcher: `python`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
-        listen: takes events; called on rank 0 only.
+        listen: takes events, on every rank; on rank 0 it shows and stores them.
         stop_reason: why the run should end at the next step boundary, if it should.
+        take_over: makes this process, which has become rank 0, the one that shows and stores.
+        at: called at each moment of a step, see `faults.Moment`.
     """
 
     transport: Transport
@@ -44,16 +47,17 @@ class Runtime:
     local_rank: int
     listen: Emit
     stop_reason: Callable[[], str | None]
+    take_over: Callable[[], None] = lambda: None
+    at: At = nothing
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes files and emits events."""
+        """Whether this is rank 0, which writes checkpoints and shows events."""
         return self.transport.rank == 0
 
     def emit(self, event: Event) -> None:
-        """Tell the listeners, from rank 0."""
-        if self.is_first:
-            self.listen(event)
+        """Tell the listeners; every rank does, for any of them may become rank 0."""
+        self.listen(event)
 
 
 def on_first(transport: Transport, action: Callable[[], Any]) -> Any:

@@ -11,6 +11,7 @@ from lockstep.errors import CheckpointError
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.events import Checkpointed, Emit, Warned
+from lockstep.train.faults import At, nothing
 
 
 class Saver:
@@ -19,11 +20,14 @@ class Saver:
     What the thread has to say is emitted by the training thread, from `poll`.
     """
 
-    def __init__(self, root: Path, keep: int, background: bool, emit: Emit) -> None:
+    def __init__(
+        self, root: Path, keep: int, background: bool, emit: Emit, at: At = nothing
+    ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._emit = emit
+        self._at = at
         self._thread: threading.Thread | None = None
         self._done: Checkpointed | None = None
         self._error: tuple[int, Exception] | None = None
@@ -99,7 +103,9 @@ class Saver:
         try:
             snapshot = make()
             step = snapshot.step
-            folder, size = checkpoint.write(self._root, snapshot)
+            folder, size = checkpoint.write(
+                self._root, snapshot, lambda: self._at("checkpoint", step)
+            )
             if best:
                 checkpoint.write_hint(self._root, "best", folder.name)
             checkpoint.prune(self._root, self._keep)

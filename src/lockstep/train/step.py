@@ -72,7 +72,6 @@ class Step:
         self._config = config
         self._compute = compute
         self._total_steps = total_steps
-        self._microbatches = ranges[runtime.transport.rank]
         self._sharded = config.optimizer.sharded
         self.flat = flat
         self.state = state
@@ -80,28 +79,44 @@ class Step:
         self.watch = Stopwatch()
         self._backward = Backward(flat.tensors, state)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
+        self._lay_out(ranges)
+        self.stepper = Stepper(optimizer, flat, self._gradients, self._owned)
+
+    def regroup(self, ranges: Sequence[Range]) -> None:
+        """Go on in a group that has changed; the interrupted step is to be done again.
+
+        Args:
+            ranges: the microbatches of each rank.
+        """
+        self.state.restore()
+        self._lay_out(ranges)
+        self.stepper.bind(self._gradients)
+
+    def _lay_out(self, ranges: Sequence[Range]) -> None:
+        """Memory for gradients and their exchange, which depends on the group."""
+        config, flat, state = self._config, self.flat, self.state
+        self._microbatches = ranges[self._runtime.transport.rank]
         self._reduction = OrderedReduction(
-            runtime.transport,
+            self._runtime.transport,
             [*flat.segments, *state.flat.segments],
             [*flat.places, *state.flat.places],
             num_scalars=self._num_scalars,
             num_header=_NUM_FIXED + state.num_counters,
             num_microbatches=config.num_microbatches,
             ranges=ranges,
-            device=runtime.device,
+            device=self._runtime.device,
             bucket_bytes=config.bucket_bytes,
             gather=not self._sharded,
         )
         num_parameter_segments = len(flat.segments)
         self._gradients = self._reduction.total.segments[:num_parameter_segments]
         self._buffer_sums = self._reduction.total.segments[num_parameter_segments:]
-        owned = self._reduction.owned[:num_parameter_segments]
+        self._owned = self._reduction.owned[:num_parameter_segments]
         if not self._sharded:
-            owned = [Range(0, s.numel) for s in flat.segments]
+            self._owned = [Range(0, s.numel) for s in flat.segments]
         self._own_gradients = [
-            g[o.first : o.last] for g, o in zip(self._gradients, owned, strict=True)
+            g[o.first : o.last] for g, o in zip(self._gradients, self._owned, strict=True)
         ]
-        self.stepper = Stepper(optimizer, flat, self._gradients, owned)
 
     def run(self, step: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
@@ -122,9 +137,13 @@ class Step:
                 watch.data_s += watch.lap()
                 counters = self._fold(step, microbatch, batch, counters, losses)
                 watch.compute_s += watch.lap()
+                self._runtime.transport.pulse.beat()
+                self._runtime.at("compute", step)
         except (Exception, SystemExit) as caught:
             error = caught
+        self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
+        self._runtime.at("reduced", step)
         scalars = self._reduction.total.scalars.tolist()
         self._check(step, error, headers, scalars, losses)
         lr, norm = self._commit(step, scalars[1], headers)
@@ -200,6 +219,7 @@ class Step:
             self._raise_non_finite_gradient(step)
         self.loss_scale.update(finite)
         factor = lr_factor(config.schedule, step, self._total_steps)
+        self._runtime.at("optimizer", step)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)

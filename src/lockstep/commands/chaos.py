@@ -1,0 +1,153 @@
+"""`lockstep chaos`: the same run without and with faults, and whether it made any difference."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.commands.chaos_plan import Blow, draw
+from lockstep.commands.chaos_table import Effect, effect_of, render
+from lockstep.commands.start import rank_command, start
+from lockstep.commands.target import absolute, configured, is_script
+from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.front import Sitting
+from lockstep.observe import read_events, read_result
+from lockstep.train import checkpoint, faults
+
+HANG_TIMEOUT_S = 2.0
+
+
+def chaos(
+    target: str,
+    overrides: Sequence[str],
+    num_ranks: int,
+    num_faults: int,
+    seed: int,
+    keep: Path | None,
+    console: Console,
+) -> int:
+    """Train without faults, then with random ones, and compare the SHA-256s.
+
+    Returns:
+        0 if the parameters are equal and each step was done once, 1 if not.
+
+    Raises:
+        LockstepError: something given does not work, or a run failed.
+    """
+    if num_ranks < 2:
+        raise LaunchError(f"-n {num_ranks}: must be at least 2, for some have to survive")
+    if num_faults < 1:
+        raise ConfigError(f"--faults {num_faults}: must be at least 1")
+    if not is_script(target):
+        configured(target, overrides)
+    with ExitStack() as stack:
+        if keep is None:
+            folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            keep = Path(folder)
+        runs = _Runs(target, overrides, num_ranks)
+        with console.status("training without faults"):
+            runs.sit(keep / "reference", [])
+            reference = read_result(keep / "reference")
+        plan = draw(num_faults, num_ranks, int(reference["step"]), seed)
+        effects: list[Effect] = []
+        for blows in plan:
+            with console.status(f"training with faults: {len(effects)} of {num_faults} done"):
+                effects += runs.sit(keep / "chaos", blows)
+        console.print(render(effects))
+        return _verdict(reference, keep / "chaos", console)
+
+
+class _Runs:
+    """Starts the sittings of runs."""
+
+    def __init__(self, target: str, overrides: Sequence[str], num_ranks: int) -> None:
+        self._target = absolute(target)
+        self._script = is_script(target)
+        self._threads = 1 if self._script else configured(target, overrides)[1].threads
+        self._overrides = [
+            *overrides, "log_every=1", "checkpoint.keep=3", f"hang_timeout_s={HANG_TIMEOUT_S}",
+        ]  # fmt: skip
+        if not any(o.startswith("checkpoint.every=") for o in overrides):
+            self._overrides.append("checkpoint.every=10")
+        self._num_ranks = num_ranks
+
+    def sit(self, run_dir: Path, blows: Sequence[Blow]) -> list[Effect]:
+        """Start the ranks, let the faults strike, and see to the end of the sitting.
+
+        Raises:
+            LaunchError: it ended in another way than the faults explain.
+        """
+        log = run_dir.with_suffix(".faults")
+        log.unlink(missing_ok=True)
+        env = faults.to_env([f for blow in blows for f in blow.faults], log)
+        kept = tuple(self._overrides) if self._script else ()
+        resume = run_dir.exists()
+        sitting = Sitting(str(run_dir), resume, kept, False, self._target)
+        command = rank_command("mpi", self._num_ranks, self._target, self._overrides)
+        rows_before = len(_rows(run_dir))
+        ended = start(
+            command, sitting, self._threads, on_row=_ignore, on_line=_ignore, restarts=0, env=env
+        )
+        last = blows[-1].what if blows else ""
+        expected = {"preempt": (143,), "job": (1, 137), "corrupt": (1, 137)}.get(last, (0,))
+        if ended.exit_code not in expected:
+            raise LaunchError(
+                f"the run ended with exit code {ended.exit_code}, which its faults do not explain: "
+                f"{ended.message}; see {run_dir / 'ranks.log'}"
+            )
+        if last == "corrupt":
+            _damage_newest(run_dir / "checkpoints")
+        rows = _rows(run_dir)[rows_before:]
+        strikes = [json.loads(line) for line in log.read_text().splitlines()] if blows else []
+        return [effect_of(blow, strikes, rows) for blow in blows]
+
+
+def _damage_newest(root: Path) -> None:
+    """Flip a bit in the newest checkpoint, if there is one."""
+    for folder in checkpoint.folders(root)[:1]:
+        file = folder / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
+    result = read_result(run_dir)
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
+    once = steps == list(range(1, int(reference["step"]) + 1))
+    equal = result["params_sha256"] == reference["params_sha256"]
+    console.print(
+        f"steps: each of {len(steps)} was committed once, and with it its samples"
+        if once
+        else f"steps: {len(steps)} rows for {reference['step']} steps",
+        style="green" if once else "red",
+    )
+    console.print(
+        f"equal: SHA-256 {result['params_sha256']} without and with faults"
+        if equal
+        else f"different: {reference['params_sha256']} without faults, "
+        f"{result['params_sha256']} with them",
+        style="green" if equal else "red",
+    )
+    return 0 if once and equal else 1
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        return read_events(run_dir / "events.jsonl")
+    except LockstepError:
+        return []
+
+
+def _ignore(_: object) -> None:
+    """Runs under test are not shown."""

@@ -1,0 +1,115 @@
+"""Which faults strike where: drawn from a seed, dealt out to the sittings of one run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.errors import ConfigError
+from lockstep.train.faults import Fault, Moment
+
+What = Literal["kill", "stop", "raise", "slow", "preempt", "job", "corrupt"]
+"""A kind of `Fault`; every process killed; that, and the newest checkpoint damaged."""
+
+_WEIGHTS: dict[What, int] = {
+    "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
+}  # fmt: skip
+"""How often each comes, relative to the others."""
+
+_MOMENTS: tuple[Moment, ...] = (
+    "compute", "reduce", "reduced", "optimizer", "committed", "evaluate", "checkpoint",
+)  # fmt: skip
+_IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
+
+_MOST_DELAY_S = 0.01
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One thing that goes wrong.
+
+    Attributes:
+        what: of the kinds.
+        step: when, about.
+        faults: what each process is to do.
+    """
+
+    what: What
+    step: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def ends_sitting(self) -> bool:
+        """Whether the ranks have to be started again afterwards."""
+        return self.what in ("preempt", "job", "corrupt")
+
+
+@dataclass
+class Draw:
+    """Draws blows that leave at least one process alive, or end the sitting."""
+
+    num_ranks: int
+    source: random.Random
+    alive: list[int] = field(default_factory=list)
+    last_kill: int | None = None
+
+    def sitting_starts(self) -> None:
+        """All processes are there again."""
+        self.alive = list(range(self.num_ranks))
+        self.last_kill = None
+
+    def blow(self, step: int) -> Blow:
+        """What goes wrong at a step."""
+        what = self.source.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        if what in ("kill", "stop") and len(self.alive) == 1:
+            what = "job"
+        if what in ("job", "corrupt"):
+            return Blow(what, step, tuple(Fault(slot, step, "committed") for slot in self.alive))
+        slot = self.source.choice(self.alive)
+        if what == "preempt":
+            fault = Fault(slot, step, "committed", "preempt")
+        elif what == "kill":
+            fault = self._kill(slot, step)
+        elif what == "stop":
+            fault = Fault(slot, step, "compute", "stop")
+        else:
+            fault = Fault(slot, step, "compute", "raise" if what == "raise" else "slow")
+        if what in ("kill", "stop"):
+            self.alive.remove(fault.slot)
+            self.last_kill = step
+        return Blow(what, fault.step, (fault,))
+
+    def _kill(self, slot: int, step: int) -> Fault:
+        source = self.source
+        if self.last_kill is not None and source.random() < 0.25:
+            # Strikes while the others recover from the one before.
+            return Fault(slot, self.last_kill, source.choice(_IN_RECOVERY))
+        moment = source.choice(_MOMENTS)
+        # Only rank 0 writes checkpoints: the first of those alive.
+        slot = self.alive[0] if moment == "checkpoint" else slot
+        delay_s = source.choice((0.0, source.uniform(0, _MOST_DELAY_S)))
+        return Fault(slot, step, moment, "kill", delay_s)
+
+
+def draw(num_blows: int, num_ranks: int, num_steps: int, seed: int) -> list[list[Blow]]:
+    """What goes wrong in each sitting of a run of `num_steps` steps on `num_ranks` ranks.
+
+    Raises:
+        ConfigError: the run has not enough steps.
+    """
+    if num_blows > num_steps - 2:
+        raise ConfigError(
+            f"--faults {num_blows}: a run of {num_steps} steps has room for "
+            f"{max(num_steps - 2, 0)}; set steps= higher"
+        )
+    drawn = Draw(num_ranks, random.Random(seed))
+    drawn.sitting_starts()
+    sittings: list[list[Blow]] = [[]]
+    for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
+        blow = drawn.blow(step)
+        sittings[-1].append(blow)
+        if blow.ends_sitting:
+            sittings.append([])
+            drawn.sitting_starts()
+    return sittings

@@ -1,0 +1,49 @@
+"""The listener of a run on every rank: one of them shows and stores, the others stand ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.observe.sink import Sinks
+from lockstep.train.events import Event, Joined, RunStarted
+
+
+class Desk:
+    """Shows and stores events where it is open, on rank 0; remembers the newest ones elsewhere.
+
+    So when rank 0 is lost, the next one can write what may not have been written yet. Sinks don't
+    write again what has been.
+
+    Args:
+        open_sinks: opens everything that shows and stores events.
+    """
+
+    def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
+        self._open_sinks = open_sinks
+        self._sinks: Sinks | None = None
+        self._recent: list[Event] = []
+
+    def open(self) -> None:
+        """Show and store from now on; no-op if this does already."""
+        if self._sinks is None:
+            self._sinks = self._open_sinks()
+
+    def __call__(self, event: Event) -> None:
+        """Take one event."""
+        if self._sinks is None:
+            # Ranks are never more than one step apart.
+            self._recent = [e for e in self._recent if e.step >= event.step - 1]
+            self._recent.append(event)
+            return
+        self._sinks(event)
+        if isinstance(event, RunStarted):
+            recent, self._recent = self._recent, []
+            for missed in recent:
+                if not isinstance(missed, (RunStarted, Joined)):
+                    self._sinks(missed)
+
+    def close(self) -> None:
+        """Store what is still kept."""
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None

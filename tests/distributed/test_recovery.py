@@ -1,0 +1,195 @@
+"""Ranks die, hang and fail at every moment of a step; the survivors go on, to the same bits."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import result
+
+from lockstep.launch.ranks import rank_environment
+from lockstep.observe import read_events
+from lockstep.train import checkpoint
+from lockstep.train.faults import Fault, to_env
+
+STEPS = 24
+CONFIG = (
+    f"steps={STEPS}", "batch_size=64", "eval_every=6", "checkpoint.every=5", "checkpoint.keep=9",
+    "log_every=1", "model=cnn", "hang_timeout_s=1.5", "digest_every=7",
+)  # fmt: skip
+
+
+def train(lockstep, run_dir, num_ranks, *overrides, faults=(), **options):
+    return lockstep(
+        "train", "digits", "-n", num_ranks, "--run-dir", run_dir, *CONFIG, *overrides,
+        timeout=120, **to_env(faults), **options,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The SHA-256 of a run of one process, and the rows of its metrics."""
+    folder = tmp_path_factory.mktemp("reference")
+    argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run", *CONFIG]
+    subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+    return result(folder / "run")["params_sha256"], curves(folder / "run")
+
+
+def curves(run_dir):
+    """Every row of metrics.csv, without times."""
+    with (Path(run_dir) / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [[row[k] for k in ("step", "epoch", "split", "loss", "lr", "grad_norm")] for row in rows]
+
+
+def check(run_dir, reference, num_left, num_lost):
+    """The run ended with the reference's bits; no row is missing, doubled or different."""
+    rows = read_events(run_dir / "events.jsonl")
+    found = result(run_dir)
+    assert found["status"] == "completed"
+    assert found["params_sha256"] == reference[0]
+    assert found["world_size"] == num_left
+    assert curves(run_dir) == reference[1]
+    steps = [r["step"] for r in rows if r["event"] == "StepDone"]
+    assert steps == list(range(1, STEPS + 1))
+    evaluated = [(r["step"], r["split"]) for r in rows if r["event"] == "Evaluated"]
+    assert evaluated == [(s, "val") for s in range(6, STEPS + 1, 6)] + [(STEPS, "test")]
+    lost = [r["slot"] for r in rows if r["event"] == "RankLost"]
+    assert len(lost) == len(set(lost)) == num_lost
+    assert len([r for r in rows if r["event"] == "Finished"]) == 1
+    saved = {folder.name for folder in checkpoint.folders(run_dir / "checkpoints")}
+    assert checkpoint.folder_name(STEPS) in saved
+    snapshot, _, skipped = checkpoint.newest_valid(run_dir / "checkpoints")
+    assert snapshot.step == STEPS
+    assert skipped == []
+    return rows
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize(
+    "moment", ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
+)
+def test_a_killed_rank(lockstep, tmp_path, reference, slot, moment):
+    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=2, num_lost=1)
+
+
+def test_rank_0_is_killed_while_it_writes_a_checkpoint(lockstep, tmp_path, reference):
+    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=2, num_lost=1)
+
+
+def test_two_ranks_at_once(lockstep, tmp_path, reference):
+    faults = [Fault(0, 9, "reduce"), Fault(2, 9, "reduce")]
+    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=2, num_lost=2)
+
+
+@pytest.mark.parametrize("moment", ["regroup", "catch_up"])
+@pytest.mark.parametrize("slot", [0, 3])
+def test_a_rank_dies_while_the_others_recover(lockstep, tmp_path, reference, moment, slot):
+    faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
+    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=2, num_lost=2)
+
+
+def test_down_to_one_rank(lockstep, tmp_path, reference):
+    faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
+    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=1, num_lost=3)
+
+
+def test_a_stopped_rank_is_ended_by_its_watchdog(lockstep, tmp_path, reference):
+    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
+    reason = next(r["reason"] for r in rows if r["event"] == "RankLost")
+    assert "was stopped by a signal for 1.5 s" in reason
+    assert "step.py" in reason  # where it stood
+
+
+def test_an_exception_is_met_by_doing_the_step_again(lockstep, tmp_path, reference):
+    done = train(lockstep, tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
+    messages = [r["message"] for r in rows if r["event"] == "Warned"]
+    assert any("step 10 is done again: rank 1 raised an exception" in m for m in messages)
+
+
+def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
+    faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]
+    done = train(lockstep, tmp_path / "run", 2, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=2, num_lost=0)
+
+
+def test_too_few_ranks_stop_with_a_checkpoint(lockstep, tmp_path, reference):
+    run_dir = tmp_path / "run"
+    faults = [Fault(1, 9, "compute")]
+    done = train(lockstep, run_dir, 2, "min_ranks=2", "stop_at_step=20", faults=faults)
+    rows = read_events(run_dir / "events.jsonl")
+    first = next(r for r in rows if r["event"] == "Finished")
+    assert first["reason"] == "too few ranks left"
+    assert first["step"] == 9
+    # The fault strikes the one that is started again too, until the launcher gives up.
+    assert done.returncode in (0, 75)
+    done = lockstep("resume", run_dir, "-n", 3)
+    assert done.returncode == 0, done.stderr
+    assert result(run_dir)["params_sha256"] == reference[0]
+
+
+def test_all_ranks_die_and_the_launcher_starts_them_again(lockstep, tmp_path, reference):
+    # The faults of a process strike in each of its lives; the second begins beyond their step.
+    faults = [Fault(slot, 12, "committed", "kill") for slot in range(2)]
+    done = train(lockstep, tmp_path / "run", 2, "checkpoint.background=false", faults=faults)
+    assert "all ranks have died" in done.stderr
+
+
+def test_more_ranks_are_wanted_than_there_are(lockstep, tmp_path):
+    done = train(lockstep, tmp_path / "run", 2, "min_ranks=3")
+    assert done.returncode == 2
+    assert "min_ranks=3: is more than the 2 ranks there are" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["hang_timeout_s=-1", "min_ranks=0"])
+def test_impossible_limits(lockstep, tmp_path, key):
+    done = train(lockstep, tmp_path / "run", 2, key)
+    assert done.returncode == 2
+    assert key.partition("=")[0] in done.stderr
+
+
+def test_a_kill_from_outside(lockstep, tmp_path, reference):
+    """kill -9 of a rank whose pid is in events.jsonl, at a moment nobody chose."""
+    run_dir = tmp_path / "run"
+    argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "3", "--run-dir", run_dir]
+    slow = to_env([Fault(2, step, "compute", "slow") for step in (6, 7, 8)])
+    child = subprocess.Popen(
+        [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slow},
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        pid = None
+        deadline = time.monotonic() + 60
+        while pid is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            if (run_dir / "events.jsonl").exists():
+                rows = read_events(run_dir / "events.jsonl")
+                if any(r["event"] == "StepDone" for r in rows):
+                    pid = next(r["pid"] for r in rows if r.get("slot") == 0)
+        os.kill(pid, signal.SIGKILL)
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+    check(run_dir, reference, num_left=2, num_lost=1)
+    assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
