@@ -60,7 +60,7 @@ class Job:
         self.met = False
         self._local_pids: set[int] = set()
         self._most_children = 0
-        self._complete_at = time.monotonic()
+        self._complete_at = self._seen_at = time.monotonic()
         self._mark = uuid.uuid4().hex
         # At SIGTERM mpirun ends its ranks, here and elsewhere, and clears its shared memory;
         # torchrun would give them half a minute first.
@@ -125,6 +125,12 @@ class Job:
                 self.end()
         elif not self.met:
             self._look_after_start(now)
+        elif self._command.launcher == "mpi":
+            # With ranks lost, mpirun may wait for good after the last one has ended.
+            if children(self._child.pid):
+                self._seen_at = now
+            elif now > self._seen_at + GRACE_S:
+                self.end()
 
     def end(self) -> None:
         """Kill whatever is left and wait until it is gone."""
