@@ -1,0 +1,119 @@
+"""Training on a real SLURM cluster: whatever happens to the job, one process's SHA-256."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import result
+from tests.slurm.cluster import wait_for
+from tests.slurm.conftest import OVERRIDES
+
+pytestmark = pytest.mark.slurm
+
+TASKS = Path(__file__).with_name("tasks.py")
+SLOW = f"{TASKS}:SlowDigits"
+TWO_NODES = ("--nodes", "2", "--ntasks-per-node", "1", "--time", "10")
+
+
+def events(folder, kind):
+    """The rows of one kind that the run has written so far."""
+    try:
+        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [row for row in rows if row["event"] == kind]
+
+
+def wait_for_training(folder):
+    """Wait until a checkpoint of the job's first start is on disk, with more steps to come."""
+    wait_for(lambda: list(folder.glob("run/checkpoints/step_*")), 90, "a checkpoint")
+
+
+def check(cluster, job, folder, expected, restarts, timeout=120):
+    """The job ends well with the expected bits, started again as often as it ought to be."""
+    ended = cluster.wait_for_end(job, timeout)
+    log = "".join(path.read_text() for path in folder.glob("job-*.log"))
+    assert ended["JobState"] == "COMPLETED", log
+    assert ended["Restarts"] == str(restarts), log
+    assert result(folder / "run")["status"] == "completed"
+    assert result(folder / "run")["params_sha256"] == expected
+    assert len(events(folder, "Resumed")) == restarts
+    return log
+
+
+def test_srun_starts_ranks_over_gloo(cluster, expected, tmp_path):
+    sitting = {"run_dir": str(tmp_path / "run"), "resume": False, "overrides": OVERRIDES}
+    # The nodes of this cluster have names that nobody resolves.
+    env = cluster.env | {"LOCKSTEP_SITTING": json.dumps(sitting), "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        ["srun", "-N", "4", "-n", "4", sys.executable, str(TASKS)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["world_size"] == 4
+    assert result(tmp_path / "run")["params_sha256"] == expected
+
+
+@pytest.mark.parametrize("target", ["digits", TASKS])
+def test_a_job_completes(submit, cluster, expected, tmp_path, target):
+    job = submit(target, "--nodes", "2", "--ntasks-per-node", "2", "--time", "10")
+    log = check(cluster, job, tmp_path, expected, restarts=0)
+    assert result(tmp_path / "run")["world_size"] == 4
+    assert f"job {job} (start 1) on 2 node(s): n[1-2]" in log
+    assert "ended: completed, exit code 0" in log
+
+
+@pytest.mark.parametrize("how", ["--batch", "--full"])
+def test_a_notice_stops_the_job_and_it_requeues_itself(submit, cluster, expected, tmp_path, how):
+    job = submit(SLOW, *TWO_NODES, SLOW_S="0.1")
+    wait_for_training(tmp_path)
+    cluster.run("scancel", how, "--signal=USR1", job)
+    log = check(cluster, job, tmp_path, expected, restarts=1)
+    assert "because of the notice: requeueing" in log
+    stopped = events(tmp_path, "Finished")[0]
+    assert stopped["reason"] == "preempted"
+    assert events(tmp_path, "Resumed")[0]["step"] == stopped["step"]
+
+
+def test_a_requeue_from_outside_loses_nothing(submit, cluster, expected, tmp_path):
+    job = submit(SLOW, *TWO_NODES, SLOW_S="0.1")
+    wait_for_training(tmp_path)
+    cluster.run("scontrol", "requeue", job)
+    check(cluster, job, tmp_path, expected, restarts=1)
+    stopped = events(tmp_path, "Finished")[0]
+    assert events(tmp_path, "Resumed")[0]["step"] == stopped["step"]
+
+
+def test_a_cancelled_job_is_not_requeued(submit, cluster, tmp_path):
+    job = submit(SLOW, *TWO_NODES, SLOW_S="0.1")
+    wait_for_training(tmp_path)
+    cluster.run("scancel", job)
+    ended = cluster.wait_for_end(job, 60)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0")
+    wait_for(lambda: events(tmp_path, "Finished"), 30, "the end of the run")
+    assert result(tmp_path / "run")["status"] == "stopped"
+
+
+@pytest.mark.parametrize("lost", ["first", "second"])
+def test_a_lost_node(submit, cluster, expected, tmp_path, lost):
+    job = submit(SLOW, *TWO_NODES, SLOW_S="0.1")
+    wait_for_training(tmp_path)
+    node = {"first": "n1", "second": "n2"}[lost]
+    try:
+        cluster.kill_node(node)
+        check(cluster, job, tmp_path, expected, restarts=1)
+    finally:
+        cluster.start_node(node)
+
+
+def test_the_time_limit(submit, cluster, expected, tmp_path):
+    started = time.monotonic()
+    job = submit(SLOW, "--nodes", "2", "--time", "1", "--signal-before", "20", SLOW_S="0.3")
+    log = check(cluster, job, tmp_path, expected, restarts=1, timeout=150)
+    assert "notice of the end" in log
+    assert events(tmp_path, "Finished")[0]["reason"] == "preempted"
+    assert time.monotonic() - started < 150
