@@ -48,7 +48,7 @@ SlurmdParameters=config_overrides
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=5
 KillWait=15
 MinJobAge=3600
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -158,7 +158,9 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kill a node's daemon and everything that runs on the node, as a power cut would."""
-        self._processes.pop(node).kill()
+        daemon = self._processes.pop(node)
+        daemon.kill()
+        daemon.wait()
         conf = f"SLURM_CONF={self.env['SLURM_CONF']}"
         _kill_with_stepds(_processes_with(conf, f"SLURMD_NODENAME={node}"))
 

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import result, run
 from tests.slurm.cluster import Cluster, install
 
+TASKS = Path(__file__).with_name("tasks.py")
 OVERRIDES = ("steps=60", "model=mlp", "hidden=32", "checkpoint.every=5", "log_every=5")
 
 
@@ -38,18 +39,25 @@ def expected(tmp_path_factory):
     return result(folder / "one")["params_sha256"]
 
 
-@pytest.fixture
-def submit(cluster, tmp_path):
+@pytest.fixture(scope="session")
+def submit(cluster):
     """Writes a job script with `lockstep slurm` and submits it: the job's number."""
 
-    def call(target, *options, **env):
-        cluster.wait_until_idle()
+    def call(folder, target, *options, **env):
         command = [sys.executable, "-m", "lockstep", "slurm", str(target), *OVERRIDES, *options]
         done = subprocess.run(
             [*command, "--run-dir", "run", "--output", "job.sbatch", "--submit"],
-            cwd=tmp_path, env={**cluster.env, **env}, capture_output=True, text=True, timeout=120,
+            cwd=folder, env={**cluster.env, **env}, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1]
 
     return call
+
+
+@pytest.fixture(scope="session")
+def limited(cluster, submit, tmp_path_factory):
+    """Folder and number of a job that runs into its time limit while other tests go on."""
+    folder = tmp_path_factory.mktemp("limited")
+    options = ("--nodes", "2", "--time", "1", "--signal-before", "20")
+    return folder, submit(folder, f"{TASKS}:SlowDigits", *options, SLOW_S="0.3")

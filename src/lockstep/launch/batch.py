@@ -236,7 +236,7 @@ on_notice() {{
 on_cancel() {{
     [ -n "$cancelled" ] && return
     cancelled=yes
-    say "SIGTERM: the ranks stop at the next step boundary"
+    say "SIGTERM: the ranks are asked to stop, unless SLURM ends them itself"
     kill -s USR2 "$ranks" 2>/dev/null
 }}
 trap on_notice USR1
