@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch.batch import RUN_DIR, BatchJob, Resources, script, seconds
+from lockstep.launch.batch import RUN_DIR, BatchJob, script
+from lockstep.launch.batch_resources import Resources, seconds
 
 NASTY = "a 'b' \"$(touch owned)\" `touch owned` $HOME; \\"
 

@@ -15,7 +15,8 @@ from lockstep.commands.target import absolute, configured, is_script
 from lockstep.config import TrainConfig, override
 from lockstep.errors import LaunchError
 from lockstep.front import Sitting
-from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, Resources, script
+from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.launch.batch_resources import Resources
 from lockstep.launch.cores import THREAD_VARIABLES
 from lockstep.launch.ranks import mpirun_command
 from lockstep.observe.files import replacing
