@@ -85,7 +85,6 @@ def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
         job(tmp_path, *words, run_dir=folder, SITTING=sitting),
         SLURM_ARRAY_TASK_ID="7", SLURM_ARRAY_JOB_ID="5", SLURM_JOB_ID="9",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     expected = json.dumps({"run_dir": f"{folder}/task-7", "overrides": [NASTY]})
     assert f"{[f'{folder}/task-7', NASTY]} {expected}" in done.stdout
     assert not (tmp_path / "owned").exists()
@@ -109,6 +108,14 @@ def test_the_exit_code_is_that_of_the_result(tmp_path: Path) -> None:
     assert done.returncode == 130
     assert "ended: stopped, exit code 130" in done.stdout
     assert bash(job(tmp_path, "bash", "-c", "exit 3", run_dir=run)).returncode == 3
+    completed = job(tmp_path, "bash", "-c", ending(run, "all steps done", 0), run_dir=run)
+    assert bash(completed).returncode == 0
+
+
+def test_ranks_that_leave_no_result_have_failed(tmp_path: Path) -> None:
+    done = bash(job(tmp_path, "true"))
+    assert done.returncode == 1
+    assert "ended: no result, exit code 1" in done.stdout
 
 
 def test_a_preempted_run_is_requeued(tmp_path: Path) -> None:

@@ -177,6 +177,8 @@ status=$(result status)
 reason=$(result reason)
 told=$(result exit_code)
 [ -n "$status" ] && code=${told:-$code}
+# mpirun that lost a node's daemon says so, and exits with 0.
+[ -z "$status" ] && [ "$code" = 0 ] && code=1
 say "ended: ${status:-no result}, exit code $code"
 
 if [ -z "$cancelled" ] && [ "$reason" = preempted ]; then
