@@ -9,6 +9,8 @@ from tests.conftest import result
 from tests.slurm.cluster import wait_for
 from tests.slurm.conftest import OVERRIDES, TASKS
 
+from lockstep.launch.nodelist import expand
+
 pytestmark = pytest.mark.slurm
 
 SLOW = f"{TASKS}:SlowDigits"
@@ -111,15 +113,23 @@ def test_the_time_limit(limited, cluster, expected):
     assert events(folder, "Finished")[0]["reason"] == "preempted"
 
 
-@pytest.mark.parametrize("lost", ["the first", "the second"])
-def test_a_lost_node(submit, cluster, expected, tmp_path, lost):
-    cluster.wait_until_idle()  # so that it is known which nodes the job gets
-    job = submit(tmp_path, SLOW, *TWO_NODES, SLOW_S="0.1")
-    wait_for_training(tmp_path)
-    assert cluster.job(job)["BatchHost"] == "n1"
-    node = "n1" if lost == "the first" else "n2"
+def test_lost_nodes(submit, cluster, expected, tmp_path):
+    cluster.wait_until_idle()
+    jobs, lost = {}, {}
+    for which in ("first", "second"):
+        (tmp_path / which).mkdir()
+        # Both cores of each node, so that the jobs share none.
+        options = (*TWO_NODES, "--cpus-per-task", "2")
+        jobs[which] = submit(tmp_path / which, SLOW, *options, SLOW_S="0.15")
+    for which, job in jobs.items():
+        wait_for_training(tmp_path / which)
+        nodes = list(expand(cluster.job(job)["NodeList"]))
+        lost[which] = nodes[0] if which == "first" else nodes[1]
     try:
-        cluster.kill_node(node)
-        check(cluster, job, tmp_path, expected, restarts=1)
+        for node in lost.values():
+            cluster.kill_node(node)
+        for which, job in jobs.items():
+            check(cluster, job, tmp_path / which, expected, restarts=1)
     finally:
-        cluster.start_node(node)
+        for node in lost.values():
+            cluster.start_node(node)
