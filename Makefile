@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-slow lint types bench clean
+.PHONY: venv train test test-slow test-slurm lint types bench clean
 
 venv: .venv/.installed
 
@@ -18,10 +18,13 @@ train: venv
 	$(BIN)/lockstep train digits -n 2
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not slurm"
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow
+
+test-slurm: venv
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 lint: venv
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from rich.console import Console
 from lockstep.commands import chaos as chaos_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
+from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
 from lockstep.errors import LockstepError
@@ -105,6 +106,31 @@ def chaos(
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
     _exit(chaos_command.chaos(target, overrides or [], ranks, faults, seed, keep, Console()))
+
+
+def slurm(
+    target: Target,
+    time: Annotated[str, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")],
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes.")] = 1,
+    tasks: Annotated[int, typer.Option("--ntasks-per-node", help="Ranks on each node.")] = 1,
+    cpus: Annotated[
+        int | None, typer.Option("--cpus-per-task", help="Cores of a rank; threads if left out.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Where to run.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Who pays.")] = None,
+    signal_before: Annotated[
+        int, typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit.")
+    ] = 120,
+    run_dir: RunDir = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
+) -> None:
+    """Write a SLURM job script that trains, stops in time, and goes on after a requeue."""
+    request = slurm_command.Request(
+        nodes, tasks, cpus, time, partition, account, signal_before, run_dir, output, submit
+    )
+    _exit(slurm_command.slurm(target, overrides or [], request))
 
 
 @app.command()

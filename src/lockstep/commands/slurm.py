@@ -1,0 +1,163 @@
+"""`lockstep slurm`: write a job script, and hand it to SLURM if asked to."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.commands.target import absolute, configured, is_script
+from lockstep.config import TrainConfig, override
+from lockstep.errors import LaunchError
+from lockstep.front import Sitting
+from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.launch.batch_resources import Resources
+from lockstep.launch.cores import THREAD_VARIABLES
+from lockstep.launch.ranks import mpirun_command
+from lockstep.observe.files import replacing
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for, as the command line gives it.
+
+    Attributes:
+        nodes: how many.
+        tasks_per_node: ranks on each.
+        cpus_per_task: cores for each rank; the config's threads if None.
+        time: SLURM's time limit.
+        partition: where to run.
+        account: who pays.
+        signal_before_s: how long before the time limit the ranks are told to stop.
+        run_dir: of the run; named after the job's number if None.
+        output: the file to write; named after the target if None.
+        submit: hand it to SLURM.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int | None
+    time: str
+    partition: str | None
+    account: str | None
+    signal_before_s: int
+    run_dir: Path | None
+    output: Path | None
+    submit: bool
+
+
+def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
+    """Write a job script that trains a target, and submit it if asked to.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: something given does not work, and nothing was written; or there is no
+            sbatch, or it refused the script, which was written.
+    """
+    where = absolute(target)
+    threads = _threads(where, overrides)
+    cpus = threads if request.cpus_per_task is None else request.cpus_per_task
+    resources = Resources(
+        request.nodes, request.tasks_per_node, cpus, request.time,
+        request.partition, request.account, request.signal_before_s,
+    )  # fmt: skip
+    if cpus < threads:
+        raise LaunchError(f"--cpus-per-task {cpus}: is less than threads={threads} of the config")
+    name = _name(where)
+    path = (request.output or Path(f"{name}.sbatch")).absolute()
+    _write(path, script(_job(name, where, overrides, threads, resources, request.run_dir, path)))
+    print(f"wrote {path}", flush=True)
+    if request.submit:
+        print(f"submitted job {_submit(path)}", flush=True)
+    return 0
+
+
+def _job(
+    name: str,
+    target: str,
+    overrides: Sequence[str],
+    threads: int,
+    resources: Resources,
+    run_dir: Path | None,
+    path: Path,
+) -> BatchJob:
+    env = dict.fromkeys(THREAD_VARIABLES, str(threads))
+    # Open MPI gives its ranks a terminal of their own: in a log, progress bars are noise.
+    env |= {"PYTHONUNBUFFERED": "1", "TERM": "dumb"}
+    if os.environ.get("PYTHONPATH"):
+        env["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    if is_script(target):
+        env |= Sitting(RUN_DIR, True, tuple(overrides), True, target).to_env()
+        ranks = [sys.executable, target]
+    else:
+        ranks = [sys.executable, "-m", "lockstep", "train", target]
+        ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
+    # How many cores the nodes have is SLURM's business.
+    command = mpirun_command(resources.num_ranks, ranks, cores=resources.num_ranks)
+    return BatchJob(
+        name=name,
+        resources=resources,
+        command=command.argv,
+        env=env,
+        threads=threads,
+        run_dir=run_dir.absolute() if run_dir else None,
+        work_dir=Path.cwd(),
+        log=path.with_name(f"{path.stem.replace('%', '%%')}-%j.log"),
+    )
+
+
+def _threads(target: str, overrides: Sequence[str]) -> int:
+    """Threads of each rank; checks what can be checked of the overrides."""
+    if not is_script(target):
+        return configured(target, overrides)[1].threads
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not equals or not key:
+            raise LaunchError(f"{item!r} is not of the form key=value")
+    # A script's own config is known only when it runs; it sets its own number of threads then.
+    return override(TrainConfig(), [o for o in overrides if o.startswith("threads=")]).threads
+
+
+def _name(target: str) -> str:
+    """A name for job and files."""
+    name = target.rpartition(":")[2] if ".py:" in target else Path(target).stem
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        if path.exists() and FIRST_COMMENT not in path.read_text(errors="replace")[:200]:
+            raise LaunchError(
+                f"{path}: is there already, and not from lockstep slurm; choose another --output"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as file:
+            file.write(text)
+    except OSError as error:
+        raise LaunchError(
+            f"{path}: cannot be written: {error.strerror or error}; choose another --output"
+        ) from error
+
+
+def _submit(path: Path) -> str:
+    """Submit a script: the job's number."""
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise LaunchError(
+            f"there is no sbatch here; install SLURM's client (`apt-get install slurm-client`), or "
+            f"run `sbatch {path}` on a machine of the cluster: the script is written"
+        )
+    done = subprocess.run([sbatch, "--parsable", str(path)], capture_output=True, text=True)
+    if done.returncode:
+        raise LaunchError(
+            f"sbatch refuses {path}: {done.stderr.strip() or f'exit code {done.returncode}'}; "
+            "the script is written"
+        )
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,97 @@
+"""`lockstep slurm` without a SLURM: what it writes and what it refuses."""
+
+import subprocess
+
+import pytest
+from tests.conftest import target
+
+GIVEN = ("slurm", "digits", "steps=20", "--time", "30")
+
+
+def test_writes_a_script_that_bash_can_read(here, tmp_path):
+    done = here(*GIVEN, "--nodes", "2", "--ntasks-per-node", "3", "threads=2")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "digits.sbatch"
+    assert done.stdout == f"wrote {path}\n"
+    text = path.read_text()
+    assert "#SBATCH --cpus-per-task=2\n" in text
+    assert "export OMP_NUM_THREADS=2\n" in text
+    assert " -n 6 " in text
+    assert "--with-ft ulfm" in text
+    assert "--resume steps=20 threads=2" in text.replace(" \\\n   ", "")
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_a_script_of_the_user_gets_everything_in_its_environment(here, tmp_path):
+    (tmp_path / "my script.py").write_text("")
+    done = here("slurm", "my script.py", "lr=0.1", "--time", "30", "--run-dir", "it's mine")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "my_script.sbatch").read_text()
+    assert "export LOCKSTEP_SITTING=" in text
+    assert "lr=0.1" in text
+    assert "-m lockstep" not in text
+    subprocess.run(["bash", "-n", tmp_path / "my_script.sbatch"], check=True)
+
+
+def test_writes_over_its_own_script_only(here, tmp_path):
+    assert here(*GIVEN, "--output", "job").returncode == 0
+    assert here(*GIVEN, "--output", "job", "lr=0.5").returncode == 0
+    assert "lr=0.5" in (tmp_path / "job").read_text()
+    (tmp_path / "mine").write_text("#!/bin/bash\necho mine\n")
+    done = here(*GIVEN, "--output", "mine")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "choose another --output" in done.stderr
+    assert (tmp_path / "mine").read_text() == "#!/bin/bash\necho mine\n"
+
+
+def test_without_sbatch_the_script_is_written(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    done = here(*GIVEN, "--submit")
+    assert done.returncode == 2
+    assert "slurm-client" in done.stderr
+    assert f"`sbatch {tmp_path}/digits.sbatch`" in done.stderr
+    assert (tmp_path / "digits.sbatch").exists()
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_submits(here, tmp_path, monkeypatch, code):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\necho '17;cluster'; echo 'Invalid account' >&2; exit {code}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = here(*GIVEN, "--submit")
+    assert done.returncode == (2 if code else 0)
+    assert ("submitted job 17\n" in done.stdout) == (not code)
+    assert ("Invalid account; the script is written" in done.stderr) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--nodes", "0"), "--nodes 0: must be at least 1"),
+        (("--ntasks-per-node", "-2"), "--ntasks-per-node -2: must be at least 1"),
+        (("--cpus-per-task", "0"), "--cpus-per-task 0: must be at least 1"),
+        (("--cpus-per-task", "1", "threads=2"), "is less than threads=2"),
+        (("--time", "1h"), "--time 1h: is no time limit"),
+        (("--time", "1", "--signal-before", "60"), "no time to train would be left"),
+        (("--signal-before", "70000"), "must be at most 65535"),
+        (("--partition", "a b"), "--partition 'a b': must be one word"),
+        (("--account", "x\n#SBATCH --nodes=9"), "must be one word"),
+        (("learning=1",), "unknown key 'learning'"),
+        (("--run-dir", "a\nb"), "has a line break"),
+        (("--output", "/proc/none/job"), "cannot be written"),
+    ],
+)
+def test_refuses_in_one_message(here, tmp_path, arguments, message):
+    done = here(*GIVEN, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "nothing.py", target("Nothing")])
+def test_refuses_a_target_that_is_not_there(here, tmp_path, wrong):
+    done = here("slurm", wrong, "--time", "30")
+    assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
+    assert list(tmp_path.iterdir()) == []
