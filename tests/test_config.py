@@ -22,7 +22,9 @@ NO_OUTCOME = {
     "data.num_workers",
     "data.prefetch",
     "digest_every",
+    "hang_timeout_s",
     "log_every",
+    "min_ranks",
     "tensorboard",
     "bucket_bytes",
 }

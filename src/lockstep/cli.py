@@ -108,6 +108,7 @@ def chaos(
     _exit(chaos_command.chaos(target, overrides or [], ranks, faults, seed, keep, Console()))
 
 
+@app.command()
 def slurm(
     target: Target,
     time: Annotated[str, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")],

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, LockstepError, RankFailure
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
@@ -28,7 +28,7 @@ from lockstep.train.events import Failed, Finished, Warned
 from lockstep.train.faults import injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
-from lockstep.train.runtime import Runtime, on_first
+from lockstep.train.runtime import Runtime, check_can_regroup, on_first
 from lockstep.train.task import Task
 
 SITTING = "LOCKSTEP_SITTING"
@@ -126,11 +126,6 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         except LockstepError:
             transport.close()
             raise
-        except GroupBroken as loss:
-            raise RankFailure(
-                f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
-                "with `lockstep resume` or --resume"
-            ) from None
         except BaseException:
             if transport.size == 1:
                 raise
@@ -207,9 +202,8 @@ def _assembled(
             on_first(transport, lambda: claim(directory, task, config, sitting))
             on_first(transport, runtime.take_over)
             return Trainer(task, config, runtime, directory)
-        except GroupBroken:
-            if not transport.can_regroup:
-                raise
+        except GroupBroken as loss:
+            check_can_regroup(transport, loss)
             transport.regroup()
 
 
@@ -219,9 +213,8 @@ def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirecto
         try:
             path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
             return RunDirectory(Path(path))
-        except GroupBroken:
-            if not transport.can_regroup:
-                raise
+        except GroupBroken as loss:
+            check_can_regroup(transport, loss)
             transport.regroup()
 
 

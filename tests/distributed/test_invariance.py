@@ -39,7 +39,13 @@ def alone(folder):
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
-    [("mpi", 2), ("mpi", 3), ("mpi", 5), ("torchrun", 2), ("torchrun", 3)],
+    [
+        ("mpi", 2),
+        ("mpi", 3),
+        pytest.param("mpi", 5, marks=pytest.mark.slow),
+        ("torchrun", 2),
+        pytest.param("torchrun", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_same_bits_on_any_number_of_ranks(ranks, folder, alone, launcher, num_ranks):
     names = list(CASES) if launcher == "mpi" else ["user", "user-sharded", "sliced", "augment"]

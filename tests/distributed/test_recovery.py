@@ -25,9 +25,10 @@ CONFIG = (
 
 
 def train(lockstep, run_dir, num_ranks, *overrides, faults=(), **options):
+    log = run_dir.with_suffix(".faults")
     return lockstep(
         "train", "digits", "-n", num_ranks, "--run-dir", run_dir, *CONFIG, *overrides,
-        timeout=120, **to_env(faults), **options,
+        timeout=120, **to_env(faults, log), **options,
     )  # fmt: skip
 
 
@@ -70,9 +71,17 @@ def check(run_dir, reference, num_left, num_lost):
     return rows
 
 
-@pytest.mark.parametrize("slot", [0, 1, 2])
+FEW = [(0, "reduced"), (1, "compute")]
+MANY = [
+    (slot, moment)
+    for slot in range(3)
+    for moment in ("compute", "reduce", "reduced", "optimizer", "committed", "evaluate")
+    if (slot, moment) not in FEW
+]
+
+
 @pytest.mark.parametrize(
-    "moment", ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
+    ("slot", "moment"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
 )
 def test_a_killed_rank(lockstep, tmp_path, reference, slot, moment):
     done = train(lockstep, tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
@@ -86,6 +95,7 @@ def test_rank_0_is_killed_while_it_writes_a_checkpoint(lockstep, tmp_path, refer
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
+@pytest.mark.slow
 def test_two_ranks_at_once(lockstep, tmp_path, reference):
     faults = [Fault(0, 9, "reduce"), Fault(2, 9, "reduce")]
     done = train(lockstep, tmp_path / "run", 4, faults=faults)
@@ -93,8 +103,16 @@ def test_two_ranks_at_once(lockstep, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-@pytest.mark.parametrize("moment", ["regroup", "catch_up"])
-@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize(
+    ("slot", "moment"),
+    [
+        (0, "catch_up"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(0, "regroup"), (3, "regroup"), (3, "catch_up")]
+        ),
+    ],
+)
 def test_a_rank_dies_while_the_others_recover(lockstep, tmp_path, reference, moment, slot):
     faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
     done = train(lockstep, tmp_path / "run", 4, faults=faults)
@@ -126,6 +144,7 @@ def test_an_exception_is_met_by_doing_the_step_again(lockstep, tmp_path, referen
     assert any("step 10 is done again: rank 1 raised an exception" in m for m in messages)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]
     done = train(lockstep, tmp_path / "run", 2, faults=faults)
@@ -133,26 +152,39 @@ def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
 
 
-def test_too_few_ranks_stop_with_a_checkpoint(lockstep, tmp_path, reference):
-    run_dir = tmp_path / "run"
+def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(lockstep, tmp_path, reference):
     faults = [Fault(1, 9, "compute")]
-    done = train(lockstep, run_dir, 2, "min_ranks=2", "stop_at_step=20", faults=faults)
-    rows = read_events(run_dir / "events.jsonl")
-    first = next(r for r in rows if r["event"] == "Finished")
-    assert first["reason"] == "too few ranks left"
-    assert first["step"] == 9
-    # The fault strikes the one that is started again too, until the launcher gives up.
-    assert done.returncode in (0, 75)
-    done = lockstep("resume", run_dir, "-n", 3)
+    done = train(lockstep, tmp_path / "run", 2, "min_ranks=2", faults=faults)
     assert done.returncode == 0, done.stderr
-    assert result(run_dir)["params_sha256"] == reference[0]
+    assert "too few ranks left; starting again from the newest checkpoint in 1 s" in done.stderr
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    ends = [(r["step"], r["reason"]) for r in rows if r["event"] == "Finished"]
+    assert ends == [(9, "too few ranks left"), (STEPS, "all steps done")]
+    assert result(tmp_path / "run")["params_sha256"] == reference[0]
+    assert curves(tmp_path / "run") == reference[1]
 
 
-def test_all_ranks_die_and_the_launcher_starts_them_again(lockstep, tmp_path, reference):
-    # The faults of a process strike in each of its lives; the second begins beyond their step.
-    faults = [Fault(slot, 12, "committed", "kill") for slot in range(2)]
-    done = train(lockstep, tmp_path / "run", 2, "checkpoint.background=false", faults=faults)
-    assert "all ranks have died" in done.stderr
+def test_all_ranks_die_and_are_started_again(lockstep, tmp_path, reference):
+    faults = [Fault(slot, 12, "committed") for slot in range(2)]
+    done = train(lockstep, tmp_path / "run", 2, faults=faults)
+    assert done.returncode == 0, done.stderr
+    assert "all ranks have died; starting again from the newest checkpoint" in done.stderr
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    assert [r["step"] for r in rows if r["event"] == "Resumed"] == [10]
+    assert result(tmp_path / "run")["params_sha256"] == reference[0]
+    assert curves(tmp_path / "run") == reference[1]
+
+
+@pytest.mark.slow
+def test_the_launcher_gives_up_when_there_is_no_progress(lockstep, tmp_path):
+    """Ranks that die at the same step in every life."""
+    faults = [Fault(slot, 12, "committed") for slot in range(2)]
+    done = lockstep(
+        "train", "digits", "-n", 2, "--run-dir", tmp_path / "run", *CONFIG, **to_env(faults)
+    )
+    assert done.returncode not in (0, 2)
+    assert "(3 of 3 without progress)" in done.stderr
+    assert "error: all ranks have died" in done.stderr
 
 
 def test_more_ranks_are_wanted_than_there_are(lockstep, tmp_path):

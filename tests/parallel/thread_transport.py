@@ -36,6 +36,7 @@ class ThreadTransport(Transport):
     name = "threads"
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
+        super().__init__()
         self.rank = rank
         self.size = meeting.size
         self.calls: list[str] = []

@@ -5,22 +5,13 @@ Importing this module initialises MPI.
 
 from __future__ import annotations
 
-import atexit
-import os
 from collections.abc import Sequence
 from typing import Any
 
-import mpi4py
 from torch import Tensor
 
+from lockstep.comm.mpi_library import MPI, has_fault_tolerance
 from lockstep.comm.transport import Transport, collective, offsets
-
-# With a rank lost, MPI_Finalize may wait for it for good (3 of 40 times with Open MPI 5.0.11).
-mpi4py.rc.finalize = False
-from mpi4py import MPI  # noqa: E402
-
-_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-"""What `mpirun --with-ft ulfm` tells its ranks."""
 
 _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
@@ -43,7 +34,6 @@ class MpiTransport(Transport):
         super().__init__()
         self.can_regroup = has_fault_tolerance()
         self._adopt((comm or self._living()).Dup())
-        atexit.register(_finalize)
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -130,23 +120,6 @@ class MpiTransport(Transport):
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job: the others may wait for this one for good."""
         MPI.COMM_WORLD.Abort(exit_code)
-
-
-def has_fault_tolerance() -> bool:
-    """Whether survivors of a dead rank get an error: `mpirun --with-ft ulfm` of Open MPI 5."""
-    if os.environ.get(_FT_VARIABLE, "").lower() not in ("1", "true"):
-        return False
-    try:
-        MPI.COMM_WORLD.Get_failed().Free()
-    except (NotImplementedError, MPI.Exception):
-        return False
-    return True
-
-
-def _finalize() -> None:
-    """At exit: what MPI does itself, unless ranks were lost."""
-    if not MPI.Is_finalized() and not (has_fault_tolerance() and MPI.COMM_WORLD.Get_failed().size):
-        MPI.Finalize()
 
 
 def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:

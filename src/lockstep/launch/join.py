@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def _over_mpi(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
-    from mpi4py import MPI  # calls MPI_Init, which a process without MPI must not
+    from lockstep.comm.mpi_library import MPI  # calls MPI_Init, which others must not
 
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (environment.rank, environment.world_size):

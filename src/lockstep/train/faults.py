@@ -1,7 +1,8 @@
 """Faults as data: what goes wrong, on which process, and at which moment of which step.
 
 For tests and for `lockstep chaos`. Faults come in through an environment variable, so that they
-strike real processes under any launcher. Every fault strikes once.
+strike real processes under any launcher. Every fault strikes once; where there is a log of those
+that have, also when the ranks are started again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lockstep.errors import ConfigError
 
@@ -92,7 +93,8 @@ def injector(env: Mapping[str, str], slot: int) -> At:
         assert all(f.moment in MOMENTS and f.kind in KINDS for f in faults)
     except (ValueError, TypeError, KeyError, AssertionError):
         raise ConfigError(f"environment variable {FAULTS}: is not a list of faults") from None
-    due = [f for f in faults if f.slot == slot]
+    struck = _struck(Path(log)) if log else []
+    due = [f for f in faults if f.slot == slot and asdict(f) not in struck]
 
     def at(moment: Moment, step: int) -> None:
         for fault in tuple(due):
@@ -110,6 +112,14 @@ def injector(env: Mapping[str, str], slot: int) -> At:
 
 def nothing(moment: Moment, step: int) -> None:
     """No faults."""
+
+
+def _struck(log: Path) -> list[dict[str, Any]]:
+    """What has struck in an earlier life of the ranks."""
+    if not log.exists():
+        return []
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
 def _strike(fault: Fault, log: str) -> None:

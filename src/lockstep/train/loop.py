@@ -16,7 +16,7 @@ from lockstep.train.keeper import Keeper
 from lockstep.train.report import Reporter
 from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
-from lockstep.train.runtime import Runtime, on_first
+from lockstep.train.runtime import Runtime, check_can_regroup, on_first
 from lockstep.train.setup import assemble
 from lockstep.train.step import StepResult
 from lockstep.train.task import Task
@@ -67,14 +67,13 @@ class Trainer:
 
         Raises:
             LockstepError: the task does not work, or the state was lost; on all ranks.
-            GroupBroken: a rank has died, and this transport cannot go on without it.
+            RankFailure: a rank has died, and this transport cannot go on without it.
         """
         while True:
             try:
                 return self._run()
-            except GroupBroken:
-                if not self._transport.can_regroup:
-                    raise
+            except GroupBroken as loss:
+                check_can_regroup(self._transport, loss)
                 self._recover()
             except TaskFailure as failure:
                 self._try_again(failure)

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep import errors
-from lockstep.comm.transport import Transport
-from lockstep.errors import LockstepError, TaskFailure
+from lockstep.comm.transport import GroupBroken, Transport
+from lockstep.errors import LockstepError, RankFailure, TaskFailure
 from lockstep.train.events import Emit, Event
 from lockstep.train.faults import At, nothing
 
@@ -108,6 +108,19 @@ def shared_error(
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
     found = next((e for e in transport.gather_json(mine) if e), None)
     return _error(*found) if found else None
+
+
+def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
+    """Refuse to go on after a loss where the transport can't.
+
+    Raises:
+        RankFailure: it can't.
+    """
+    if not transport.can_regroup:
+        raise RankFailure(
+            f"a rank has died or does not answer ({loss}); go on from the newest checkpoint with "
+            "`lockstep resume` or --resume"
+        ) from None
 
 
 def _error(kind: str, message: str) -> LockstepError:

@@ -1,0 +1,41 @@
+"""The MPI library, initialised; where ranks may be lost, it must be imported from here.
+
+With a rank lost, Open MPI's `MPI_Finalize` may wait for it for good (measured with 5.0.11), and
+mpi4py calls it at exit. So whether to call it is decided here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import mpi4py
+
+mpi4py.rc.finalize = False
+from mpi4py import MPI  # noqa: E402
+
+__all__ = ["MPI", "has_fault_tolerance"]
+
+_FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+"""What `mpirun --with-ft ulfm` tells its ranks."""
+
+
+def has_fault_tolerance() -> bool:
+    """Whether survivors of a dead rank get an error: `mpirun --with-ft ulfm` of Open MPI 5."""
+    if os.environ.get(_FT_VARIABLE, "").lower() not in ("1", "true"):
+        return False
+    try:
+        MPI.COMM_WORLD.Get_failed().Free()
+    except (NotImplementedError, MPI.Exception):
+        return False
+    return True
+
+
+def _finalize() -> None:
+    if MPI.Is_finalized():
+        return
+    if not (has_fault_tolerance() and MPI.COMM_WORLD.Get_failed().size):
+        MPI.Finalize()
+
+
+atexit.register(_finalize)
