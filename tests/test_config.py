@@ -14,6 +14,7 @@ from lockstep.config import Section, TrainConfig, build, load, override
 from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
+    "balance_every",
     "optimizer.sharded",
     "stop_at_step",
     "checkpoint.every",

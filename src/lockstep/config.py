@@ -136,6 +136,8 @@ class TrainConfig(Section):
     min_ranks: Positive = Field(1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 
+    balance_every: Count = Field(50, json_schema_extra=NO_OUTCOME)
+    """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
     hang_timeout_s: NonNegativeFloat = Field(300.0, json_schema_extra=NO_OUTCOME)
     """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
     is stopped for this long by a signal, so that the others can go on; 0 never does."""

@@ -71,7 +71,7 @@ def check(run_dir, reference, num_left, num_lost):
     return rows
 
 
-FEW = [(0, "reduced"), (1, "compute")]
+FEW = [(0, "reduced")]
 MANY = [
     (slot, moment)
     for slot in range(3)
@@ -152,6 +152,7 @@ def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
 
 
+@pytest.mark.slow
 def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(lockstep, tmp_path, reference):
     faults = [Fault(1, 9, "compute")]
     done = train(lockstep, tmp_path / "run", 2, "min_ranks=2", faults=faults)
@@ -225,3 +226,15 @@ def test_a_kill_from_outside(lockstep, tmp_path, reference):
         child.kill()
     check(run_dir, reference, num_left=2, num_lost=1)
     assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
+
+
+def test_a_slow_rank_gets_fewer_microbatches(lockstep, tmp_path, reference):
+    faults = [Fault(1, step, "compute", "slow") for step in range(2, 8)]
+    done = train(lockstep, tmp_path / "run", 2, "balance_every=4", faults=faults)
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
+    first = next(r for r in rows if r["event"] == "Rebalanced")
+    assert first["slowest"] == 1
+    assert first["slowdown"] > 2
+    assert first["microbatches"][0] > first["microbatches"][1]
+    assert sum(first["microbatches"]) == 8

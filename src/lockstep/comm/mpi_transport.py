@@ -5,13 +5,14 @@ Importing this module initialises MPI.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.comm.mpi_library import MPI, has_fault_tolerance
-from lockstep.comm.transport import Transport, collective, offsets
+from lockstep.comm.transport import GroupBroken, Transport, collective, offsets
 
 _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
@@ -38,6 +39,7 @@ class MpiTransport(Transport):
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
+        self._has_agreed = False
         self.rank = comm.rank
         self.size = comm.size
 
@@ -86,16 +88,22 @@ class MpiTransport(Transport):
     @collective
     def agree(self) -> None:
         """See `Transport.agree`."""
-        if self.can_regroup:
-            self.comm.Agree(1)
-        else:
+        if not self.can_regroup:
             self.comm.Barrier()
+            return
+        # Agreement goes on over a revoked communicator, so ranks that regroup take part in it too.
+        self._has_agreed = True
+        if not self.comm.Agree(1):
+            raise GroupBroken("another rank has noticed a loss")
 
     @collective
     def regroup(self) -> list[int]:
         """See `Transport.regroup`."""
         before = self.comm
         before.Revoke()
+        if not self._has_agreed:
+            with contextlib.suppress(MPI.Exception):
+                before.Agree(0)
         shrunk = _shrink(before)
         # Agreement is the same on all survivors. It also shows that the new communicator is
         # complete everywhere; Open MPI 5 crashes where a revocation finds one that is not.

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.commands.chaos_plan import Blow, draw
-from lockstep.commands.chaos_table import Effect, effect_of, render
+from lockstep.commands.chaos_table import Effect, Row, effect_of, render, started_again
 from lockstep.commands.start import rank_command, start
 from lockstep.commands.target import absolute, configured, is_script
 from lockstep.errors import ConfigError, LaunchError, LockstepError
@@ -59,9 +59,14 @@ def chaos(
             reference = read_result(keep / "reference")
         plan = draw(num_faults, num_ranks, int(reference["step"]), seed)
         effects: list[Effect] = []
+        before: list[Row] = []
         for blows in plan:
             with console.status(f"training with faults: {len(effects)} of {num_faults} done"):
-                effects += runs.sit(keep / "chaos", blows)
+                found, rows = runs.sit(keep / "chaos", blows)
+            if effects and effects[-1].blow.ends_sitting:
+                effects[-1] = started_again(effects[-1], before, rows)
+            effects += found
+            before = rows
         console.print(render(effects))
         return _verdict(reference, keep / "chaos", console)
 
@@ -80,8 +85,11 @@ class _Runs:
             self._overrides.append("checkpoint.every=10")
         self._num_ranks = num_ranks
 
-    def sit(self, run_dir: Path, blows: Sequence[Blow]) -> list[Effect]:
+    def sit(self, run_dir: Path, blows: Sequence[Blow]) -> tuple[list[Effect], list[Row]]:
         """Start the ranks, let the faults strike, and see to the end of the sitting.
+
+        Returns:
+            What the faults did, and the events.
 
         Raises:
             LaunchError: it ended in another way than the faults explain.
@@ -108,7 +116,7 @@ class _Runs:
             _damage_newest(run_dir / "checkpoints")
         rows = _rows(run_dir)[rows_before:]
         strikes = [json.loads(line) for line in log.read_text().splitlines()] if blows else []
-        return [effect_of(blow, strikes, rows) for blow in blows]
+        return [effect_of(blow, strikes, rows) for blow in blows], rows
 
 
 def _damage_newest(root: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -20,6 +20,7 @@ class Effect:
     Attributes:
         blow: what went wrong.
         struck: whether it did go wrong: the sitting may have ended before.
+        time: when it did, in unix seconds.
         noticed_s: from there until another rank noticed.
         regroup_s: from there until the survivors went on.
         resumed_s: from the blow to the next committed step.
@@ -28,6 +29,7 @@ class Effect:
 
     blow: Blow
     struck: bool
+    time: float = 0.0
     noticed_s: float | None = None
     regroup_s: float | None = None
     resumed_s: float | None = None
@@ -48,24 +50,44 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
         return Effect(blow, struck=False)
     time = min(s["time"] for s in own)
     after = [row for row in rows if row["time"] >= time]
-    done = next((row["time"] - time for row in after if row["event"] == "StepDone"), None)
+    effect = Effect(blow, True, time)
     if blow.ends_sitting:
-        return Effect(blow, struck=True)
+        return effect
     if blow.what not in ("kill", "stop"):
-        return Effect(blow, struck=True, resumed_s=done, steps_lost=0)
+        return replace(effect, resumed_s=_next_step(after, time), steps_lost=0)
     slot = blow.faults[0].slot
     lost = next(
         (i for i, r in enumerate(after) if r["event"] == "RankLost" and r["slot"] == slot), None
     )
-    if lost is None:
-        return Effect(blow, struck=True, resumed_s=done)
-    rest = after[lost:]
-    recovered = next((r for r in rest if r["event"] == "Recovered"), None)
-    if recovered is None:
-        return Effect(blow, struck=True)
-    noticed = max(recovered["time"] - recovered["seconds"] - time, 0.0)
-    resumed = next((r["time"] - time for r in rest if r["event"] == "StepDone"), None)
-    return Effect(blow, True, noticed, recovered["seconds"], resumed, 0)
+    recovered = next((r for r in after[lost:] if r["event"] == "Recovered"), None)
+    if lost is None or recovered is None:
+        return effect
+    return replace(
+        effect,
+        noticed_s=max(recovered["time"] - recovered["seconds"] - time, 0.0),
+        regroup_s=recovered["seconds"],
+        resumed_s=_next_step(after[lost:], time),
+        steps_lost=0,
+    )
+
+
+def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
+    """What a blow that ended a sitting has cost.
+
+    Args:
+        effect: of the blow.
+        before: the events of that sitting.
+        rows: the events of the next one.
+    """
+    reached = max((r["step"] for r in before if r["event"] == "StepDone"), default=0)
+    start = next((r["step"] for r in rows if r["event"] == "RunStarted"), reached)
+    return replace(
+        effect, resumed_s=_next_step(rows, effect.time), steps_lost=max(reached - start, 0)
+    )
+
+
+def _next_step(rows: Sequence[Row], time: float) -> float | None:
+    return next((r["time"] - time for r in rows if r["event"] == "StepDone"), None)
 
 
 def render(effects: Sequence[Effect]) -> Table:
@@ -96,4 +118,6 @@ def render(effects: Sequence[Effect]) -> Table:
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.1f} ms"
+    if seconds is None:
+        return ""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

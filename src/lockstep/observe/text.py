@@ -15,6 +15,7 @@ from lockstep.train.events import (
     Improved,
     Joined,
     RankLost,
+    Rebalanced,
     Recovered,
     Resumed,
     RunStarted,
@@ -107,6 +108,11 @@ def line(event: Event) -> str:
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
+        )
+    if isinstance(event, Rebalanced):
+        return (
+            f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "
+            f"microbatches of each rank from now on: {', '.join(map(str, event.microbatches))}"
         )
     # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()

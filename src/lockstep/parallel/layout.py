@@ -43,6 +43,26 @@ def split(total: int, parts: int) -> list[Range]:
     return ranges
 
 
+def share(total: int, speeds: Sequence[float]) -> list[Range]:
+    """`total` items in contiguous ranges, dealt out so that the slowest is done as soon as can be.
+
+    Args:
+        total: number of items.
+        speeds: items for each unit of time, of each part; positive.
+    """
+    counts = [0] * len(speeds)
+    for _ in range(total):
+        # Who would be done first with one more; of equals, the lowest.
+        part = min(range(len(speeds)), key=lambda p: (counts[p] + 1) / speeds[p])
+        counts[part] += 1
+    ranges = []
+    first = 0
+    for count in counts:
+        ranges.append(Range(first, first + count))
+        first += count
+    return ranges
+
+
 def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node]]:
     """Adds up nodes that lie side by side, as far as the canonical tree allows.
 

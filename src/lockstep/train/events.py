@@ -155,6 +155,18 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rebalanced(Event):
+    """Microbatches are dealt out by measured speed from now on: slow ranks get fewer."""
+
+    microbatches: tuple[int, ...]
+    """How many each rank computes."""
+    slowest: int
+    """The rank that took longest for one microbatch."""
+    slowdown: float
+    """How many times as long as the fastest rank it took."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know; training goes on."""
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
-from lockstep.errors import ConfigError, RankFailure, TaskFailure
+from lockstep.errors import ConfigError, TaskFailure
 from lockstep.parallel.layout import Range, split
-from lockstep.train.events import Evaluated, Finished, Improved, RankLost, Recovered, Warned
+from lockstep.train.balance import Balancer
+from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
 from lockstep.train.keeper import Keeper
+from lockstep.train.recovery import check_state_survives, find_lead
 from lockstep.train.report import Reporter
 from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
@@ -43,7 +45,6 @@ class Trainer:
         self._started = perf_counter()
         self._config = config
         self._runtime = runtime
-        self._directory = directory
         self._transport = runtime.transport
         if config.min_ranks > self._transport.size:
             raise ConfigError(
@@ -55,12 +56,12 @@ class Trainer:
         self._keeper = Keeper(config, runtime, self._parts, directory)
         self._progress = self._keeper.resume()
         self._result: StepResult | None = None
+        ranges = split(config.num_microbatches, self._transport.size)
+        self._balancer = Balancer(config.balance_every, ranges)
         self._batches = self._stream()
         self._stop_reason = ""
         self._failed_step = -1
-        self._slots: list[int] = self._transport.gather_json(runtime.slot)
-        self._reporter.start(self._progress)
-        self._warn()
+        self._reporter.start(self._progress, is_over=self._is_over())
 
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop; through the loss of ranks.
@@ -84,6 +85,7 @@ class Trainer:
             result = self._parts.step.run(self._progress.step, self._batches)
             self._commit(result)
             self._follow_up()
+            self._balance(result)
             self._keeper.poll()
         return self._finish()
 
@@ -110,9 +112,8 @@ class Trainer:
 
     def _stream(self) -> Iterator[Any]:
         """This rank's microbatches, from the present step on."""
-        return self._parts.loader.stream(
-            self._ranges()[self._transport.rank], self._progress.step, self._parts.total_steps
-        )
+        microbatches = self._balancer.ranges[self._transport.rank]
+        return self._parts.loader.stream(microbatches, self._progress.step, self._parts.total_steps)
 
     def _is_over(self) -> bool:
         progress, stop = self._progress, self._config.stop_at_step
@@ -167,6 +168,21 @@ class Trainer:
                 f"early stopping: no better {config.watch} since step {progress.best_step}"
             )
 
+    def _balance(self, result: StepResult) -> None:
+        """Deal out microbatches by measured speed, now and then."""
+        found = self._balancer.propose(result.times)
+        if found is not None:
+            self._deal_out(found.ranges)
+            counts = tuple(len(r) for r in found.ranges)
+            self._runtime.emit(
+                Rebalanced(
+                    step=self._progress.step,
+                    microbatches=counts,
+                    slowest=found.slowest,
+                    slowdown=found.slowdown,
+                )
+            )
+
     def _try_again(self, failure: TaskFailure) -> None:
         """Be ready to do a step again that the task's code failed in, once.
 
@@ -177,7 +193,7 @@ class Trainer:
         if self._failed_step == step:
             raise failure
         self._failed_step = step
-        self._say(f"step {step} is done again: {failure}")
+        self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
         self._batches = self._stream()
 
     def _recover(self) -> None:
@@ -189,80 +205,38 @@ class Trainer:
                 self._runtime.at("regroup", self._progress.step)
                 former = [former[rank] for rank in self._transport.regroup()]
                 self._runtime.at("catch_up", self._progress.step)
-                if self._config.optimizer.sharded:
-                    raise RankFailure(
-                        "a rank has died, and with it the only copy of its part of the optimizer's "
-                        "state (optimizer.sharded=True); resume from the newest checkpoint"
-                    )
-                self._parts.step.regroup(self._ranges())
+                check_state_survives(self._config)
+                ranges = split(self._config.num_microbatches, self._transport.size)
+                self._balancer.restart(ranges)
+                self._deal_out(ranges)
                 copied = self._catch_up()
                 on_first(self._transport, self._runtime.take_over)
                 break
             except GroupBroken:
                 continue
-        self._reporter.regroup(former)
         self._keeper.regroup(took_over=former[0] != 0)
-        self._batches = self._stream()
-        self._report_loss(former, copied, perf_counter() - started)
+        self._reporter.regroup(self._progress, former, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
 
     def _catch_up(self) -> bool:
-        """Bring the ranks that are behind by a step or an evaluation to where the others are."""
-        progress, transport, parts = self._progress, self._transport, self._parts
-        mine = [progress.step, progress.evaluated]
-        positions = transport.gather_json(mine)
-        ahead = max(positions)
-        source = positions.index(ahead)
-        assert all(ahead[0] - step <= 1 for step, _ in positions)
-        news = [self._result, progress.metrics] if transport.rank == source else None
-        result, metrics = transport.gather_json(news)[source]
-        is_behind = any(step < ahead[0] for step, _ in positions)
-        if is_behind:
-            copy_state(parts.step, parts.model, progress, transport, source)
-        if progress.step < ahead[0]:
-            self._commit(StepResult(*result))
-        if progress.evaluated < ahead[1]:
-            found = {k.removeprefix("val/"): v for k, v in metrics.items() if k[:4] == "val/"}
-            self._commit_evaluation("val", found, 0.0)
-        return is_behind
+        """Bring ranks that are behind to where the others are; whether there were any."""
+        progress, parts = self._progress, self._parts
+        lead = find_lead(self._transport, progress, self._result)
+        if lead.is_ahead:
+            copy_state(parts.step, parts.model, progress, self._transport, lead.rank)
+        if progress.step < lead.step:
+            assert lead.result is not None
+            self._commit(lead.result)
+        if progress.evaluated < lead.evaluated:
+            self._commit_evaluation("val", lead.metrics, 0.0)
+        return lead.is_ahead
 
-    def _report_loss(self, former: list[int], copied: bool, seconds: float) -> None:
-        emit, step = self._runtime.emit, self._progress.step
-        if former[0] != 0:
-            self._reporter.plan(self._progress, continued=True)
-        for rank, slot in enumerate(self._slots):
-            if rank not in former:
-                reason = self._directory.hang_reason(slot)
-                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
-        self._slots = [self._slots[rank] for rank in former]
-        size = self._transport.size
-        emit(Recovered(step=step, world_size=size, seconds=seconds, copied=copied))
-
-    def _ranges(self) -> list[Range]:
-        return split(self._config.num_microbatches, self._transport.size)
-
-    def _warn(self) -> None:
-        """Say what the user may not expect of this run."""
-        size, used = self._transport.size, self._config.num_microbatches
-        if self._transport.name == "mpi" and not self._transport.can_regroup:
-            self._say(
-                "recovery is off: a dead rank ends the job, to be resumed from its newest "
-                "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
-                "`mpirun --with-ft ulfm` of Open MPI 5"
-            )
-        if size > used:
-            self._say(
-                f"{size} ranks for {used} microbatches: ranks {used} to {size - 1} are spares with "
-                "nothing to compute; raise num_microbatches to use them"
-            )
-        if self._is_over() and self._progress.finished:
-            self._say(
-                f"this run is already complete ({self._progress.finished}): nothing left to train"
-            )
-
-    def _say(self, message: str) -> None:
-        self._runtime.emit(Warned(step=self._progress.step, message=message))
+    def _deal_out(self, ranges: list[Range]) -> None:
+        """Compute these microbatches from now on."""
+        self._parts.step.deal_out(ranges)
+        self._balancer.use(ranges)
+        self._batches = self._stream()
 
     def _finish(self) -> Finished:
         """Make sure the state is saved, evaluate the test split, and sum up."""

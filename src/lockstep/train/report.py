@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from time import perf_counter
 
 from lockstep.config import TrainConfig
 from lockstep.parallel.layout import split
-from lockstep.train.events import Joined, RankTimes, RunStarted, StepDone
+from lockstep.train.events import (
+    Joined,
+    RankLost,
+    RankTimes,
+    Recovered,
+    RunStarted,
+    StepDone,
+    Warned,
+)
 from lockstep.train.progress import Progress
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime
@@ -35,20 +44,34 @@ class Reporter:
         self._metrics = parts.compute.metrics or ()
         self._sums = [0.0] * (2 + 2 * len(self._metrics))
         self._num_steps = self._samples = 0
+        self._slots: list[int] = []
         self._times = [[0.0] * 4 for _ in range(runtime.transport.size)]
         self._since = perf_counter()
         self._last: dict[str, float] = {}
 
-    def regroup(self, former: list[int]) -> None:
-        """Go on in another group.
+    def regroup(self, progress: Progress, former: list[int], copied: bool, seconds: float) -> None:
+        """Go on in another group, and say so.
 
         Args:
+            progress: of the run.
             former: for each rank, the one it had.
+            copied: whether ranks that were behind got the state from another.
+            seconds: since the loss was noticed.
         """
+        emit, step = self._runtime.emit, progress.step
+        if former[0] != 0:
+            self._plan(progress, continued=True)
+        for rank, slot in enumerate(self._slots):
+            if rank not in former:
+                reason = self._directory.hang_reason(slot)
+                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
+        self._slots = [self._slots[rank] for rank in former]
         self._times = [self._times[rank] for rank in former]
+        size = len(former)
+        emit(Recovered(step=step, world_size=size, seconds=seconds, copied=copied))
 
-    def start(self, progress: Progress) -> None:
-        """Say who takes part and what is planned; a collective."""
+    def start(self, progress: Progress, is_over: bool) -> None:
+        """Say who takes part, what is planned, and what may not be expected; a collective."""
         runtime, config, transport = self._runtime, self._config, self._runtime.transport
         ranges = split(config.num_microbatches, transport.size)
         mine = {
@@ -60,13 +83,35 @@ class Reporter:
             "device": str(runtime.device),
             "threads": config.threads,
         }
-        for row in transport.gather_json(mine):
+        rows = transport.gather_json(mine)
+        self._slots = [row["slot"] for row in rows]
+        for row in rows:
             first, last = ranges[row["rank"]]
             runtime.emit(Joined(step=progress.step, microbatches=(first, last), **row))
-        self.plan(progress)
+        self._plan(progress)
+        for message in self._surprises(progress, is_over):
+            runtime.emit(Warned(step=progress.step, message=message))
         self._since = perf_counter()
 
-    def plan(self, progress: Progress, continued: bool = False) -> None:
+    def _surprises(self, progress: Progress, is_over: bool) -> Iterator[str]:
+        """What the user may not expect of this run."""
+        transport, used = self._runtime.transport, self._config.num_microbatches
+        if transport.name == "mpi" and not transport.can_regroup:
+            yield (
+                "recovery is off: a dead rank ends the job, to be resumed from its newest "
+                "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
+                "`mpirun --with-ft ulfm` of Open MPI 5"
+            )
+        if transport.size > used:
+            yield (
+                f"{transport.size} ranks for {used} microbatches: ranks {used} to "
+                f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
+                "to use them"
+            )
+        if is_over and progress.finished:
+            yield f"this run is already complete ({progress.finished}): nothing left to train"
+
+    def _plan(self, progress: Progress, continued: bool = False) -> None:
         """Say what is planned."""
         runtime, config, transport, parts = (
             self._runtime, self._config, self._runtime.transport, self._parts,

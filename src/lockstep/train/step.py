@@ -82,8 +82,8 @@ class Step:
         self._lay_out(ranges)
         self.stepper = Stepper(optimizer, flat, self._gradients, self._owned)
 
-    def regroup(self, ranges: Sequence[Range]) -> None:
-        """Go on in a group that has changed; the interrupted step is to be done again.
+    def deal_out(self, ranges: Sequence[Range]) -> None:
+        """Go on with other microbatches, or in another group; an interrupted step is given up.
 
         Args:
             ranges: the microbatches of each rank.

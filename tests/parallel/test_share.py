@@ -1,0 +1,67 @@
+"""Dealing out items by speed."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.parallel.layout import Range, share, split
+from lockstep.train.balance import Balancer, better
+
+SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
+
+
+@given(st.integers(0, 64), SPEEDS)
+def test_ranges_cover_all_items_in_order(total, speeds):
+    ranges = share(total, speeds)
+    assert len(ranges) == len(speeds)
+    assert [i for r in ranges for i in range(*r)] == list(range(total))
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_equal_speeds_are_an_even_split(total, parts):
+    assert share(total, [2.0] * parts) == split(total, parts)
+
+
+@given(st.integers(1, 40), SPEEDS, st.data())
+def test_nobody_is_done_sooner_by_moving_one_item(total, speeds, data):
+    counts = [len(r) for r in share(total, speeds)]
+    longest = max(c / s for c, s in zip(counts, speeds, strict=True))
+    giver = data.draw(st.integers(0, len(speeds) - 1))
+    taker = data.draw(st.integers(0, len(speeds) - 1))
+    if giver != taker and counts[giver]:
+        counts[giver] -= 1
+        counts[taker] += 1
+        assert max(c / s for c, s in zip(counts, speeds, strict=True)) >= longest * (1 - 1e-12)
+
+
+def test_a_slow_rank_gets_fewer():
+    found = better([Range(0, 4), Range(4, 8)], {0: 0.25, 1: 0.75})
+    assert found.ranges == [Range(0, 6), Range(6, 8)]
+    assert found.slowest == 1
+    assert found.slowdown == 3.0
+
+
+def test_small_differences_change_nothing():
+    assert better([Range(0, 4), Range(4, 8)], {0: 1.0, 1: 1.1}) is None
+
+
+def test_spares_come_in_for_a_slow_rank():
+    found = better([Range(0, 4), Range(4, 8), Range(8, 8)], {0: 1.0, 1: 8.0})
+    assert len(found.ranges[2]) > 0
+
+
+def test_a_rank_that_lost_all_its_work_is_not_given_it_back():
+    balancer = Balancer(1, [Range(0, 1), Range(1, 2)])
+    times = [[[1.0 * s, 0, 0, 0], [9.0 * s, 0, 0, 0]] for s in (0, 1)]
+    assert balancer.propose(times[0]) is None
+    found = balancer.propose(times[1])
+    assert found.ranges == [Range(0, 2), Range(2, 2)]
+    balancer.use(found.ranges)
+    assert balancer.propose([[1.0, 0, 0, 0], [9.0, 0, 0, 0]]) is None
+    assert balancer.propose([[3.0, 0, 0, 0], [9.0, 0, 0, 0]]) is None
+
+
+def test_proposals_come_every_so_many_steps():
+    balancer = Balancer(3, [Range(0, 4), Range(4, 8)])
+    found = [balancer.propose([[s, 0.0, 0.0, 0.0], [3.0 * s, 0.0, 0.0, 0.0]]) for s in range(8)]
+    assert [f is not None for f in found] == [False, False, False, True, False, False, True, False]
+    assert Balancer(0, [Range(0, 4), Range(4, 8)]).propose([[0.0] * 4, [9.0] * 4]) is None
