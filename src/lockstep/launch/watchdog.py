@@ -89,8 +89,9 @@ def main(pid: int, pulse_fd: int, stack_fd: int, timeout_s: float, report: str) 
             longest_s = max(longest_s, now - since) if not pulse[1] else longest_s
             beats, since = pulse[0], now
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
-        if stopped_since and now - stopped_since > timeout_s:
-            _end(pid, stack_fd, report, f"was stopped by a signal for {timeout_s:g} s")
+        if stopped_since:
+            if now - stopped_since > timeout_s:
+                _end(pid, stack_fd, report, f"was stopped by a signal for {timeout_s:g} s")
         elif pulse[2] and now - since > max(timeout_s, _FACTOR * longest_s):
             _end(pid, stack_fd, report, f"did nothing for {now - since:.1f} s")
         time.sleep(poll_s)
@@ -109,9 +110,11 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
     os.kill(pid, STACK_SIGNAL)
     os.kill(pid, signal.SIGCONT)  # or a stopped process would not write
     deadline = time.monotonic() + _STACK_S
-    while not os.fstat(stack_fd).st_size and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.02)
+    written, size = -1, 0
+    while (not size or written < size) and time.monotonic() < deadline:
+        written = size
+        time.sleep(0.002)
+        size = os.fstat(stack_fd).st_size
     stack = os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
     text = f"{reason}; its Python stack:\n{stack}"
     with contextlib.suppress(OSError):

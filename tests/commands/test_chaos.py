@@ -1,0 +1,122 @@
+"""Random faults: the plan, the table and the verdict."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.commands.chaos_plan import draw
+from lockstep.commands.chaos_table import effect_of, render, started_again
+from lockstep.errors import ConfigError
+from lockstep.train.faults import FAULTS, Fault, InjectedError, injector, to_env
+
+
+@given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32))
+def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed):
+    sittings = draw(num_blows, num_ranks, 60, seed)
+    assert sum(len(blows) for blows in sittings) == num_blows
+    for number, blows in enumerate(sittings):
+        dead = {f.slot for b in blows if b.what in ("kill", "stop") for f in b.faults}
+        assert len(dead) == sum(b.what in ("kill", "stop") for b in blows) < num_ranks
+        assert [b.ends_sitting for b in blows[:-1]] == [False] * (len(blows) - 1)
+        if number < len(sittings) - 1:
+            assert blows[-1].ends_sitting
+        for blow in blows:
+            assert all(0 <= f.slot < num_ranks and 1 <= f.step < 59 for f in blow.faults)
+
+
+@given(st.integers(0, 2**32))
+def test_a_seed_gives_one_plan(seed):
+    state = random.getstate()
+    assert draw(20, 4, 200, seed) == draw(20, 4, 200, seed)
+    assert random.getstate() == state
+
+
+def test_too_many_faults_for_the_steps():
+    with pytest.raises(ConfigError, match="--faults 20: a run of 10 steps has room for 8"):
+        draw(20, 4, 10, 0)
+
+
+def test_a_fault_strikes_once_and_in_no_other_process(tmp_path):
+    env = to_env([Fault(1, 3, "compute", "raise")], tmp_path / "log")
+    at = injector(env, 1)
+    at("compute", 2)
+    at("reduce", 3)
+    injector(env, 0)("compute", 3)
+    with pytest.raises(InjectedError, match="compute of step 3"):
+        at("compute", 4)
+    at("compute", 5)
+    injector(env, 1)("compute", 5)  # in its next life
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[]", '{"log": "", "faults": [{"slot": 1}]}',
+             '{"log": "", "faults": [{"slot": 1, "step": 2, "kind": "melt"}]}'],
+)  # fmt: skip
+def test_a_variable_that_holds_no_faults(text):
+    with pytest.raises(ConfigError, match=FAULTS):
+        injector({FAULTS: text}, 0)
+
+
+def row(event, time, **values):
+    return {"event": event, "time": time, **values}
+
+
+def test_times_of_a_killed_rank():
+    blow = draw(1, 2, 10, 1)[0][0]
+    fault = Fault(1, 4, "compute", "kill")
+    blow = type(blow)("kill", 4, (fault,))
+    strikes = [{"time": 10.0, **vars(fault)}]
+    rows = [
+        row("StepDone", 9.9, step=4),
+        row("RankLost", 10.05, step=4, slot=1),
+        row("Recovered", 10.06, step=4, seconds=0.02),
+        row("StepDone", 10.1, step=5),
+    ]
+    effect = effect_of(blow, strikes, rows)
+    assert effect.noticed_s == pytest.approx(0.04)
+    assert effect.regroup_s == 0.02
+    assert effect.resumed_s == pytest.approx(0.1)
+    assert effect.steps_lost == 0
+    assert not effect_of(blow, [], rows).struck
+    assert render([effect]).row_count == 1
+    again = started_again(
+        effect, rows, [row("RunStarted", 12, step=2), row("StepDone", 13, step=3)]
+    )
+    assert again.steps_lost == 3
+    assert again.resumed_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-n", "1"), "-n 1: must be at least 2"),
+        (("--faults", "0"), "--faults 0: must be at least 1"),
+        (("stepz=3",), "unknown key 'stepz'"),
+    ],
+)
+def test_bad_arguments(here, arguments, message):
+    done = here("chaos", "digits", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [4, 5])
+def test_twenty_faults_do_not_change_the_result(lockstep, seed):
+    done = lockstep(
+        "chaos", "digits", "-n", 4, "--faults", 20, "--seed", seed, "steps=200", timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "each of 200 was committed once" in done.stdout
+    assert "without and with faults" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_few_faults_do_not_change_the_result(lockstep):
+    done = lockstep("chaos", "digits", "-n", 3, "--faults", 3, "--seed", 3, "steps=40", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "without and with faults" in done.stdout

@@ -1,0 +1,111 @@
+"""Rank 0 is lost and another rank goes on: no row is missing or there twice."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from sample_events import evaluated, finished, joined, run_started, step_done
+
+from lockstep.observe import Desk, EventsJsonl, MetricsCsv, Sinks, read_events
+from lockstep.train.events import RankLost, Warned
+
+
+def desk(folder: Path) -> Desk:
+    return Desk(
+        lambda: Sinks([EventsJsonl(folder / "events.jsonl"), MetricsCsv(folder / "metrics.csv")])
+    )
+
+
+def rows(folder: Path) -> list[tuple[str, int]]:
+    return [(r["event"], r["step"]) for r in read_events(folder / "events.jsonl")]
+
+
+def curve(folder: Path) -> list[tuple[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [(r["step"], r["split"]) for r in csv.DictReader(file)]
+
+
+START = [joined(0), joined(1), run_started(world_size=2)]
+STORY = [*START, *(step_done(s) for s in range(1, 5)), evaluated(4, loss=0.5), step_done(5)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("written", range(len(START) + 1, len(STORY) + 1))
+def test_the_next_rank_0_writes_what_is_missing(tmp_path: Path, written: int, ahead: int) -> None:
+    """Rank 0 wrote `written` rows; the other rank knows `ahead` more, and does the rest again."""
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    for event in STORY[:written]:
+        first(event)
+    known = min(written + ahead, len(STORY))
+    for event in STORY[:known]:
+        second(event)
+    second.open()
+    second(run_started(world_size=1, step=STORY[known - 1].step, continued=True))
+    for event in STORY[known:]:
+        second(event)
+    second(finished(5))
+    second.close()
+    found = [row for row in rows(tmp_path) if row[0] not in ("Joined", "RunStarted")]
+    expected = [(type(e).__name__, e.step) for e in STORY[len(START) :]] + [("Finished", 5)]
+    assert found == expected
+    assert curve(tmp_path) == [
+        ("1", "train"), ("2", "train"), ("3", "train"), ("4", "train"), ("4", "val"), ("5", "train")
+    ]  # fmt: skip
+
+
+def test_survivors_that_are_behind_do_not_write_a_step_again(tmp_path: Path) -> None:
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    for event in STORY:
+        first(event)
+    for event in STORY[:-1]:
+        second(event)
+    second.open()
+    second(run_started(world_size=1, step=4, continued=True))
+    second(RankLost(step=4, slot=0, rank=0))
+    second(step_done(5))
+    second(step_done(6))
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [1, 2, 3, 4, 5, 6]
+    assert [s for s, split in curve(tmp_path) if split == "train"] == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_a_new_sitting_writes_steps_it_does_again(tmp_path: Path) -> None:
+    for start in (0, 3):
+        sitting = desk(tmp_path)
+        sitting.open()
+        sitting(run_started(step=start))
+        for step in range(start + 1, 6):
+            sitting(step_done(step))
+        sitting.close()
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [1, 2, 3, 4, 5, 4, 5]
+    assert [s for s, _ in curve(tmp_path)] == ["1", "2", "3", "4", "5"]
+
+
+def test_rows_before_this_sitting_do_not_count(tmp_path: Path) -> None:
+    """A run of five steps was resumed from step 2; rank 0 is lost after step 3."""
+    before = desk(tmp_path)
+    before.open()
+    before(run_started())
+    for step in range(1, 6):
+        before(step_done(step))
+    before.close()
+    first, second = desk(tmp_path), desk(tmp_path)
+    first.open()
+    for sitting in (first, second):
+        sitting(run_started(step=2))
+        sitting(step_done(3))
+    second.open()
+    second(run_started(step=3, continued=True))
+    second(step_done(4))
+    assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [1, 2, 3, 4, 5, 3, 4]
+
+
+def test_warnings_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
+    only = desk(tmp_path)
+    only.open()
+    for message in ("one", "two", "one"):
+        only(Warned(step=1, message=message))
+    assert len(rows(tmp_path)) == 2
