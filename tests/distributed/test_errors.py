@@ -154,3 +154,13 @@ def test_spares_are_named(lockstep, tmp_path):
         (1, 1, [1, 1]),
     ]
     assert all(r["host"] and r["pid"] for r in rows)
+
+
+def test_an_unknown_master_address(lockstep):
+    done = lockstep(
+        "train", "digits", RANK="0", WORLD_SIZE="2", MASTER_ADDR="no-such-host.invalid",
+        MASTER_PORT="29511",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "MASTER_ADDR=no-such-host.invalid" in done.stderr
+    assert "Traceback" not in done.stderr

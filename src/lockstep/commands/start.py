@@ -131,7 +131,10 @@ def start(
             f"{ended.again}; starting again from the newest checkpoint in {delay_s:g} s "
             f"({failures} of {restarts} without progress)"
         )
-        time.sleep(delay_s)
+        try:
+            time.sleep(delay_s)
+        except KeyboardInterrupt:
+            return ended
         sitting = replace(sitting, resume=True)
 
 

@@ -22,7 +22,8 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         timeout_s: how long to wait for others, where the transport has a timeout.
 
     Raises:
-        EnvironError: the ranks that MPI knows are not those the launcher started.
+        EnvironError: the ranks that MPI knows are not those the launcher started, or the name of
+            rank 0's host is unknown here.
     """
     if environment.world_size == 1:
         return LocalTransport()
@@ -68,6 +69,13 @@ def _process_group(
 ) -> Transport:
     from lockstep.comm.process_group_transport import ProcessGroupTransport
 
+    try:
+        socket.getaddrinfo(address[0], address[1])
+    except OSError as error:
+        raise EnvironError(
+            f"MASTER_ADDR={address[0]}: {socket.gethostname()} does not know this host "
+            f"({error.strerror}); set MASTER_ADDR to an address of rank 0's host"
+        ) from None
     backend = "nccl" if device.type == "cuda" else "gloo"
     return ProcessGroupTransport(
         backend, address, environment.rank, environment.world_size, timeout_s, device
