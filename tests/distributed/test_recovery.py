@@ -23,12 +23,29 @@ CONFIG = (
     "log_every=1", "model=cnn", "hang_timeout_s=1.5", "digest_every=7",
 )  # fmt: skip
 
+ALWAYS = pytest.mark.parametrize("launcher", ["mpi", "local"])
+SLOW_ON_LOCAL = pytest.mark.parametrize(
+    "launcher", ["mpi", pytest.param("local", marks=pytest.mark.slow)]
+)
 
-def train(lockstep, run_dir, num_ranks, *overrides, faults=(), **options):
-    return lockstep(
-        "train", "digits", "-n", num_ranks, "--run-dir", run_dir, *CONFIG, *overrides,
-        timeout=120, **to_env(faults), **options,
-    )  # fmt: skip
+
+@pytest.fixture
+def launcher():
+    """What starts the ranks; tests of survivors are run under each that lets them survive."""
+    return "mpi"
+
+
+@pytest.fixture
+def train(lockstep, launcher):
+    """Runs a training with faults."""
+
+    def call(run_dir, num_ranks, *overrides, faults=(), **options):
+        return lockstep(
+            "train", "digits", "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
+            *CONFIG, *overrides, timeout=120, **to_env(faults), **options,
+        )  # fmt: skip
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -70,47 +87,53 @@ def check(run_dir, reference, num_left, num_lost):
     return rows
 
 
+@SLOW_ON_LOCAL
 @pytest.mark.parametrize("slot", [0, 1, 2])
 @pytest.mark.parametrize(
     "moment", ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
 )
-def test_a_killed_rank(lockstep, tmp_path, reference, slot, moment):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
+def test_a_killed_rank(train, tmp_path, reference, slot, moment):
+    done = train(tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
-def test_rank_0_is_killed_while_it_writes_a_checkpoint(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
+@SLOW_ON_LOCAL
+def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
+    done = train(tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
-def test_two_ranks_at_once(lockstep, tmp_path, reference):
+@ALWAYS
+def test_two_ranks_at_once(train, tmp_path, reference):
     faults = [Fault(0, 9, "reduce"), Fault(2, 9, "reduce")]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
+@SLOW_ON_LOCAL
 @pytest.mark.parametrize("moment", ["regroup", "catch_up"])
 @pytest.mark.parametrize("slot", [0, 3])
-def test_a_rank_dies_while_the_others_recover(lockstep, tmp_path, reference, moment, slot):
+def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment, slot):
     faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-def test_down_to_one_rank(lockstep, tmp_path, reference):
+@ALWAYS
+def test_down_to_one_rank(train, tmp_path, reference):
     faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=1, num_lost=3)
 
 
-def test_a_stopped_rank_is_ended_by_its_watchdog(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
+@ALWAYS
+def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
+    done = train(tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
     reason = next(r["reason"] for r in rows if r["event"] == "RankLost")
@@ -118,25 +141,28 @@ def test_a_stopped_rank_is_ended_by_its_watchdog(lockstep, tmp_path, reference):
     assert "step.py" in reason  # where it stood
 
 
-def test_an_exception_is_met_by_doing_the_step_again(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
+@SLOW_ON_LOCAL
+def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference):
+    done = train(tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
     messages = [r["message"] for r in rows if r["event"] == "Warned"]
     assert any("step 10 is done again: rank 1 raised an exception" in m for m in messages)
 
 
-def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]
-    done = train(lockstep, tmp_path / "run", 2, faults=faults)
+    done = train(tmp_path / "run", 2, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
 
 
-def test_too_few_ranks_stop_with_a_checkpoint(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_too_few_ranks_stop_with_a_checkpoint(lockstep, train, tmp_path, reference):
     run_dir = tmp_path / "run"
     faults = [Fault(1, 9, "compute")]
-    done = train(lockstep, run_dir, 2, "min_ranks=2", "stop_at_step=20", faults=faults)
+    done = train(run_dir, 2, "min_ranks=2", "stop_at_step=20", faults=faults)
     rows = read_events(run_dir / "events.jsonl")
     first = next(r for r in rows if r["event"] == "Finished")
     assert first["reason"] == "too few ranks left"
@@ -148,31 +174,34 @@ def test_too_few_ranks_stop_with_a_checkpoint(lockstep, tmp_path, reference):
     assert result(run_dir)["params_sha256"] == reference[0]
 
 
-def test_all_ranks_die_and_the_launcher_starts_them_again(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_all_ranks_die_and_the_launcher_starts_them_again(train, tmp_path, reference):
     # The faults of a process strike in each of its lives; the second begins beyond their step.
     faults = [Fault(slot, 12, "committed", "kill") for slot in range(2)]
-    done = train(lockstep, tmp_path / "run", 2, "checkpoint.background=false", faults=faults)
+    done = train(tmp_path / "run", 2, "checkpoint.background=false", faults=faults)
     assert "all ranks have died" in done.stderr
 
 
-def test_more_ranks_are_wanted_than_there_are(lockstep, tmp_path):
-    done = train(lockstep, tmp_path / "run", 2, "min_ranks=3")
+def test_more_ranks_are_wanted_than_there_are(train, tmp_path):
+    done = train(tmp_path / "run", 2, "min_ranks=3")
     assert done.returncode == 2
     assert "min_ranks=3: is more than the 2 ranks there are" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("key", ["hang_timeout_s=-1", "min_ranks=0"])
-def test_impossible_limits(lockstep, tmp_path, key):
-    done = train(lockstep, tmp_path / "run", 2, key)
+def test_impossible_limits(train, tmp_path, key):
+    done = train(tmp_path / "run", 2, key)
     assert done.returncode == 2
     assert key.partition("=")[0] in done.stderr
 
 
-def test_a_kill_from_outside(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_a_kill_from_outside(lockstep, tmp_path, reference, launcher):
     """kill -9 of a rank whose pid is in events.jsonl, at a moment nobody chose."""
     run_dir = tmp_path / "run"
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "3", "--run-dir", run_dir]
+    argv += ["--launcher", launcher]
     slow = to_env([Fault(2, step, "compute", "slow") for step in (6, 7, 8)])
     child = subprocess.Popen(
         [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slow},

@@ -85,24 +85,13 @@ def detect(env: Mapping[str, str]) -> Environment:
 
 
 def _local(env: Mapping[str, str]) -> Environment:
-    advice = f"start with `lockstep train -n N --launcher local`, or unset {local.PREFIX}*"
+    advice = f"`lockstep train -n N --launcher local` sets it: unset all {local.PREFIX}*"
     size = _number(env, local.SIZE, advice, low=1)
     rank = _number(env, local.RANK, advice, below=size, limit=local.SIZE)
-    host, _, port = _text(env, local.STORE, advice).rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()):
-        raise _wrong(env, local.STORE, "is not host:port", advice)
-    return Environment(
-        launcher="local",
-        rank=rank,
-        world_size=size,
-        local_rank=rank,
-        local_world_size=size,
-        node_rank=0,
-        master_addr=host,
-        master_port=int(port),
-        job_id=env.get("SLURM_JOB_ID"),
-        supervisor_fd=_number(env, local.SUPERVISOR, advice),
-    )
+    port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
+    fd = _number(env, local.SUPERVISOR, advice)
+    job = env.get("SLURM_JOB_ID")
+    return Environment("local", rank, size, rank, size, 0, local.HOST, port, job, fd)
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:

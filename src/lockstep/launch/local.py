@@ -29,17 +29,18 @@ PREFIX = "LOCKSTEP_LOCAL_"
 RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
 """A process's number, and how many there are."""
 
-STORE = f"{PREFIX}STORE"
-"""Host and port of the store."""
+HOST = "127.0.0.1"
+
+PORT = f"{PREFIX}PORT"
+"""Of the store, on HOST."""
 
 SUPERVISOR = f"{PREFIX}SUPERVISOR"
 """The inherited file descriptor of the socket to the supervisor."""
 
-VARIABLES = (RANK, SIZE, STORE, SUPERVISOR)
+VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
 
-MESSAGE_BYTES = 1 << 16
+_MESSAGE_BYTES = 1 << 16
 
-_HOST = "127.0.0.1"
 _GRACE_S = 3.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -58,7 +59,7 @@ class _Rank:
         self.is_silent = False
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
-        place = {RANK: slot, SIZE: size, STORE: f"{_HOST}:{port}", SUPERVISOR: theirs.fileno()}
+        place = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
         with theirs:
             self.process = subprocess.Popen(
                 argv,
@@ -84,7 +85,7 @@ class _Rank:
         """What it has sent by now."""
         found = []
         with contextlib.suppress(OSError):
-            while data := self.line.recv(MESSAGE_BYTES):
+            while data := self.line.recv(_MESSAGE_BYTES):
                 found.append(json.loads(data))
             self.is_silent = True
         return found
@@ -110,7 +111,7 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in _FORWARDED:
             signal.signal(signum, self._forward)
-        self._listener = socket.create_server((_HOST, 0), backlog=num_ranks + 16)
+        self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
         port = self._listener.getsockname()[1]
         self._ranks = [_Rank(slot, num_ranks, port, argv) for slot in range(num_ranks)]
         self._generation = 0
@@ -243,9 +244,8 @@ class Supervisor:
 
 
 def _host_store(listener: socket.socket) -> object:
-    from torch.distributed.distributed_c10d import (
-        TCPStore,
-    )  # only now that the ranks are on their way
+    # Only now that the ranks are on their way: this takes a second.
+    from torch._C._distributed_c10d import TCPStore
 
     host, port = listener.getsockname()
     return TCPStore(
