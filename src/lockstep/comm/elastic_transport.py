@@ -53,7 +53,7 @@ class ElasticTransport(GroupTransport):
         self._store_address = store_address
         self._slot = slot
         self._timeout_s = timeout_s
-        self._connections = Connections()
+        self._connections = Connections(_HOST)
         self._builders: list[threading.Thread] = []
         self._supervision = Supervision(supervisor_fd, self._cut)
         self.group = None
@@ -74,7 +74,6 @@ class ElasticTransport(GroupTransport):
     def regroup(self) -> list[int]:
         """See `Transport.regroup`."""
         before = self._members
-        self.group = None
         self._join()
         return [before.index(slot) for slot in self._members]
 
@@ -107,7 +106,6 @@ class ElasticTransport(GroupTransport):
                 self.group = self._build(generation, members)
                 self._supervision.confirm()
             except GenerationLost:
-                self.group = None
                 continue
             self._members = members
             self.rank, self.size = members.index(self._slot), len(members)
@@ -125,6 +123,7 @@ class ElasticTransport(GroupTransport):
         self._connections.begin()
         found: list[Any] = []
         errors: list[Exception] = []
+        former, self.group = [self.group], None
 
         def build() -> None:
             try:
@@ -133,6 +132,7 @@ class ElasticTransport(GroupTransport):
             except Exception as error:
                 errors.append(error)
             self._supervision.notify()
+            former.clear()  # destroys the group that is given up, which takes a while
 
         builder = threading.Thread(target=build, name="builder", daemon=True)
         self._builders = [b for b in self._builders if b.is_alive()] + [builder]

@@ -15,43 +15,49 @@ class Connections:
     """The TCP connections opened between `begin` and `end`, which can be shut down.
 
     Where /proc is not, there are none.
+
+    Args:
+        host: the address of this process's end; others are none of our business.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self._host = host
         self._before: set[tuple[int, int]] = set()
         self._own: set[tuple[int, int]] | None = set()
 
     def begin(self) -> None:
         """From here on, connections count."""
-        self._before, self._own = _open_sockets(), None
+        self._before, self._own = self._open(), None
 
     def end(self) -> None:
         """Up to here."""
-        self._own = _open_sockets() - self._before
+        self._own = self._open() - self._before
 
     def shut_down(self) -> None:
         """Have both ends of the connections see them closed; whoever waits for data is woken."""
-        present = _open_sockets()
+        present = self._open()
         own = present - self._before if self._own is None else present & self._own
         for fd, _ in own:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def _open(self) -> set[tuple[int, int]]:
+        """Descriptor and inode of each connection there is at the moment.
 
-def _open_sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of each TCP socket of this process that does not listen.
+        A descriptor alone may be that of another socket by the time it is used.
+        """
+        found = set()
+        for name in os.listdir(_TABLE) if _TABLE.exists() else ():
+            with contextlib.suppress(OSError):
+                fd, status = int(name), os.stat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and self._is_connection(fd):
+                    found.add((fd, status.st_ino))
+        return found
 
-    A number alone may belong to another socket by the time it is used.
-    """
-    found = set()
-    for name in os.listdir(_TABLE) if _TABLE.exists() else ():
-        with contextlib.suppress(OSError):
-            status = os.stat(int(name))
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as opened:
-                if opened.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found.add((int(name), status.st_ino))
-    return found
+    def _is_connection(self, fd: int) -> bool:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            if found.family != socket.AF_INET or found.type != socket.SOCK_STREAM:
+                return False
+            # A library may never recover from losing the socket that it listens on.
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return not listens and found.getsockname()[0] == self._host

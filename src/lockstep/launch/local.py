@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -50,12 +51,14 @@ class _Rank:
 
     Attributes:
         phase: `out` of any group, `waiting` for one, `in` one, or `lost`.
+        is_alive: until its end has been taken note of.
         is_silent: whether it has closed its end of the line.
     """
 
     def __init__(self, slot: int, size: int, port: int, argv: Sequence[str]) -> None:
         self.slot = slot
         self.phase = "out"
+        self.is_alive = True
         self.is_silent = False
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
@@ -66,10 +69,6 @@ class _Rank:
                 env=os.environ | {name: str(value) for name, value in place.items()},
                 pass_fds=(theirs.fileno(),),
             )
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.returncode is None
 
     @property
     def exit_code(self) -> int:
@@ -125,7 +124,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until all ranks have ended; the exit code."""
-        store = _host_store(self._listener)
+        threading.Thread(target=self._host_store, daemon=True).start()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake, selectors.EVENT_READ)
             for rank in self._ranks:
@@ -145,8 +144,16 @@ class Supervisor:
                         self._bury(rank)
                 if self._end_at is not None and time.monotonic() > self._end_at:
                     self._end()
-        del store
         return self._exit_code()
+
+    def _host_store(self) -> None:
+        from torch._C._distributed_c10d import TCPStore  # takes as long as the ranks' own start
+
+        host, port = self._listener.getsockname()
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )  # fmt: skip
 
     def _patience(self) -> float | None:
         return None if self._end_at is None else max(0.0, self._end_at - time.monotonic()) + 0.01
@@ -192,6 +199,7 @@ class Supervisor:
         if not living or any(rank.phase != "waiting" for rank in living):
             return
         if self._generation == 0 and len(living) < len(self._ranks):
+            self._give_up(next(rank for rank in self._ranks if not rank.is_alive))
             return
         self._generation += 1
         self._members = {rank.slot for rank in living}
@@ -210,19 +218,22 @@ class Supervisor:
         """A rank has ended."""
         self._listen(rank)  # it may have left in order just before
         rank.line.close()
+        rank.is_alive = False
         if rank.phase != "out":
             rank.phase = "lost"
             if rank.slot in self._members:
                 self._break()
-        if self._generation:
+        if self._generation == 0 and rank.exit_code:
+            self._give_up(rank)
+        else:
             self._form()
-        elif self._first_failure is None and (rank.exit_code or self._is_anyone_waiting()):
-            # The others can't start without it; they may have the same to say for themselves.
-            self._first_failure = rank
-            self._end_at = time.monotonic() + _GRACE_S * (rank.process.returncode >= 0)
 
-    def _is_anyone_waiting(self) -> bool:
-        return any(rank.is_alive and rank.phase == "waiting" for rank in self._ranks)
+    def _give_up(self, rank: _Rank) -> None:
+        """The others can't start without this rank."""
+        if self._first_failure is None:
+            self._first_failure = rank
+            # They may be about to fail likewise, and rank 0 to say why.
+            self._end_at = time.monotonic() + (0 if rank.exit_code > 128 else _GRACE_S)
 
     def _end(self) -> None:
         self._end_at = None
@@ -243,16 +254,8 @@ class Supervisor:
         return max(rank.exit_code for rank in ended or self._ranks)
 
 
-def _host_store(listener: socket.socket) -> object:
-    # Only now that the ranks are on their way: this takes a second.
-    from torch._C._distributed_c10d import TCPStore
-
-    host, port = listener.getsockname()
-    return TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder, whose modules are not meant for everyone
-    sys.exit(Supervisor(int(sys.argv[1]), sys.argv[2:]).run())
+    code = Supervisor(int(sys.argv[1]), sys.argv[2:]).run()
+    sys.stderr.flush()
+    os._exit(code)  # the store's threads may be anywhere
