@@ -381,3 +381,27 @@ def test_an_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"ranks\.log: cannot be written.*--run-dir"):
         run(python_command(code("")), tmp_path / "file")
+
+
+MEETING = """
+import os, signal, sys, torch
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+place = detect(os.environ)
+if place.rank == 1:
+    {end}
+open_transport(place, torch.device("cpu"), 60.0)
+"""
+
+
+def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:
+    text = MEETING.format(end="os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(LaunchError, match=r"a rank ended before all had started(.|\n)*rank 1"):
+        run(ranks_of("local", code(text)), tmp_path)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("sys.exit(2)", 2), ("sys.exit(0)", 1)])
+def test_a_rank_that_ends_before_all_have_met(tmp_path: Path, end: str, expected: int) -> None:
+    outcome, _, _ = run(ranks_of("local", code(MEETING.format(end=end))), tmp_path)
+    assert (outcome.exit_code, outcome.met) == (expected, False)
+    assert "rank 1 ended (exit code" in outcome.stderr_tail
