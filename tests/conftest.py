@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.launch.cores import usable_cores
-from lockstep.launch.ranks import mpirun_command, rank_environment, torchrun_command
+from lockstep.launch.ranks import local_command, mpirun_command, rank_environment, torchrun_command
 
 TASKS = Path(__file__).parent / "distributed" / "tasks.py"
 
@@ -63,6 +63,8 @@ def ranks(tmp_path):
         argv = [sys.executable, str(script), *map(str, arguments)]
         if launcher == "mpi":
             argv = mpirun_command(num_ranks, argv, cores=usable_cores()).argv
+        elif launcher == "local":
+            argv = local_command(num_ranks, argv).argv
         elif launcher == "torchrun":
             argv = torchrun_command(num_ranks, argv).argv
         return run(argv, tmp_path, **options)

@@ -33,7 +33,8 @@ Overrides = Annotated[
 ]
 Ranks = Annotated[int | None, typer.Option("-n", "--ranks", help="Number of ranks to start.")]
 LauncherOption = Annotated[
-    str | None, typer.Option("--launcher", help="python, mpi or torchrun; chosen if left out.")
+    str | None,
+    typer.Option("--launcher", help="python, mpi, local or torchrun; chosen if left out."),
 ]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
 

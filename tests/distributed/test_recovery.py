@@ -24,12 +24,33 @@ CONFIG = (
 )  # fmt: skip
 
 
-def train(lockstep, run_dir, num_ranks, *overrides, faults=(), **options):
-    log = run_dir.with_suffix(".faults")
-    return lockstep(
-        "train", "digits", "-n", num_ranks, "--run-dir", run_dir, *CONFIG, *overrides,
-        timeout=120, **to_env(faults, log), **options,
-    )  # fmt: skip
+def slow(value):
+    """A parameter for the long test run alone."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+ALWAYS = pytest.mark.parametrize("launcher", ["mpi", "local"])
+SLOW_ON_LOCAL = pytest.mark.parametrize("launcher", ["mpi", slow("local")])
+
+
+@pytest.fixture
+def launcher():
+    """What starts the ranks; tests of survivors are run under each that lets them survive."""
+    return "mpi"
+
+
+@pytest.fixture
+def train(lockstep, launcher):
+    """Runs a training with faults, each of which strikes once."""
+
+    def call(run_dir, num_ranks, *overrides, faults=(), **options):
+        return lockstep(
+            "train", "digits", "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
+            *CONFIG, *overrides, timeout=120,
+            **to_env(faults, run_dir.with_suffix(".faults")), **options,
+        )  # fmt: skip
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -71,64 +92,55 @@ def check(run_dir, reference, num_left, num_lost):
     return rows
 
 
-FEW = [(0, "reduced")]
-MANY = [
-    (slot, moment)
-    for slot in range(3)
-    for moment in ("compute", "reduce", "reduced", "optimizer", "committed", "evaluate")
-    if (slot, moment) not in FEW
-]
+MOMENTS = ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
 
 
-@pytest.mark.parametrize(
-    ("slot", "moment"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
-)
-def test_a_killed_rank(lockstep, tmp_path, reference, slot, moment):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
+@SLOW_ON_LOCAL
+@pytest.mark.parametrize("slot", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("moment", ["reduced", *(slow(m) for m in MOMENTS if m != "reduced")])
+def test_a_killed_rank(train, tmp_path, reference, slot, moment):
+    done = train(tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
-def test_rank_0_is_killed_while_it_writes_a_checkpoint(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
+@SLOW_ON_LOCAL
+def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
+    done = train(tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
+@ALWAYS
 @pytest.mark.slow
-def test_two_ranks_at_once(lockstep, tmp_path, reference):
+def test_two_ranks_at_once(train, tmp_path, reference):
     faults = [Fault(0, 9, "reduce"), Fault(2, 9, "reduce")]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-@pytest.mark.parametrize(
-    ("slot", "moment"),
-    [
-        (0, "catch_up"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(0, "regroup"), (3, "regroup"), (3, "catch_up")]
-        ),
-    ],
-)
-def test_a_rank_dies_while_the_others_recover(lockstep, tmp_path, reference, moment, slot):
+@SLOW_ON_LOCAL
+@pytest.mark.parametrize("moment", [slow("regroup"), "catch_up"])
+@pytest.mark.parametrize("slot", [0, slow(3)])
+def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment, slot):
     faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-def test_down_to_one_rank(lockstep, tmp_path, reference):
+@ALWAYS
+def test_down_to_one_rank(train, tmp_path, reference):
     faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
-    done = train(lockstep, tmp_path / "run", 4, faults=faults)
+    done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=1, num_lost=3)
 
 
-def test_a_stopped_rank_is_ended_by_its_watchdog(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
+@ALWAYS
+def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
+    done = train(tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
     reason = next(r["reason"] for r in rows if r["event"] == "RankLost")
@@ -136,26 +148,28 @@ def test_a_stopped_rank_is_ended_by_its_watchdog(lockstep, tmp_path, reference):
     assert "step.py" in reason  # where it stood
 
 
-def test_an_exception_is_met_by_doing_the_step_again(lockstep, tmp_path, reference):
-    done = train(lockstep, tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
+@SLOW_ON_LOCAL
+def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference):
+    done = train(tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
     messages = [r["message"] for r in rows if r["event"] == "Warned"]
     assert any("step 10 is done again: rank 1 raised an exception" in m for m in messages)
 
 
+@ALWAYS
 @pytest.mark.slow
-def test_a_slow_rank_is_left_alone(lockstep, tmp_path, reference):
+def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]
-    done = train(lockstep, tmp_path / "run", 2, faults=faults)
+    done = train(tmp_path / "run", 2, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
 
 
-@pytest.mark.slow
-def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(train, tmp_path, reference):
     faults = [Fault(1, 9, "compute")]
-    done = train(lockstep, tmp_path / "run", 2, "min_ranks=2", faults=faults)
+    done = train(tmp_path / "run", 2, "min_ranks=2", faults=faults)
     assert done.returncode == 0, done.stderr
     assert "too few ranks left; starting again from the newest checkpoint in 1 s" in done.stderr
     rows = read_events(tmp_path / "run" / "events.jsonl")
@@ -165,9 +179,10 @@ def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(lockstep, tm
     assert curves(tmp_path / "run") == reference[1]
 
 
-def test_all_ranks_die_and_are_started_again(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_all_ranks_die_and_are_started_again(train, tmp_path, reference):
     faults = [Fault(slot, 12, "committed") for slot in range(2)]
-    done = train(lockstep, tmp_path / "run", 2, faults=faults)
+    done = train(tmp_path / "run", 2, faults=faults)
     assert done.returncode == 0, done.stderr
     assert "all ranks have died; starting again from the newest checkpoint" in done.stderr
     rows = read_events(tmp_path / "run" / "events.jsonl")
@@ -188,24 +203,26 @@ def test_the_launcher_gives_up_when_there_is_no_progress(lockstep, tmp_path):
     assert "error: all ranks have died" in done.stderr
 
 
-def test_more_ranks_are_wanted_than_there_are(lockstep, tmp_path):
-    done = train(lockstep, tmp_path / "run", 2, "min_ranks=3")
+def test_more_ranks_are_wanted_than_there_are(train, tmp_path):
+    done = train(tmp_path / "run", 2, "min_ranks=3")
     assert done.returncode == 2
     assert "min_ranks=3: is more than the 2 ranks there are" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("key", ["hang_timeout_s=-1", "min_ranks=0"])
-def test_impossible_limits(lockstep, tmp_path, key):
-    done = train(lockstep, tmp_path / "run", 2, key)
+def test_impossible_limits(train, tmp_path, key):
+    done = train(tmp_path / "run", 2, key)
     assert done.returncode == 2
     assert key.partition("=")[0] in done.stderr
 
 
-def test_a_kill_from_outside(lockstep, tmp_path, reference):
+@SLOW_ON_LOCAL
+def test_a_kill_from_outside(lockstep, tmp_path, reference, launcher):
     """kill -9 of a rank whose pid is in events.jsonl, at a moment nobody chose."""
     run_dir = tmp_path / "run"
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "3", "--run-dir", run_dir]
+    argv += ["--launcher", launcher]
     slow = to_env([Fault(2, step, "compute", "slow") for step in (6, 7, 8)])
     child = subprocess.Popen(
         [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slow},
@@ -228,9 +245,9 @@ def test_a_kill_from_outside(lockstep, tmp_path, reference):
     assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
 
 
-def test_a_slow_rank_gets_fewer_microbatches(lockstep, tmp_path, reference):
+def test_a_slow_rank_gets_fewer_microbatches(train, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in range(2, 8)]
-    done = train(lockstep, tmp_path / "run", 2, "balance_every=4", faults=faults)
+    done = train(tmp_path / "run", 2, "balance_every=4", faults=faults)
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
     first = next(r for r in rows if r["event"] == "Rebalanced")

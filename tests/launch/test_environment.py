@@ -48,6 +48,12 @@ ONE_TASK_STEP = STEP | {
     "SLURM_NODEID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
+LOCAL = {
+    "LOCKSTEP_LOCAL_RANK": "1",
+    "LOCKSTEP_LOCAL_SIZE": "2",
+    "LOCKSTEP_LOCAL_PORT": "29500",
+    "LOCKSTEP_LOCAL_SUPERVISOR": "5",
+}
 STEP_PORT = 15_000 + (1234 * 31 + 2) % 15_000
 
 IN_TORCHRUN = Environment("torchrun", 5, 8, 1, 4, 1, "node1", 29500)
@@ -56,6 +62,7 @@ IN_MPI = Environment("mpi", 3, 4, 1, 2)
 IN_STEP = Environment("slurm", 4, 5, 0, 1, 2, "n07-ib", STEP_PORT, "1234")
 IN_BATCH = Environment(job_id="1234")
 ALONE = Environment()
+IN_LOCAL = Environment("local", 1, 2, 1, 2, 0, "127.0.0.1", 29500, None, 5)
 
 
 def job(place: Environment) -> Environment:
@@ -66,6 +73,8 @@ def job(place: Environment) -> Environment:
     ("env", "place"),
     [
         pytest.param({}, ALONE, id="python"),
+        pytest.param(LOCAL, IN_LOCAL, id="local"),
+        pytest.param(LOCAL | OPEN_MPI | TORCHRUN, IN_LOCAL, id="local in mpirun in torchrun"),
         pytest.param({"PATH": "/bin", "MASTER_ADDR": "a"}, ALONE, id="MASTER_ADDR alone"),
         pytest.param({"WORLD_SIZE": "1"}, ALONE, id="WORLD_SIZE=1 left in a container"),
         pytest.param({"WORLD_SIZE": "1", "RANK": "0"}, ALONE, id="a hand-made set of one"),
@@ -146,6 +155,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 
 MISSING = [
+    *((LOCAL, name) for name in LOCAL),
     (TORCHRUN, "RANK"),
     (TORCHRUN, "WORLD_SIZE"),
     (TORCHRUN, "LOCAL_RANK"),
@@ -184,6 +194,7 @@ def test_names_what_is_missing(env: dict[str, str], name: str) -> None:
 
 
 NUMBERS = [
+    *((LOCAL, name) for name in LOCAL),
     *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")),
     *((TORCHRUN, name) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")),
     *((HAND_MADE, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")),
@@ -206,6 +217,8 @@ def test_names_what_is_no_number(env: dict[str, str], name: str, value: str) -> 
 @pytest.mark.parametrize(
     ("env", "name"),
     [
+        (LOCAL | {"LOCKSTEP_LOCAL_RANK": "2"}, "LOCKSTEP_LOCAL_RANK=2"),
+        (LOCAL | {"LOCKSTEP_LOCAL_PORT": "0"}, "LOCKSTEP_LOCAL_PORT=0"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_WORLD_SIZE=4"),

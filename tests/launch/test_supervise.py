@@ -19,6 +19,7 @@ from lockstep.launch import job
 from lockstep.launch.processes import is_alive
 from lockstep.launch.ranks import (
     RankCommand,
+    local_command,
     mpirun_command,
     python_command,
     rank_environment,
@@ -45,6 +46,8 @@ def code(text: str) -> list[str]:
 def ranks_of(kind: str, argv: list[str], ranks: int = 2) -> RankCommand:
     if kind == "mpi":
         return mpirun_command(ranks, argv, cores=1)
+    if kind == "local":
+        return local_command(ranks, argv)
     return torchrun_command(ranks, argv) if kind == "torchrun" else python_command(argv)
 
 
@@ -94,7 +97,12 @@ class Stopper:
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "signum"),
-    [("python", 1, signal.SIGTERM), ("mpi", 2, signal.SIGINT), ("torchrun", 2, signal.SIGINT)],
+    [
+        ("python", 1, signal.SIGTERM),
+        ("local", 2, signal.SIGINT),
+        ("mpi", 2, signal.SIGINT),
+        ("torchrun", 2, signal.SIGINT),
+    ],
 )
 def test_a_signal_stops_all_ranks_cleanly(
     tmp_path: Path, kind: str, ranks: int, signum: signal.Signals
@@ -145,7 +153,7 @@ for signum in (signal.SIGUSR1, signal.SIGUSR2):
 )
 
 
-@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
 def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
     ranks = 1 if kind == "python" else 2
     stopper = Stopper(ranks, signal.SIGUSR1)
@@ -156,7 +164,7 @@ def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
     assert outcome.exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
 def test_a_second_ctrl_c_ends_stubborn_ranks(tmp_path: Path, kind: str) -> None:
     stopper = Stopper(1, signal.SIGINT)
     alive: list[bool] = []
@@ -223,7 +231,7 @@ def pids_of(launcher: subprocess.Popen[str], ranks: int) -> list[int]:
     pytest.fail(f"only {len(pids)} ranks joined")
 
 
-@pytest.mark.parametrize("kind", ["mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["local", "mpi", "torchrun"])
 def test_no_rank_outlives_a_killed_launcher(
     launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path, kind: str
 ) -> None:
@@ -248,7 +256,7 @@ def test_the_terminals_ctrl_c_reaches_the_launcher_only(
     gone(pids)
 
 
-@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
+@pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
 def test_a_crash(tmp_path: Path, kind: str) -> None:
     crash = "import sys; print('hello'); raise SystemExit('boom ' * 3)"
     outcome, lines, rows = run(ranks_of(kind, code(crash), ranks=1), tmp_path)
@@ -373,3 +381,27 @@ def test_an_unwritable_run_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match=r"ranks\.log: cannot be written.*--run-dir"):
         run(python_command(code("")), tmp_path / "file")
+
+
+MEETING = """
+import os, signal, sys, torch
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+place = detect(os.environ)
+if place.rank == 1:
+    {end}
+open_transport(place, torch.device("cpu"), 60.0)
+"""
+
+
+def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:
+    text = MEETING.format(end="os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(LaunchError, match=r"a rank ended before all had started(.|\n)*rank 1"):
+        run(ranks_of("local", code(text)), tmp_path)
+
+
+@pytest.mark.parametrize(("end", "expected"), [("sys.exit(2)", 2), ("sys.exit(0)", 1)])
+def test_a_rank_that_ends_before_all_have_met(tmp_path: Path, end: str, expected: int) -> None:
+    outcome, _, _ = run(ranks_of("local", code(MEETING.format(end=end))), tmp_path)
+    assert (outcome.exit_code, outcome.met) == (expected, False)
+    assert "rank 1 ended (exit code" in outcome.stderr_tail

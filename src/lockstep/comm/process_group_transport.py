@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +14,72 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.comm.transport import Transport, collective, offsets
 
-# torch 2.13 renames it; 2.11 knows the old name only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+class GroupTransport(Transport):
+    """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
 
-class ProcessGroupTransport(Transport):
-    """The default process group, made here and destroyed by `close`."""
+    Attributes:
+        group: the present one.
+    """
 
     failures = (RuntimeError,)
+    group: Any
+
+    def __init__(self, backend: str, device: torch.device | None) -> None:
+        super().__init__()
+        self.name = backend
+        self._device = device or torch.device("cpu")
+
+    @collective
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """See `Transport.all_gather`."""
+        longest = max(counts)
+        if min(counts) == longest:
+            self._finish(self.group._allgather_base(out, own))
+            return
+        padded = out.new_zeros(longest)
+        padded[: own.numel()] = own
+        everyone = out.new_empty(self.size * longest)
+        self._finish(self.group._allgather_base(everyone, padded))
+        for rows, start, count in zip(
+            everyone.view(self.size, longest), offsets(counts), counts, strict=True
+        ):
+            out[start : start + count] = rows[:count]
+
+    @collective
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
+        self._finish(
+            self.group.alltoall_base(recv, torch.cat(parts), list(recv_counts), list(send_counts))
+        )
+
+    @collective
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """See `Transport.broadcast`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._finish(self.group.broadcast([tensor], options))
+
+    def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `Transport.gather_host`; staged where the backend moves device memory only."""
+        out = torch.empty(sum(counts), dtype=own.dtype, device=self._device)
+        self.all_gather(own.to(self._device), out, counts)
+        return out.cpu()
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+
+
+class ProcessGroupTransport(GroupTransport):
+    """The default process group, made here and destroyed by `close`."""
 
     def __init__(
         self,
@@ -42,12 +101,10 @@ class ProcessGroupTransport(Transport):
             timeout_s: how long to wait for others, in seconds.
             device: where this rank's tensors lie; host memory by default.
         """
-        super().__init__()
+        super().__init__(backend, device)
         host, port = store_address
-        self.name = backend
         self.rank = rank
         self.size = size
-        self._device = device or torch.device("cpu")
         timeout = timedelta(seconds=timeout_s)
         address = f"tcp://{host}:{port}"
         store, _, _ = next(rendezvous(address, rank, size, timeout=timeout))
@@ -60,40 +117,7 @@ class ProcessGroupTransport(Transport):
             world_size=size,
             timeout=timeout,
         )
-
-    @collective
-    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
-        """See `Transport.all_gather`."""
-        longest = max(counts)
-        if min(counts) == longest:
-            _all_gather(out, own)
-            return
-        padded = out.new_zeros(longest)
-        padded[: own.numel()] = own
-        everyone = out.new_empty(self.size * longest)
-        _all_gather(everyone, padded)
-        for rows, start, count in zip(
-            everyone.view(self.size, longest), offsets(counts), counts, strict=True
-        ):
-            out[start : start + count] = rows[:count]
-
-    @collective
-    def all_to_all(
-        self,
-        send: Tensor,
-        send_counts: Sequence[int],
-        send_offsets: Sequence[int],
-        recv: Tensor,
-        recv_counts: Sequence[int],
-    ) -> None:
-        """See `Transport.all_to_all`."""
-        parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
-        dist.all_to_all_single(recv, torch.cat(parts), list(recv_counts), list(send_counts))
-
-    @collective
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """See `Transport.broadcast`."""
-        dist.broadcast(tensor, src=root)
+        self.group = dist.group.WORLD
 
     @collective
     def barrier(self) -> None:
@@ -106,10 +130,5 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """Destroy the group: gloo's threads can crash a process that exits without that."""
+        self.group = None
         dist.destroy_process_group()
-
-    def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `Transport.gather_host`; staged where the backend moves device memory only."""
-        out = torch.empty(sum(counts), dtype=own.dtype, device=self._device)
-        self.all_gather(own.to(self._device), out, counts)
-        return out.cpu()

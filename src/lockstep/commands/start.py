@@ -18,6 +18,7 @@ from lockstep.front import Sitting
 from lockstep.launch.cores import usable_cores
 from lockstep.launch.ranks import (
     RankCommand,
+    local_command,
     mpirun_command,
     python_command,
     rank_environment,
@@ -26,7 +27,7 @@ from lockstep.launch.ranks import (
 from lockstep.launch.supervise import Outcome, run_ranks
 from lockstep.observe import ConsoleView, Sinks, event_from_row
 
-LAUNCHERS = ("python", "mpi", "torchrun")
+LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
 TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
@@ -78,6 +79,8 @@ def rank_command(
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
     if launcher == "mpi":
         return mpirun_command(num_ranks, argv, cores=usable_cores())
+    if launcher == "local":
+        return local_command(num_ranks, argv)
     if launcher == "torchrun":
         return torchrun_command(num_ranks, argv)
     return python_command(argv)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import EnvironError
+from lockstep.launch import local
 from lockstep.launch.nodelist import expand, first_host
 
-Launcher = Literal["python", "mpi", "torchrun", "slurm"]
+Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
 # SLURM numbers what is no `srun` step (batch script, interactive shell, …) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFFA
@@ -35,6 +36,7 @@ class Environment:
         master_addr: host of rank 0, where ranks meet over TCP; None where they don't.
         master_port: port on that host.
         job_id: the SLURM job, if this is one.
+        supervisor_fd: the inherited socket to Lockstep's own supervisor, if that started the ranks.
     """
 
     launcher: Launcher = "python"
@@ -46,6 +48,7 @@ class Environment:
     master_addr: str | None = None
     master_port: int | None = None
     job_id: str | None = None
+    supervisor_fd: int | None = None
 
 
 def detect(env: Mapping[str, str]) -> Environment:
@@ -53,28 +56,42 @@ def detect(env: Mapping[str, str]) -> Environment:
 
     The first of these that applies:
 
-    1. **torchrun** (`TORCHELASTIC_RUN_ID`), wherever it runs itself: its agents may have been
+    1. **Lockstep's own launcher** (`LOCKSTEP_LOCAL_*`), which runs inside whatever
+       else there is.
+    2. **torchrun** (`TORCHELASTIC_RUN_ID`), wherever it runs itself: its agents may have been
        started by `srun` or `mpirun`. So does `RANK` with a `WORLD_SIZE` above 1, set by hand or
        by another launcher of that convention; `MASTER_ADDR` and `MASTER_PORT` must then be set.
        A `WORLD_SIZE` of 1 says nothing: container images leave it behind.
-    2. **MPI**: `OMPI_COMM_WORLD_*` (Open MPI), `PMI_*` with `MPI_LOCALRANKID` (MPICH, Intel MPI),
+    3. **MPI**: `OMPI_COMM_WORLD_*` (Open MPI), `PMI_*` with `MPI_LOCALRANKID` (MPICH, Intel MPI),
        `PMIX_RANK` inside a SLURM step (`srun --mpi=pmix`). `mpirun` inside a SLURM allocation is
        MPI: what SLURM says there describes mpirun's daemons. `PMI_RANK` alone is not MPI: with
        `MpiDefault=pmi2`, SLURM sets it for every program.
-    3. **SLURM step** (`srun`): ranks meet over TCP at the step's first host, at a port derived
+    4. **SLURM step** (`srun`): ranks meet over TCP at the step's first host, at a port derived
        from the job and step; a user's `MASTER_ADDR` and `MASTER_PORT` come first. A batch script
        and an interactive shell are no steps: a plain `python` there is one process.
-    4. Plain **python**: one process.
+    5. Plain **python**: one process.
 
-    Where a `WORLD_SIZE` or `RANK` goes with 2 or 3 it must agree with what these say.
+    Where a `WORLD_SIZE` or `RANK` goes with 3 or 4 it must agree with what these say.
 
     Raises:
         EnvironError: variables are half set, out of range or contradict each other.
     """
+    if any(name in env for name in local.VARIABLES):
+        return _local(env)
     if "TORCHELASTIC_RUN_ID" in env:
         return _torchrun(env, "start with torchrun, or unset TORCHELASTIC_RUN_ID")
     inner = _mpi(env) or _slurm_step(env) or Environment(job_id=env.get("SLURM_JOB_ID"))
     return _hand_made(env, inner) or inner
+
+
+def _local(env: Mapping[str, str]) -> Environment:
+    advice = f"`lockstep train -n N --launcher local` sets it: unset all {local.PREFIX}*"
+    size = _number(env, local.SIZE, advice, low=1)
+    rank = _number(env, local.RANK, advice, below=size, limit=local.SIZE)
+    port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
+    fd = _number(env, local.SUPERVISOR, advice)
+    job = env.get("SLURM_JOB_ID")
+    return Environment("local", rank, size, rank, size, 0, local.HOST, port, job, fd)
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:

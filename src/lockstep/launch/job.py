@@ -119,6 +119,8 @@ class Job:
         if self.ended.is_set():
             return
         if self._child.poll() is not None:
+            if self._lost_a_rank_at_start():
+                self.failure = "a rank ended before all had started"
             self.end()
         elif self._kill_deadline is not None:
             if now > self._kill_deadline:
@@ -153,6 +155,11 @@ class Job:
                 self._complete_at = now
             elif now > self._complete_at + GRACE_S:
                 self._fail("a rank ended before all had started")
+
+    def _lost_a_rank_at_start(self) -> bool:
+        """Whether the command has ended because a rank was killed before all had met."""
+        killed = self._command.launcher == "local" and self.exit_code > 128
+        return killed and not self.met and self.stopped_by is None
 
     def _fail(self, message: str) -> None:
         self.failure = message

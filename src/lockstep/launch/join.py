@@ -31,6 +31,13 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         assert environment.master_addr is not None
         assert environment.master_port is not None
         address = (environment.master_addr, environment.master_port)
+        if environment.supervisor_fd is not None:
+            from lockstep.comm.elastic_transport import ElasticTransport
+
+            return ElasticTransport(
+                _backend(device), address, environment.supervisor_fd, environment.rank, timeout_s,
+                device,
+            )  # fmt: skip
         return _process_group(environment, device, timeout_s, address)
     return _over_mpi(environment, device, timeout_s)
 
@@ -76,7 +83,10 @@ def _process_group(
             f"MASTER_ADDR={address[0]}: {socket.gethostname()} does not know this host "
             f"({error.strerror}); set MASTER_ADDR to an address of rank 0's host"
         ) from None
-    backend = "nccl" if device.type == "cuda" else "gloo"
     return ProcessGroupTransport(
-        backend, address, environment.rank, environment.world_size, timeout_s, device
+        _backend(device), address, environment.rank, environment.world_size, timeout_s, device
     )
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.errors import LaunchError
+from lockstep.launch import local
 from lockstep.launch.cores import THREAD_VARIABLES
 from lockstep.launch.tether import tethered
 
@@ -35,7 +36,7 @@ _PLACE_VARIABLES = (
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
 )
-_PLACE_PREFIXES = ("OMPI_COMM_WORLD_", "TORCHELASTIC_", "PMIX_SERVER_")
+_PLACE_PREFIXES = (local.PREFIX, "OMPI_COMM_WORLD_", "TORCHELASTIC_", "PMIX_SERVER_")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,19 @@ class RankCommand:
 
     argv: tuple[str, ...]
     num_ranks: int
-    launcher: Literal["python", "mpi", "torchrun"]
+    launcher: Literal["python", "local", "mpi", "torchrun"]
     forwards_signals: bool
 
 
 def python_command(argv: Sequence[str]) -> RankCommand:
     """Run `argv` as the only rank."""
     return RankCommand(tuple(argv), 1, "python", forwards_signals=True)
+
+
+def local_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
+    """Run `argv` on several ranks of this host under Lockstep's own supervisor."""
+    supervisor = (sys.executable, local.__file__, str(num_ranks))
+    return RankCommand((*supervisor, *tethered(argv)), num_ranks, "local", forwards_signals=True)
 
 
 def mpirun_command(

@@ -32,7 +32,7 @@ class Runtime:
         transport: the group of ranks.
         device: where this rank computes.
         slot: the process's lifelong number; its first rank.
-        launcher: `python`, `mpi`, `torchrun` or `slurm`.
+        launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
         listen: takes events, on every rank; on rank 0 it shows and stores them.
         stop_reason: why the run should end at the next step boundary, if it should.

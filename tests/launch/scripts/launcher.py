@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from lockstep.launch.ranks import (
+    local_command,
     mpirun_command,
     python_command,
     rank_environment,
@@ -18,6 +19,8 @@ from lockstep.launch.supervise import run_ranks
 def main(kind: str, ranks: int, run_dir: Path, argv: list[str]) -> None:
     if kind == "mpi":
         command = mpirun_command(ranks, argv, cores=1)
+    elif kind == "local":
+        command = local_command(ranks, argv)
     else:
         command = python_command(argv) if kind == "python" else torchrun_command(ranks, argv)
     run_ranks(

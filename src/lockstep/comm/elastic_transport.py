@@ -1,0 +1,178 @@
+"""The engine's bytes over gloo or NCCL, for ranks whose launcher lets survivors go on."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.comm.process_group_transport import GroupTransport
+from lockstep.comm.sockets import Connections
+from lockstep.comm.supervision import GenerationLost, Supervision
+from lockstep.comm.transport import collective
+
+_BUILD_S = 30.0
+_NOTICE_S = 5.0
+_HOST = "127.0.0.1"
+
+
+class ElasticTransport(GroupTransport):
+    """A process group that is built anew, in the same processes, whenever a rank is lost.
+
+    The launcher's supervisor sees a death and tells the survivors. A thread in each of them then
+    wakes whoever is blocked in a collective: over gloo, by shutting down the group's connections,
+    since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
+    The NCCL half of this has never run on more than one GPU.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        store_address: host and port of the supervisor's store.
+        supervisor_fd: the inherited socket to the supervisor.
+        slot: lifelong number of this process.
+        timeout_s: how long a collective may wait for others.
+        device: where this rank's tensors lie; host memory by default.
+    """
+
+    can_regroup = True
+
+    def __init__(
+        self,
+        backend: str,
+        store_address: tuple[str, int],
+        supervisor_fd: int,
+        slot: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__(backend, device)
+        self._store_address = store_address
+        self._slot = slot
+        self._timeout_s = timeout_s
+        self._connections = Connections(_HOST)
+        self._builders: list[threading.Thread] = []
+        self._supervision = Supervision(supervisor_fd, self._cut)
+        self.group = None
+        self._members: list[int] = []
+        self._join()
+
+    @collective
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        self._supervision.agree()
+
+    @collective
+    def agree(self) -> None:
+        """See `Transport.agree`: the supervisor decides."""
+        self._supervision.agree()
+
+    @collective
+    def regroup(self) -> list[int]:
+        """See `Transport.regroup`."""
+        before = self._members
+        self._join()
+        return [before.index(slot) for slot in self._members]
+
+    def is_damaged(self) -> bool:
+        """Whether the supervisor has missed a rank.
+
+        Called after an error, which the connections of the dead may have brought here before the
+        supervisor could.
+        """
+        return self._supervision.is_lost(_NOTICE_S)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._supervision.leave()
+        self.group = None
+        # A thread that still waits for a rank that died would crash the exit of this process.
+        for builder in self._builders:
+            builder.join(_BUILD_S)
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks."""
+        self._supervision.abort(exit_code)
+        super().abort(exit_code)
+
+    def _join(self) -> None:
+        """Build the next generation, and the one after it should a rank die meanwhile."""
+        while True:
+            generation, members = self._supervision.meet()
+            try:
+                self.group = self._build(generation, members)
+                self._supervision.confirm()
+            except GenerationLost:
+                continue
+            self._members = members
+            self.rank, self.size = members.index(self._slot), len(members)
+            return
+
+    def _build(self, generation: int, members: list[int]) -> Any:
+        """The process group of a generation.
+
+        Nothing wakes a backend that waits for a connection from a rank that has died. So a thread
+        builds, and is left to itself if a rank is lost meanwhile.
+
+        Raises:
+            GenerationLost: a rank was lost.
+        """
+        self._connections.begin()
+        found: list[Any] = []
+        errors: list[Exception] = []
+        former, self.group = [self.group], None
+
+        def build() -> None:
+            try:
+                rank = members.index(self._slot)
+                found.append(self._new_group(f"lockstep/{generation}", rank, len(members)))
+            except Exception as error:
+                errors.append(error)
+            self._supervision.notify()
+            former.clear()  # destroys the group that is given up, which takes a while
+
+        builder = threading.Thread(target=build, name="builder", daemon=True)
+        self._builders = [b for b in self._builders if b.is_alive()] + [builder]
+        builder.start()
+        if not self._supervision.wait(lambda: bool(found or errors)):
+            raise GenerationLost("a rank died while the group was built")
+        if errors:
+            if self._supervision.is_lost(_NOTICE_S):
+                raise GenerationLost(str(errors[0]))
+            raise errors[0]
+        self._connections.end()
+        return found[0]
+
+    def _new_group(self, prefix: str, rank: int, size: int) -> Any:
+        build_time = timedelta(seconds=_BUILD_S)
+        host, port = self._store_address
+        store = PrefixStore(prefix, TCPStore(host, port, timeout=build_time))
+        if self.name == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timedelta(seconds=self._timeout_s)
+            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+        gloo._timeout = build_time
+        group = dist.ProcessGroupGloo(store, rank, size, gloo)
+        group._set_default_timeout(timedelta(seconds=self._timeout_s))
+        return group
+
+    def _cut(self) -> None:
+        """Have collectives of the present group fail, from another thread."""
+        group: Any = self.group
+        if self.name == "nccl" and group is not None:
+            group.abort()
+        else:
+            self._connections.shut_down()
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+        if self.name == "nccl":
+            # `wait` returns at once; and what was aborted ends as if all were well.
+            torch.cuda.current_stream(self._device).synchronize()
+            if self._supervision.is_lost():
+                raise GenerationLost("a rank died")

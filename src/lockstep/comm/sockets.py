@@ -1,0 +1,63 @@
+"""The network connections of a library that does not tell which ones are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+_TABLE = Path("/proc/self/fd")
+
+
+class Connections:
+    """The TCP connections opened between `begin` and `end`, which can be shut down.
+
+    Where /proc is not, there are none.
+
+    Args:
+        host: the address of this process's end; others are none of our business.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._before: set[tuple[int, int]] = set()
+        self._own: set[tuple[int, int]] | None = set()
+
+    def begin(self) -> None:
+        """From here on, connections count."""
+        self._before, self._own = self._open(), None
+
+    def end(self) -> None:
+        """Up to here."""
+        self._own = self._open() - self._before
+
+    def shut_down(self) -> None:
+        """Have both ends of the connections see them closed; whoever waits for data is woken."""
+        present = self._open()
+        own = present - self._before if self._own is None else present & self._own
+        for fd, _ in own:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _open(self) -> set[tuple[int, int]]:
+        """Descriptor and inode of each connection there is at the moment.
+
+        A descriptor alone may be that of another socket by the time it is used.
+        """
+        found = set()
+        for name in os.listdir(_TABLE) if _TABLE.exists() else ():
+            with contextlib.suppress(OSError):
+                fd, status = int(name), os.stat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and self._is_connection(fd):
+                    found.add((fd, status.st_ino))
+        return found
+
+    def _is_connection(self, fd: int) -> bool:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            if found.family != socket.AF_INET or found.type != socket.SOCK_STREAM:
+                return False
+            # A library may never recover from losing the socket that it listens on.
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return not listens and found.getsockname()[0] == self._host

@@ -1,0 +1,261 @@
+"""The supervisor of ranks that Lockstep starts itself on this host, and that outlive each other.
+
+It starts the ranks, hosts the key-value store in which they find each other, sees at once when one
+of them dies, and tells the others, over a socket that each rank inherits. All decisions that ranks
+must not differ in are made here, one after the other, so survivors need no agreement among
+themselves: who belongs to a generation of the group, whether it is complete, and whether all have
+arrived somewhere before the next loss.
+
+This file is run as a script that does not import `lockstep`, so that ranks start without delay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+PREFIX = "LOCKSTEP_LOCAL_"
+"""What the environment variables begin with that tell a rank its place."""
+
+RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
+"""A process's number, and how many there are."""
+
+HOST = "127.0.0.1"
+
+PORT = f"{PREFIX}PORT"
+"""Of the store, on HOST."""
+
+SUPERVISOR = f"{PREFIX}SUPERVISOR"
+"""The inherited file descriptor of the socket to the supervisor."""
+
+VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
+
+_MESSAGE_BYTES = 1 << 16
+
+_GRACE_S = 3.0
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _Rank:
+    """A process, and what is known of it.
+
+    Attributes:
+        phase: `out` of any group, `waiting` for one, `in` one, or `lost`.
+        is_alive: until its end has been taken note of.
+        is_silent: whether it has closed its end of the line.
+    """
+
+    def __init__(self, slot: int, size: int, port: int, argv: Sequence[str]) -> None:
+        self.slot = slot
+        self.phase = "out"
+        self.is_alive = True
+        self.is_silent = False
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line.setblocking(False)
+        place = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
+        with theirs:
+            self.process = subprocess.Popen(
+                argv,
+                env=os.environ | {name: str(value) for name, value in place.items()},
+                pass_fds=(theirs.fileno(),),
+            )
+
+    @property
+    def exit_code(self) -> int:
+        """As shells count: a signal is 128 + its number."""
+        code = self.process.returncode or 0
+        return 128 - code if code < 0 else code
+
+    def tell(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # it has died, and will be missed soon
+            self.line.send(json.dumps(message).encode())
+
+    def read(self) -> list[dict[str, Any]]:
+        """What it has sent by now."""
+        found = []
+        with contextlib.suppress(OSError):
+            while data := self.line.recv(_MESSAGE_BYTES):
+                found.append(json.loads(data))
+            self.is_silent = True
+        return found
+
+
+class Supervisor:
+    """Starts ranks and looks after them to their end.
+
+    Generations of the group are numbered from 1. One is *whole* when all its members have built
+    it, and *broken* as soon as a member is lost or has given it up.
+
+    Args:
+        num_ranks: how many to start.
+        argv: what each runs.
+    """
+
+    def __init__(self, num_ranks: int, argv: Sequence[str]) -> None:
+        self._wake, wake = socket.socketpair()
+        self._wake.setblocking(False)
+        wake.setblocking(False)
+        self._waker = wake
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in _FORWARDED:
+            signal.signal(signum, self._forward)
+        self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
+        port = self._listener.getsockname()[1]
+        self._ranks = [_Rank(slot, num_ranks, port, argv) for slot in range(num_ranks)]
+        self._generation = 0
+        self._members: set[int] = set()
+        self._built: set[int] = set()
+        self._arrived: set[int] = set()
+        self._broken = True
+        self._first_failure: _Rank | None = None
+        self._end_at: float | None = None
+        self._aborted: int | None = None
+
+    def run(self) -> int:
+        """Serve until all ranks have ended; the exit code."""
+        threading.Thread(target=self._host_store, daemon=True).start()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ)
+            for rank in self._ranks:
+                selector.register(rank.line, selectors.EVENT_READ, rank)
+            while any(rank.is_alive for rank in self._ranks):
+                for key, _ in selector.select(self._patience()):
+                    if key.data is not None:
+                        self._listen(key.data)
+                        if key.data.is_silent:
+                            selector.unregister(key.data.line)
+                with contextlib.suppress(BlockingIOError):
+                    self._wake.recv(4096)
+                for rank in self._ranks:
+                    if rank.is_alive and rank.process.poll() is not None:
+                        with contextlib.suppress(KeyError):
+                            selector.unregister(rank.line)
+                        self._bury(rank)
+                if self._end_at is not None and time.monotonic() > self._end_at:
+                    self._end()
+        return self._exit_code()
+
+    def _host_store(self) -> None:
+        from torch._C._distributed_c10d import TCPStore  # takes as long as the ranks' own start
+
+        host, port = self._listener.getsockname()
+        self._store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )  # fmt: skip
+
+    def _patience(self) -> float | None:
+        return None if self._end_at is None else max(0.0, self._end_at - time.monotonic()) + 0.01
+
+    def _forward(self, signum: int, frame: object) -> None:
+        for rank in self._ranks:
+            if rank.is_alive:
+                rank.process.send_signal(signum)
+
+    def _listen(self, rank: _Rank) -> None:
+        for message in rank.read():
+            said, is_current = message["say"], message.get("generation") == self._generation
+            if said == "meet":
+                self._meet(rank)
+            elif said == "leave":
+                rank.phase = "out"
+                rank.tell(left=True)
+            elif said == "abort":
+                self._aborted = message["code"]
+                self._end()
+            elif is_current and not self._broken:
+                arrived = self._built if said == "built" else self._arrived
+                arrived.add(rank.slot)
+                if arrived == self._members:
+                    arrived.clear()
+                    self._tell(self._members, **{said: self._generation})
+
+    def _meet(self, rank: _Rank) -> None:
+        """A rank wants a group: the first one, or one without those that are lost."""
+        if rank.slot in self._members:
+            self._break()
+        rank.phase = "waiting"
+        self._form()
+
+    def _break(self) -> None:
+        if not self._broken:
+            self._broken = True
+            self._tell(self._members, lost=self._generation)
+
+    def _form(self) -> None:
+        """Begin a generation of all living ranks, if all of them wait for it."""
+        living = [rank for rank in self._ranks if rank.is_alive]
+        if not living or any(rank.phase != "waiting" for rank in living):
+            return
+        if self._generation == 0 and len(living) < len(self._ranks):
+            self._give_up(next(rank for rank in self._ranks if not rank.is_alive))
+            return
+        self._generation += 1
+        self._members = {rank.slot for rank in living}
+        self._built, self._arrived = set(), set()
+        self._broken = False
+        for rank in living:
+            rank.phase = "in"
+        self._tell(self._members, generation=self._generation, members=sorted(self._members))
+
+    def _tell(self, slots: Iterable[int], **message: Any) -> None:
+        for slot in slots:
+            if self._ranks[slot].is_alive:
+                self._ranks[slot].tell(**message)
+
+    def _bury(self, rank: _Rank) -> None:
+        """A rank has ended."""
+        self._listen(rank)  # it may have left in order just before
+        rank.line.close()
+        rank.is_alive = False
+        if rank.phase != "out":
+            rank.phase = "lost"
+            if rank.slot in self._members:
+                self._break()
+        if self._generation == 0 and rank.exit_code:
+            self._give_up(rank)
+        else:
+            self._form()
+
+    def _give_up(self, rank: _Rank) -> None:
+        """The others can't start without this rank."""
+        if self._first_failure is None:
+            self._first_failure = rank
+            # They may be about to fail likewise, and rank 0 to say why.
+            self._end_at = time.monotonic() + (0 if rank.exit_code > 128 else _GRACE_S)
+
+    def _end(self) -> None:
+        self._end_at = None
+        if self._first_failure is not None:
+            slot, code = self._first_failure.slot, self._first_failure.exit_code
+            print(f"rank {slot} ended (exit code {code}) before all had started", file=sys.stderr)
+        for rank in self._ranks:
+            if rank.is_alive:
+                rank.process.kill()
+
+    def _exit_code(self) -> int:
+        """Of the run: a rank that others have outlived does not count."""
+        if self._aborted is not None:
+            return self._aborted
+        if self._first_failure is not None:
+            return self._first_failure.exit_code or 1
+        ended = [rank for rank in self._ranks if rank.phase != "lost"]
+        return max(rank.exit_code for rank in ended or self._ranks)
+
+
+if __name__ == "__main__":
+    del sys.path[0]  # this file's folder, whose modules are not meant for everyone
+    code = Supervisor(int(sys.argv[1]), sys.argv[2:]).run()
+    sys.stderr.flush()
+    os._exit(code)  # the store's threads may be anywhere
