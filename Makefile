@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-slow test-slurm lint types bench clean
+.PHONY: venv train test test-slow test-slurm test-slurm-slow lint types bench clean
 
 venv: .venv/.installed
 
@@ -21,10 +21,13 @@ test: venv
 	$(BIN)/python -m pytest -m "not slow and not slurm"
 
 test-slow: venv
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not slurm"
 
 test-slurm: venv
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m "slurm and not slow" tests/slurm
+
+test-slurm-slow: venv
+	$(BIN)/python -m pytest -m "slurm and slow" tests/slurm
 
 lint: venv
 	$(BIN)/ruff check .

@@ -210,9 +210,7 @@ def tool(folder: Path, name: str, script: str) -> None:
 
 
 def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    if (Path("/bin/sinfo")).exists():
-        pytest.skip("SLURM is installed here")
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert local("slurm").status == "skip"
     in_job = local("slurm", {"SLURM_JOB_ID": "5"})
     assert (in_job.status, "no sinfo" in in_job.detail) == ("fail", True)
@@ -220,8 +218,12 @@ def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tool(tmp_path, name, "echo slurm-wlm 22.05.8")
     assert local("slurm") == Check("slurm", "ok", "slurm-wlm 22.05.8")
     assert local("slurm", {"SLURM_JOB_ID": "5"}).detail == "slurm-wlm 22.05.8, in job 5"
-    tool(tmp_path, "sinfo", "exit 1")
-    assert local("slurm").status == "fail"
+    tool(tmp_path, "sinfo", 'test "$1" = --version || { echo no answer >&2; exit 1; }')
+    assert (local("slurm").status, local("slurm").detail) == ("fail", "no answer")
+    tool(tmp_path, "sinfo", "echo no slurm.conf >&2; exit 1")
+    unset = Check("slurm", "skip", "installed, but not set up: no slurm.conf")
+    assert local("slurm") == unset
+    assert local("slurm", {"SLURM_JOB_ID": "5"}).status == "fail"
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,10 +164,22 @@ def _slurm(env: Mapping[str, str]) -> Check:
     if missing:
         fix = "install SLURM's client tools (slurm-client), or put them on the PATH"
         return Check("slurm", "fail", f"no {', '.join(missing)}{job}", fix)
-    told = subprocess.run(
-        ["sinfo", "--version"], capture_output=True, text=True, timeout=30, check=True
-    )
-    return Check("slurm", "ok", told.stdout.strip() + job)
+    version = _sinfo("--version")
+    if version.returncode and not job:
+        return Check("slurm", "skip", f"installed, but not set up: {_last_line(version.stderr)}")
+    asked = _sinfo("--noheader")
+    if asked.returncode:
+        fix = "ask the administrator why slurmctld does not answer"
+        return Check("slurm", "fail", _last_line(asked.stderr) + job, fix)
+    return Check("slurm", "ok", version.stdout.strip() + job)
+
+
+def _sinfo(option: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sinfo", option], capture_output=True, text=True, timeout=30)
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _extra(package: str) -> Callable[[], Check]:

@@ -81,6 +81,7 @@ def test_a_notice_stops_the_job_and_it_requeues_itself(submit, cluster, expected
     assert events(tmp_path, "Resumed")[0]["step"] == stopped["step"]
 
 
+@pytest.mark.slow
 def test_a_requeue_from_outside(submit, cluster, expected, tmp_path):
     job = submit(tmp_path, SLOW, *TWO_NODES, SLOW_S="0.1")
     wait_for_training(tmp_path)
@@ -88,6 +89,7 @@ def test_a_requeue_from_outside(submit, cluster, expected, tmp_path):
     check(cluster, job, tmp_path, expected, restarts=1)
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_script_stops_with_a_checkpoint(submit, cluster, tmp_path):
     job = submit(tmp_path, SLOW, *TWO_NODES, SLOW_S="0.1")
     wait_for_training(tmp_path)
@@ -97,6 +99,7 @@ def test_sigterm_to_the_script_stops_with_a_checkpoint(submit, cluster, tmp_path
     assert result(tmp_path / "run")["status"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_is_not_requeued(submit, cluster, tmp_path):
     job = submit(tmp_path, SLOW, *TWO_NODES, SLOW_S="0.1")
     wait_for_training(tmp_path)
@@ -113,6 +116,7 @@ def test_the_time_limit(limited, cluster, expected):
     assert events(folder, "Finished")[0]["reason"] == "preempted"
 
 
+@pytest.mark.slow
 def test_lost_nodes(submit, cluster, expected, tmp_path):
     cluster.wait_until_idle()
     jobs, lost = {}, {}
