@@ -37,7 +37,7 @@ class Section(BaseModel):
 
 
 class OptimizerConfig(Section):
-    """The default optimizer; a Task with its own `build_optimizer` ignores all but `sharded`."""
+    """The default optimizer. A Task with its own ignores all but `sharded` and `buddy`."""
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     weight_decay: NonNegativeFloat = 0.0
@@ -47,6 +47,9 @@ class OptimizerConfig(Section):
     nesterov: bool = False
     sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
     """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory."""
+    buddy: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    """With `sharded`, and where survivors can go on: each rank also keeps and steps the slice of
+    the rank before it, so that the loss of a rank loses no state."""
 
     @model_validator(mode="after")
     def _nesterov_has_momentum(self) -> OptimizerConfig:

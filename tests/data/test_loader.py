@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +78,12 @@ def loader(
     return Loader(dataset, collate, sampler(), options.pop("seed", 4), CPU, **options)
 
 
+def batches_of(stream: Iterable[tuple[int, int, Any]]) -> list[Any]:
+    return [batch for _, _, batch in stream]
+
+
 def everything(made: Loader, microbatches: Range = ALL, first: int = 0) -> list[Any]:
-    return list(made.stream(microbatches, first, STEPS))
+    return batches_of(made.stream(microbatches, first, STEPS))
 
 
 def as_bytes(value: Any) -> Any:
@@ -125,14 +129,16 @@ def test_microbatches_hold_the_samplers_samples_in_order(dataset: Any) -> None:
 
 def test_an_uneven_last_batch_may_leave_microbatches_without_samples() -> None:
     made = Loader(TensorDataset(X[:10], Y[:10]), None, sampler(num_samples=10), 4, CPU)
-    batches = list(made.stream(ALL, 0, 2))
+    batches = batches_of(made.stream(ALL, 0, 2))
     assert [None if b is None else len(b[1]) for b in batches] == [2, 2, 2, 2, 1, 1, None, None]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_workers_skip_microbatches_without_samples(num_workers: int) -> None:
     made = Loader(Plain(), None, sampler(num_samples=10), 4, CPU, num_workers=num_workers)
-    batches = list(made.stream(Range(1, NUM_MICROBATCHES), 1, 4))
+    stream = list(made.stream(Range(1, NUM_MICROBATCHES), 1, 4))
+    assert [place[:2] for place in stream] == [(s, m) for s in range(1, 4) for m in range(1, 4)]
+    batches = batches_of(stream)
     sizes = [None if b is None else len(b[1]) for b in batches]
     assert sizes == [1, None, None, 2, 2, 2, 1, None, None]
 

@@ -158,6 +158,66 @@ def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference)
 
 
 @ALWAYS
+@pytest.mark.parametrize("moment", ["reduced", slow("reduce"), slow("committed")])
+def test_a_rank_that_is_behind_catches_up(train, tmp_path, reference, moment):
+    faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
+    done = train(tmp_path / "run", 3, faults=faults)
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=3, num_lost=0)
+    copied = [r["copied"] for r in rows if r["event"] == "Recovered"]
+    assert copied == [moment == "reduced"] * 2
+
+
+SHARDED = ("optimizer.sharded=true", "clip_norm=1.5")
+
+
+@pytest.fixture(scope="module")
+def sharded_reference(tmp_path_factory):
+    """As `reference`, with a norm that clips."""
+    folder = tmp_path_factory.mktemp("sharded")
+    argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run"]
+    argv += [*CONFIG, *SHARDED]
+    subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+    return result(folder / "run")["params_sha256"], curves(folder / "run")
+
+
+SHARDED_MOMENTS = ["gather", *map(slow, ("compute", "reduced", "optimizer", "committed"))]
+
+
+@SLOW_ON_LOCAL
+@pytest.mark.parametrize("moment", SHARDED_MOMENTS)
+@pytest.mark.parametrize("slot", [slow(0), 1])
+def test_sharded_state_survives_the_loss_of_ranks(train, tmp_path, sharded_reference, slot, moment):
+    """One rank dies, one that is no neighbour in the recovery from that, and a third one later."""
+    faults = [Fault(slot, 10, moment), Fault(slot + 2, 10, "catch_up"), Fault(3 - slot, 16, moment)]
+    done = train(tmp_path / "run", 4, *SHARDED, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", sharded_reference, num_left=1, num_lost=3)
+
+
+@ALWAYS
+@pytest.mark.parametrize("moment", [slow("reduced"), "optimizer", slow("gather")])
+def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_reference, moment):
+    faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
+    done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", sharded_reference, num_left=3, num_lost=0)
+
+
+@SLOW_ON_LOCAL
+def test_a_slice_that_is_lost_comes_from_the_checkpoint(train, tmp_path, sharded_reference):
+    faults = [Fault(0, 13, "compute"), Fault(1, 13, "compute")]
+    done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
+    assert done.returncode == 0, done.stderr
+    assert "starting again from the newest checkpoint" in done.stderr
+    log = (tmp_path / "run" / "ranks.log").read_text()
+    assert "the last copy of its part of the optimizer's state" in log
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    assert [r["step"] for r in rows if r["event"] == "Resumed"] == [10]
+    assert result(tmp_path / "run")["params_sha256"] == sharded_reference[0]
+
+
+@ALWAYS
 @pytest.mark.slow
 def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]

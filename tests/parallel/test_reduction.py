@@ -182,9 +182,10 @@ def test_owned_slices_and_a_later_gather_give_the_same_bits(
     def body(transport: ThreadTransport) -> list[bytes]:
         made = ordered_reduction(transport, ranges, bucket_bytes=bucket_bytes, gather=False)
         reduce(made, ranges[transport.rank], leaves)
-        for mine, all_, own in zip(
-            made.total.segments, whole.total.segments, made.owned, strict=True
+        for mine, all_, slices in zip(
+            made.total.segments, whole.total.segments, made.slices, strict=True
         ):
+            own = slices[transport.rank]
             part = slice(own.first, own.last)
             assert mine[part].numpy().tobytes() == all_[part].numpy().tobytes()
             rest = torch.ones(len(mine), dtype=torch.bool)
@@ -201,14 +202,12 @@ def test_owned_slices_and_a_later_gather_give_the_same_bits(
 def test_ranks_own_whole_blocks_that_cover_each_segment(size: int) -> None:
     ranges = split(size, size)
 
-    def body(transport: ThreadTransport) -> tuple[list[list[Range]], list[Range]]:
-        made = ordered_reduction(transport, ranges)
-        return made.slices, made.owned
+    def body(transport: ThreadTransport) -> list[list[Range]]:
+        return ordered_reduction(transport, ranges).slices
 
     found = on_ranks(size, body)
-    for rank, (slices, owned) in enumerate(found):
-        assert slices == found[0][0]
-        assert owned == [s[rank] for s in slices]
+    for slices in found:
+        assert slices == found[0]
         for segment, parts in zip(SEGMENTS, slices, strict=True):
             assert [i for p in parts for i in range(*p)] == list(range(segment.numel))
             assert all(len(p) % BLOCK == 0 for p in parts)

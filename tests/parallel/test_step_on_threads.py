@@ -125,7 +125,7 @@ def test_one_microbatch_is_plain_training() -> None:
     optimizer = task.build_optimizer(model)
     assert optimizer is not None
     plain_norms = []
-    for [batch] in (list(parts.loader.stream(Range(0, 1), i, i + 1)) for i in range(STEPS)):
+    for [(_, _, batch)] in (list(parts.loader.stream(Range(0, 1), i, i + 1)) for i in range(STEPS)):
         loss = task.loss(model, batch)
         (loss.sum / loss.weight).backward()
         for p in model.parameters():

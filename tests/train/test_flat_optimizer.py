@@ -148,7 +148,7 @@ class Rank:
             for parts in (split(s.numel // BLOCK, size) for s in self.flat.segments)
         ]
         self._gradients = [torch.zeros_like(f) for f in self.flat.flats]
-        self.stepper = Stepper(optimizer, self.flat, self._gradients, self.owned)
+        self.stepper = Stepper(optimizer, self.flat, self._gradients, [[o] for o in self.owned])
 
     def step(self, number: int, factor: float = 1.0) -> None:
         for name, view in self.flat.named(self._gradients).items():

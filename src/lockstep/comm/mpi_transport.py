@@ -95,6 +95,7 @@ class MpiTransport(Transport):
         self._has_agreed = True
         if not self.comm.Agree(1):
             raise GroupBroken("another rank has noticed a loss")
+        self._has_agreed = False
 
     @collective
     def regroup(self) -> list[int]:

@@ -85,6 +85,8 @@ class Transport(ABC):
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """Fill `out` with every rank's `own`, one behind the other.
 
+        If it is interrupted, `out` may hold anything, also where `own` was a part of it.
+
         Args:
             own: `counts[rank]` elements; may be its own place inside `out`.
             out: `sum(counts)` elements.

@@ -93,15 +93,17 @@ class Loader:
         request = self._request(step, microbatch)
         return None if request is None else to_device(self._fetcher[request], self._device)
 
-    def stream(self, microbatches: Range, first_step: int, last_step: int) -> Iterator[Batch]:
+    def stream(
+        self, microbatches: Range, first_step: int, last_step: int
+    ) -> Iterator[tuple[int, int, Batch]]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
-        Microbatches without samples come as None.
+        Each comes with its step and number; those without samples as None.
         """
         if not self._num_workers:
             for step in range(first_step, last_step):
                 for m in range(*microbatches):
-                    yield self.microbatch(step, m)
+                    yield step, m, self.microbatch(step, m)
             return
         wanted = _Requests(self._request, microbatches, first_step, last_step)
         fetched = iter(
@@ -117,7 +119,7 @@ class Loader:
         for step in range(first_step, last_step):
             for m in range(*microbatches):
                 empty = self._sampler.microbatch_size(step, m) == 0
-                yield None if empty else to_device(next(fetched), self._device)
+                yield step, m, None if empty else to_device(next(fetched), self._device)
 
     def _request(self, step: int, microbatch: int) -> Request | None:
         if not self._sampler.microbatch_size(step, microbatch):

@@ -180,6 +180,16 @@ class Slices(Exchange):
         return [by_node[key] for key in sorted(by_node)]
 
 
+def copy_to_next(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:
+    """Give the next rank, and the last one's to rank 0, the slice this rank owns."""
+    rank, size = transport.rank, transport.size
+    own, other = slices[rank], slices[rank - 1]
+    send, start, receive = [0] * size, [0] * size, [0] * size
+    send[(rank + 1) % size], start[(rank + 1) % size] = len(own), own.first
+    receive[rank - 1] = len(other)
+    transport.all_to_all(flat, send, start, flat[other.first : other.last], receive)
+
+
 def gather_slices(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:
     """Give every rank the slices the others own."""
     own = slices[transport.rank]

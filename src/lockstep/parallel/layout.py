@@ -43,6 +43,13 @@ def split(total: int, parts: int) -> list[Range]:
     return ranges
 
 
+def stepped_slices(slices: Sequence[Range], rank: int, with_buddy: bool) -> list[Range]:
+    """The slices that a rank steps: its own, and as a buddy that of the rank before it."""
+    if with_buddy and len(slices) > 1:
+        return [slices[rank], slices[rank - 1]]
+    return [slices[rank]]
+
+
 def share(total: int, speeds: Sequence[float]) -> list[Range]:
     """`total` items in contiguous ranges, dealt out so that the slowest is done as soon as can be.
 

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.parallel.arena import BLOCK, ArenaLayout, Row, Segment
-from lockstep.parallel.exchange import Alone, Exchange, Slices, WholeNodes, gather_slices
+from lockstep.parallel.exchange import (
+    Alone,
+    Exchange,
+    Slices,
+    WholeNodes,
+    copy_to_next,
+    gather_slices,
+)
 from lockstep.parallel.fold import Fold, rows_needed
 from lockstep.parallel.layout import Range, leaves, merges, split
 
@@ -39,7 +46,6 @@ class OrderedReduction:
         total: after `reduce`, the sum over all microbatches (just the slices this rank owns, if
             not `gather`). The same tensors in every step.
         slices: for each segment, the range of elements each rank owns.
-        owned: for each segment, the range of elements this rank owns.
     """
 
     def __init__(
@@ -76,7 +82,6 @@ class OrderedReduction:
             [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
             for s in segments
         ]
-        self.owned = [slices[rank] for slices in self.slices]
 
         nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
         num_nodes = [len(n) for n in nodes]
@@ -114,6 +119,10 @@ class OrderedReduction:
     def headers(self) -> Tensor:
         """Every rank's header as of the last `reduce`, float64 [world size, num_header]."""
         return self._exchange.headers()
+
+    def copy_to_next(self, segment: int) -> None:
+        """Give the next rank the slice of a segment's total that this rank owns."""
+        copy_to_next(self._transport, self.total.segments[segment], self.slices[segment])
 
     def gather(self, segment: int, flat: Tensor) -> None:
         """Give every rank the slices of `flat`, laid out as a segment, that others own."""

@@ -17,21 +17,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
 
 FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
 
 Moment = Literal[
-    "compute", "reduce", "reduced", "optimizer", "committed", "evaluate", "checkpoint", "regroup",
-    "catch_up",
+    "compute", "reduce", "reduced", "optimizer", "gather", "committed", "evaluate", "checkpoint",
+    "regroup", "catch_up",
 ]  # fmt: skip
-"""When in a step: after a microbatch; before and after the reduction; before the optimizer; after
-the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was
-noticed; when survivors have regrouped but not agreed yet."""
+"""When in a step: after a microbatch; before and after the reduction; before the optimizer; before
+ranks with a sharded one tell each other what they have stepped; after the step; before an
+evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
+have regrouped but not agreed yet."""
 
-Kind = Literal["kill", "stop", "raise", "slow", "preempt"]
-"""SIGKILL; SIGSTOP; an exception; half a second's sleep; SIGUSR1, the notice of a preemption."""
+Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss"]
+"""SIGKILL; SIGSTOP; an exception; half a second's sleep; SIGUSR1, the notice of a preemption; what
+a rank sees that misses the end of a collective, which others got, because another has died."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -130,5 +133,7 @@ def _strike(fault: Fault, log: str) -> None:
         time.sleep(SLOW_S)
     elif fault.kind == "raise":
         raise InjectedError(f"fault injected at {fault.moment} of step {fault.step}")
+    elif fault.kind == "miss":
+        raise GroupBroken(f"fault injected at {fault.moment} of step {fault.step}")
     else:
         os.kill(os.getpid(), _SIGNALS[fault.kind])

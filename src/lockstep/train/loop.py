@@ -14,12 +14,13 @@ from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
 from lockstep.train.keeper import Keeper
-from lockstep.train.recovery import check_state_survives, find_lead
+from lockstep.train.recovery import find_lead
 from lockstep.train.report import Reporter
 from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
 from lockstep.train.setup import assemble
+from lockstep.train.slices import SteppedState, collect
 from lockstep.train.step import StepResult
 from lockstep.train.task import Task
 
@@ -200,16 +201,18 @@ class Trainer:
         """Regroup, agree on the last committed step, and be ready to do the next one again."""
         started = perf_counter()
         former = list(range(self._transport.size))
+        members = list(former)  # the same since state was dealt out
         while True:
             try:
                 self._runtime.at("regroup", self._progress.step)
-                former = [former[rank] for rank in self._transport.regroup()]
+                left = self._transport.regroup()
+                former, members = [former[r] for r in left], [members[r] for r in left]
                 self._runtime.at("catch_up", self._progress.step)
-                check_state_survives(self._config)
+                copied, state = self._catch_up(members)
                 ranges = split(self._config.num_microbatches, self._transport.size)
                 self._balancer.restart(ranges)
-                self._deal_out(ranges)
-                copied = self._catch_up()
+                self._deal_out(ranges, state)
+                members = list(range(self._transport.size))
                 on_first(self._transport, self._runtime.take_over)
                 break
             except GroupBroken:
@@ -219,22 +222,36 @@ class Trainer:
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
 
-    def _catch_up(self) -> bool:
-        """Bring ranks that are behind to where the others are; whether there were any."""
-        progress, parts = self._progress, self._parts
-        lead = find_lead(self._transport, progress, self._result)
-        if lead.is_ahead:
-            copy_state(parts.step, parts.model, progress, self._transport, lead.rank)
+    def _catch_up(self, members: list[int]) -> tuple[bool, SteppedState | None]:
+        """Bring ranks that are behind to where the others are.
+
+        Args:
+            members: for each rank, the one it had when state was dealt out.
+
+        Returns:
+            Whether there were any; and the optimizer's state if it is sharded.
+        """
+        progress, parts, transport = self._progress, self._parts, self._transport
+        parts.step.give_up()
+        lead = find_lead(transport, progress, self._result, parts.step.applied)
+        state = None
+        if self._config.optimizer.sharded:
+            if lead.result is not None and progress.step < lead.step:
+                parts.step.follow(progress.step, lead.result)
+            state = collect(transport, parts.step, members)
+            transport.agree()
+        elif lead.is_ahead:
+            copy_state(parts.step, parts.model, progress, transport, lead.rank)
         if progress.step < lead.step:
             assert lead.result is not None
             self._commit(lead.result)
         if progress.evaluated < lead.evaluated:
             self._commit_evaluation("val", lead.metrics, 0.0)
-        return lead.is_ahead
+        return lead.is_ahead, state
 
-    def _deal_out(self, ranges: list[Range]) -> None:
+    def _deal_out(self, ranges: list[Range], state: SteppedState | None = None) -> None:
         """Compute these microbatches from now on."""
-        self._parts.step.deal_out(ranges)
+        self._parts.step.deal_out(ranges, state)
         self._balancer.use(ranges)
         self._batches = self._stream()
 

@@ -83,7 +83,7 @@ class Stepper:
         optimizer: optim.Optimizer,
         flat: FlatTensors,
         gradients: Sequence[Tensor],
-        owned: Sequence[Range],
+        owned: Sequence[Sequence[Range]],
     ) -> None:
         """Bind the optimizer to memory.
 
@@ -91,7 +91,7 @@ class Stepper:
             optimizer: over the parameters in `flat`; changed to step flat tensors if it can.
             flat: the parameters.
             gradients: the mean gradient, laid out as `flat.flats`.
-            owned: for each segment, the elements to step.
+            owned: for each segment, the ranges of elements to step.
         """
         self._optimizer = optimizer
         self._flat = flat
@@ -100,8 +100,13 @@ class Stepper:
         self._pieces: list[tuple[nn.Parameter, int, int, Range]] = []
         self._gradients: list[tuple[Tensor, Tensor]] = []
         if self.elementwise:
-            self._make_pieces(owned)
+            self.own(owned)
         self.bind(gradients)
+
+    def own(self, owned: Sequence[Sequence[Range]]) -> None:
+        """Step these ranges of elements from now on; an optimizer's state is then lost."""
+        self._optimizer.state.clear()
+        self._make_pieces(owned)
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from this memory from now on."""
@@ -160,19 +165,20 @@ class Stepper:
             if state:
                 self._optimizer.state[parameter] = state
 
-    def _make_pieces(self, owned: Sequence[Range]) -> None:
+    def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
         """Give the optimizer the owned part of each group instead of its parameters."""
+        self._pieces = []
         for group in self._optimizer.param_groups:
             group["params"] = []
             if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
                 group["fused"] = group["fused"] is not False
         for piece in self._flat.pieces:
-            own = owned[piece.segment]
-            first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
-            if first < last:
-                parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
-                self._optimizer.param_groups[piece.group]["params"].append(parameter)
-                self._pieces.append((parameter, piece.group, piece.segment, Range(first, last)))
+            for own in owned[piece.segment]:
+                first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
+                if first < last:
+                    parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
+                    self._optimizer.param_groups[piece.group]["params"].append(parameter)
+                    self._pieces.append((parameter, piece.group, piece.segment, Range(first, last)))
 
     def _owners(self) -> list[tuple[str, nn.Parameter]]:
         """Each stepped tensor with the name its scalars are kept under."""

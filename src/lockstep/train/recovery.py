@@ -1,12 +1,10 @@
-"""After the loss of ranks: who is ahead, and whether the survivors hold all of the state."""
+"""After the loss of ranks: who is ahead."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from lockstep.comm.transport import Transport
-from lockstep.config import TrainConfig
-from lockstep.errors import RankFailure
 from lockstep.train.progress import Progress
 from lockstep.train.step import StepResult
 
@@ -19,9 +17,9 @@ class Lead:
 
     Attributes:
         rank: the lowest one that has it.
-        step: its committed steps.
+        step: its committed steps, and one that it has applied.
         evaluated: the step of its newest evaluation.
-        result: of its last step, if it has done one in this sitting.
+        result: of its last one, if it has done one in this sitting.
         metrics: of the validation split.
         is_ahead: whether some ranks have committed one step less.
     """
@@ -34,17 +32,28 @@ class Lead:
     is_ahead: bool
 
 
-def find_lead(transport: Transport, progress: Progress, result: StepResult | None) -> Lead:
+def find_lead(
+    transport: Transport,
+    progress: Progress,
+    result: StepResult | None,
+    applied: StepResult | None,
+) -> Lead:
     """Find out which rank has come furthest; a collective.
 
     A rank commits a step when the reduction is done, and the next reduction needs all ranks. So
     ranks differ by one step at most.
+
+    Args:
+        transport: the group of ranks.
+        progress: of this rank.
+        result: of its last step.
+        applied: of the step after that, if it has been applied but not committed.
     """
-    positions = transport.gather_json([progress.step, progress.evaluated])
+    positions = transport.gather_json([progress.step + (applied is not None), progress.evaluated])
     step, evaluated = max(positions)
     rank = positions.index([step, evaluated])
     assert all(step - theirs <= 1 for theirs, _ in positions)
-    own = [result, progress.metrics] if transport.rank == rank else None
+    own = [applied or result, progress.metrics] if transport.rank == rank else None
     values, metrics = transport.gather_json(own)[rank]
     return Lead(
         rank,
@@ -54,16 +63,3 @@ def find_lead(transport: Transport, progress: Progress, result: StepResult | Non
         {k.removeprefix(_PREFIX): v for k, v in metrics.items() if k.startswith(_PREFIX)},
         any(theirs < step for theirs, _ in positions),
     )
-
-
-def check_state_survives(config: TrainConfig) -> None:
-    """Make sure that a lost rank has not taken state with it that nobody else has.
-
-    Raises:
-        RankFailure: it has.
-    """
-    if config.optimizer.sharded:
-        raise RankFailure(
-            "a rank has died, and with it the only copy of its part of the optimizer's state "
-            "(optimizer.sharded=True); resume from the newest checkpoint"
-        )

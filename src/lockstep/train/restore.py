@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,48 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
             )
 
 
+class Received(NamedTuple):
+    """A snapshot on its way into use: the model's tensors, flat optimizer state, and the rest."""
+
+    model: dict[str, Tensor]
+    flats: dict[str, list[Tensor]]
+    meta: dict[str, Any]
+
+
 def restore(
     snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int = 0
 ) -> Progress:
-    """Bring all ranks into the state of a snapshot that rank `root` has (the others pass None)."""
-    if snapshot is not None:
-        model.load_state_dict(snapshot.model)
-    for tensor in model.state_dict().values():
+    """Bring all ranks into the state of a snapshot that rank `root` has (the others pass None).
+
+    If it is interrupted, all ranks are in the state they were in.
+
+    Raises:
+        GroupBroken: on all ranks, or on none.
+    """
+    received = _receive(snapshot, step, model, transport, root)
+    transport.agree()
+    model.load_state_dict(received.model)
+    step.stepper.load_state(received.flats, received.meta["optimizer_scalars"])
+    step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
+    step.state.mark()
+    return Progress.from_json(received.meta["progress"])
+
+
+def copy_state(
+    step: Step, model: nn.Module, progress: Progress, transport: Transport, root: int
+) -> None:
+    """Bring all ranks into the state rank `root` is in, as `restore` does."""
+    make = capture(step, model, progress, {}, transport.rank == root)
+    restore(make() if make else None, step, model, transport, root)
+
+
+def _receive(
+    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int
+) -> Received:
+    tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
+    for name, tensor in tensors.items():
+        if snapshot is not None:
+            tensor.copy_(snapshot.model[name])
         _broadcast(transport, tensor, root)
     meta: dict[str, Any] = transport.gather_json(snapshot.meta if snapshot else None)[root]
     keys = sorted({n.partition("/")[0] for n in snapshot.optimizer}) if snapshot else []
@@ -82,18 +117,7 @@ def restore(
                 view.copy_(snapshot.optimizer[f"{key}/{name}"])
         for flat in flats[key]:
             _broadcast(transport, flat, root)
-    step.stepper.load_state(flats, meta["optimizer_scalars"])
-    step.loss_scale.value, step.loss_scale.good_steps = meta["loss_scale"]
-    step.state.mark()
-    return Progress.from_json(meta["progress"])
-
-
-def copy_state(
-    step: Step, model: nn.Module, progress: Progress, transport: Transport, root: int
-) -> None:
-    """Bring all ranks into the state rank `root` is in."""
-    make = capture(step, model, progress, {}, transport.rank == root)
-    restore(make() if make else None, step, model, transport, root)
+    return Received(tensors, flats, meta)
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:

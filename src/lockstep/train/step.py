@@ -1,13 +1,15 @@
 """One training step, from the microbatches to the committed parameters.
 
-Nothing of the committed state changes before `Step._commit`: until then a step can be given up
-and done again.
+Nothing of the committed state changes before `Step._apply`: until then a step can be given up and
+done again. With a sharded optimizer, ranks need each other once more after it. So before any rank
+applies a step, all have what it takes to apply it: when one has, all of them can, and must.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
-from lockstep.errors import NonFiniteError
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Range, stepped_slices
 from lockstep.parallel.norm import global_norm, sharded_global_norm
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
 from lockstep.train.flat import FlatTensors
+from lockstep.train.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.train.optimizer import Scalars, Stepper
 from lockstep.train.precision import LossScale
 from lockstep.train.runtime import Raised, Runtime, shared_error
@@ -46,6 +48,21 @@ class StepResult(NamedTuple):
     """For each rank, the seconds of its stopwatch when it sent them."""
 
 
+@dataclass
+class Summed:
+    """A step of a sharded optimizer whose gradient has been summed.
+
+    Attributes:
+        scalars: loss and metrics of the global batch.
+        headers: of all ranks.
+        result: if this rank has applied the step.
+    """
+
+    scalars: list[float]
+    headers: list[list[float]]
+    result: StepResult | None = None
+
+
 class Step:
     """Everything a training step needs, bound together once.
 
@@ -55,6 +72,8 @@ class Step:
         stepper: the optimizer.
         loss_scale: of fp16.
         watch: where the time goes.
+        slices: for each segment, the elements of each rank's slice.
+        with_buddy: whether each rank steps the slice of the rank before it too.
     """
 
     def __init__(
@@ -73,23 +92,43 @@ class Step:
         self._compute = compute
         self._total_steps = total_steps
         self._sharded = config.optimizer.sharded
+        self.with_buddy = self._sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
         self._backward = Backward(flat.tensors, state)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
+        self._summed: Summed | None = None
         self._lay_out(ranges)
         self.stepper = Stepper(optimizer, flat, self._gradients, self._owned)
 
-    def deal_out(self, ranges: Sequence[Range]) -> None:
+    def give_up(self) -> None:
+        """Forget what an interrupted step has changed beside the committed state.
+
+        What this rank has applied stays.
+        """
+        self.state.restore()
+        if self.applied is not None:
+            for part, spare in self._spares:
+                part.copy_(spare)
+
+    def deal_out(
+        self,
+        ranges: Sequence[Range],
+        state: tuple[dict[str, list[Tensor]], Scalars] | None = None,
+    ) -> None:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
 
         Args:
             ranges: the microbatches of each rank.
+            state: of the optimizer, whole, if it is sharded and the group is another one.
         """
-        self.state.restore()
+        self._summed = None
         self._lay_out(ranges)
+        if state is not None:
+            self.stepper.own(self._owned)
+            self.stepper.load_state(*state)
         self.stepper.bind(self._gradients)
 
     def _lay_out(self, ranges: Sequence[Range]) -> None:
@@ -111,11 +150,22 @@ class Step:
         num_parameter_segments = len(flat.segments)
         self._gradients = self._reduction.total.segments[:num_parameter_segments]
         self._buffer_sums = self._reduction.total.segments[num_parameter_segments:]
-        self._owned = self._reduction.owned[:num_parameter_segments]
-        if not self._sharded:
-            self._owned = [Range(0, s.numel) for s in flat.segments]
+        self.slices = self._reduction.slices[:num_parameter_segments]
+        if self._sharded:
+            rank = self._runtime.transport.rank
+            self._owned = [stepped_slices(s, rank, self.with_buddy) for s in self.slices]
+        else:
+            self._owned = [[Range(0, s.numel)] for s in flat.segments]
+        self._spares = [
+            (flat[part.first : part.last], torch.empty_like(flat[part.first : part.last]))
+            for flat, owned in zip(flat.flats, self._owned, strict=True)
+            for part in owned
+            if self.with_buddy
+        ]
         self._own_gradients = [
-            g[o.first : o.last] for g, o in zip(self._gradients, self._owned, strict=True)
+            gradient[part.first : part.last]
+            for gradient, owned in zip(self._gradients, self._owned, strict=True)
+            for part in owned
         ]
 
     def run(self, step: int, batches: Iterator[Any]) -> StepResult:
@@ -128,12 +178,14 @@ class Step:
         watch = self.watch
         watch.start()
         self._reduction.restart()
+        self._summed = None
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
         try:
             for microbatch in range(*self._microbatches):
-                batch = next(batches)
+                *place, batch = next(batches)
+                assert place == [step, microbatch], f"got the data of {place}"
                 watch.data_s += watch.lap()
                 counters = self._fold(step, microbatch, batch, counters, losses)
                 watch.compute_s += watch.lap()
@@ -146,10 +198,30 @@ class Step:
         self._runtime.at("reduced", step)
         scalars = self._reduction.total.scalars.tolist()
         self._check(step, error, headers, scalars, losses)
-        lr, norm = self._commit(step, scalars[1], headers)
+        summed = Summed(scalars, headers)
+        if self._sharded:
+            self._exchange_slices()
+            self._summed = summed
+        norm = self._norm(step, scalars[1])
+        self._runtime.at("optimizer", step)
+        result = self._apply(step, summed, norm)
+        if self._sharded:
+            self._runtime.at("gather", step)
+            self._gather_parameters()
+            self._summed = None
         watch.compute_s += watch.lap()
-        reason = STOP_REASONS[int(max(h[_STOP] for h in headers))]
-        return StepResult(scalars, lr, norm, reason, [h[_TIMES:_NUM_FIXED] for h in headers])
+        return result
+
+    @property
+    def applied(self) -> StepResult | None:
+        """Of an interrupted step that this rank has applied, and so all must."""
+        return self._summed.result if self._summed else None
+
+    def follow(self, step: int, lead: StepResult) -> None:
+        """Apply an interrupted step of a sharded optimizer that another rank has applied."""
+        if self.applied is None:
+            assert self._summed is not None, "a rank has applied a step before all could"
+            self._apply(step, self._summed, lead.grad_norm)
 
     def stepper_state(self) -> dict[str, list[Tensor]]:
         """Copies of all whole-tensor optimizer state as flats; a collective if sharded."""
@@ -209,40 +281,62 @@ class Step:
         self.watch.communication_s += self.watch.lap()
         return headers
 
-    def _commit(self, step: int, weight: float, headers: list[list[float]]) -> tuple[float, float]:
-        """Clip, step the optimizer, advance buffers: learning rate and gradient norm."""
-        config = self._config
+    def _norm(self, step: int, weight: float) -> float:
+        """The norm of the mean gradient.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
+        """
+        if self._sharded:
+            total = sharded_global_norm(self._runtime.transport, self._gradients, self.slices)
+        else:
+            total = global_norm(self._gradients)
+        norm = total * (1.0 / (weight * self.loss_scale.value))
+        if not math.isfinite(norm) and not self.loss_scale.enabled:
+            transport = self._runtime.transport
+            raise non_finite_gradient(transport, step, self.flat, self._gradients)
+        return norm
+
+    def _apply(self, step: int, summed: Summed, norm: float) -> StepResult:
+        """Clip, step the optimizer, advance buffers; talks to nobody."""
+        config, weight = self._config, summed.scalars[1]
         unit = 1.0 / (weight * self.loss_scale.value)
-        norm = self._norm() * unit
         finite = math.isfinite(norm)
-        if not finite and not self.loss_scale.enabled:
-            self._raise_non_finite_gradient(step)
         self.loss_scale.update(finite)
         factor = lr_factor(config.schedule, step, self._total_steps)
-        self._runtime.at("optimizer", step)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)
             for gradient in self._own_gradients:
                 gradient.mul_(unit)
             self.stepper.step(factor)
-            if self._sharded:
-                self._gather_parameters()
-            self._commit_buffers(weight, headers)
-        return self.stepper.base_lr * factor, norm
+            self._commit_buffers(weight, summed.headers)
+        # An all-gather in place that is interrupted may leave anything behind (Bruck's algorithm
+        # moves every rank's part), and two ranks alone have this slice.
+        for part, spare in self._spares:
+            spare.copy_(part)
+        summed.result = StepResult(
+            summed.scalars,
+            self.stepper.base_lr * factor,
+            norm,
+            STOP_REASONS[int(max(h[_STOP] for h in summed.headers))],
+            [h[_TIMES:_NUM_FIXED] for h in summed.headers],
+        )
+        return summed.result
 
-    def _norm(self) -> float:
-        if not self._sharded:
-            return global_norm(self._gradients)
-        slices = self._reduction.slices[: len(self._gradients)]
-        return sharded_global_norm(self._runtime.transport, self._gradients, slices)
+    def _exchange_slices(self) -> None:
+        """Give every rank what it takes to apply the step."""
+        if self.with_buddy and self._runtime.transport.size > 1:
+            for segment in range(len(self.slices)):
+                self._reduction.copy_to_next(segment)
+        for segment, sums in enumerate(self._buffer_sums, start=len(self.slices)):
+            self._reduction.gather(segment, sums)
 
     def _gather_parameters(self) -> None:
+        """Give every rank the parameters that others have stepped."""
         self.watch.compute_s += self.watch.lap()
         for segment, flat in enumerate(self.flat.flats):
             self._reduction.gather(segment, flat)
-        for segment, sums in enumerate(self._buffer_sums, start=len(self.flat.flats)):
-            self._reduction.gather(segment, sums)
         self.watch.communication_s += self.watch.lap()
 
     def _commit_buffers(self, weight: float, headers: list[list[float]]) -> None:
@@ -269,34 +363,8 @@ class Step:
             assert failure is not None
             raise failure
         if not math.isfinite(scalars[0]):
-            raise self._non_finite_loss(step, losses)
+            raise non_finite_loss(self._runtime.transport, step, losses)
         check_weight(scalars[1], step)
-
-    def _non_finite_loss(self, step: int, losses: dict[int, float]) -> NonFiniteError:
-        bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
-        everyone = self._runtime.transport.gather_json(bad)
-        places = ", ".join(
-            f"{value} in microbatch {m} (rank {rank})"
-            for rank, found in enumerate(everyone)
-            for m, value in found
-        )
-        return NonFiniteError(
-            f"step {step}: the loss is {places}; parameters and checkpoints are as after the step "
-            "before. Lower lr, set clip_norm, or look at the data of this step"
-        )
-
-    def _raise_non_finite_gradient(self, step: int) -> None:
-        names = [
-            entry.name
-            for entry in self.flat.entries
-            if not self.flat.view(self._gradients, entry).isfinite().all()
-        ]
-        found = sorted({n for part in self._runtime.transport.gather_json(names) for n in part})
-        raise NonFiniteError(
-            f"step {step}: the loss is finite, but not the gradient of {', '.join(found[:3])}"
-            f"{' and others' if len(found) > 3 else ''}; parameters and checkpoints are as after "
-            "the step before"
-        )
 
 
 def _float64(values: list[float]) -> Tensor:
