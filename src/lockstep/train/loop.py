@@ -207,13 +207,13 @@ class Trainer:
                 self._runtime.at("regroup", self._progress.step)
                 left = self._transport.regroup()
                 former, members = [former[r] for r in left], [members[r] for r in left]
+                on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
                 copied, state = self._catch_up(members)
                 ranges = split(self._config.num_microbatches, self._transport.size)
                 self._balancer.restart(ranges)
                 self._deal_out(ranges, state)
                 members = list(range(self._transport.size))
-                on_first(self._transport, self._runtime.take_over)
                 break
             except GroupBroken:
                 continue
