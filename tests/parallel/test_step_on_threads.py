@@ -94,11 +94,10 @@ def trained(
     if first:
         snapshot = start if transport.rank == 0 else None
         assert restore(snapshot, parts.step, parts.model, transport).step == first
-    own = parts.step._microbatches
-    batches = parts.loader.stream(own, first, last)
+    batches = parts.loader.stream(parts.step.share.microbatches, first, last)
     for step in range(first, last):
         parts.step.run(step, batches)
-    make = capture(parts.step, parts.model, Progress(step=last), {}, runtime.is_first)
+    make = capture(parts.step, parts.model, Progress(step=last), {}, transport, runtime.is_first)
     return model_digest(parts.model), make() if make else None
 
 
@@ -189,9 +188,9 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
             transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
         )
         parts = assemble(Classify(), runtime_config, runtime)
-        batches = parts.loader.stream(parts.step._microbatches, 0, 4)
+        batches = parts.loader.stream(parts.step.share.microbatches, 0, 4)
         parts.step.run(0, batches)
-        arguments = (parts.step, parts.model, Progress(step=1), {}, True)
+        arguments = (parts.step, parts.model, Progress(step=1), {}, transport, True)
         now, later = capture(*arguments), capture(*arguments)
         assert now is not None
         assert later is not None

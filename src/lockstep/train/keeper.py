@@ -65,7 +65,8 @@ class Keeper:
         started = perf_counter()
         self.check_replicas(progress)
         parts, is_first = self._parts, self._runtime.is_first
-        make = capture(parts.step, parts.model, progress, self._meta(progress), is_first)
+        meta, transport = self._meta(progress), self._transport
+        make = capture(parts.step, parts.model, progress, meta, transport, is_first)
         if make is not None:
             self._saver.save(make, best, started)
         parts.step.watch.checkpoint_s += perf_counter() - started

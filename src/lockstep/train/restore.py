@@ -12,17 +12,23 @@ from lockstep.comm.transport import Transport
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.progress import Progress
+from lockstep.train.slices import whole_state
 from lockstep.train.step import Step
 
 
 def capture(
-    step: Step, model: nn.Module, progress: Progress, meta: dict[str, Any], wanted: bool
+    step: Step,
+    model: nn.Module,
+    progress: Progress,
+    meta: dict[str, Any],
+    transport: Transport,
+    wanted: bool,
 ) -> Callable[[], Snapshot] | None:
     """Copy the state in memory; what is returned, where `wanted`, makes a snapshot of the copies.
 
     Called on all ranks: with a sharded optimizer, its slices are gathered.
     """
-    flats, scalars = step.stepper_state(), step.stepper_scalars()
+    flats, scalars = whole_state(transport, step)
     if not wanted:
         return None
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
@@ -95,7 +101,7 @@ def copy_state(
     step: Step, model: nn.Module, progress: Progress, transport: Transport, root: int
 ) -> None:
     """Bring all ranks into the state rank `root` is in, as `restore` does."""
-    make = capture(step, model, progress, {}, transport.rank == root)
+    make = capture(step, model, progress, {}, transport, transport.rank == root)
     restore(make() if make else None, step, model, transport, root)
 
 

@@ -1,4 +1,4 @@
-"""Sharded optimizer state after the loss of ranks: each slice is on its owner and on the next rank.
+"""The state of a sharded optimizer: each slice is on its owner and on the next rank.
 
 Every rank steps the slice it owns and, as a buddy, that of the rank before it, from the same
 gradient to the same bits. So a slice is lost only if its owner and the next rank die at once.
@@ -70,16 +70,37 @@ def collect(transport: Transport, step: Step, members: Sequence[int]) -> Stepped
     Raises:
         RankFailure: some slice has been lost.
     """
-    where = [holders(len(slices), members, step.with_buddy) for slices in step.slices]
-    mine = step.stepper.state_flats()
-    keys = sorted({key for keys in transport.gather_json(sorted(mine)) for key in keys})
-    flats = {k: mine.get(k) or [torch.zeros_like(f) for f in step.flat.flats] for k in keys}
+    where = [holders(len(slices), members, step.with_buddy) for slices in step.share.slices]
+    flats = _own_flats(transport, step)
     for segments in [step.flat.flats, *flats.values()]:
-        for flat, slices, roots in zip(segments, step.slices, where, strict=True):
+        for flat, slices, roots in zip(segments, step.share.slices, where, strict=True):
             for part, root in zip(slices, roots, strict=True):
                 if len(part):
                     transport.broadcast(flat[part.first : part.last], root)
+    return SteppedState(flats, _all_scalars(transport, step))
+
+
+def whole_state(transport: Transport, step: Step) -> SteppedState:
+    """Copies of the state of an optimizer; a collective if it is sharded."""
+    if not step.sharded:
+        return SteppedState(step.stepper.state_flats(), step.stepper.state_scalars())
+    flats = _own_flats(transport, step)
+    for segments in flats.values():
+        for segment, flat in enumerate(segments):
+            step.share.reduction.gather(segment, flat)
+    return SteppedState(flats, _all_scalars(transport, step))
+
+
+def _own_flats(transport: Transport, step: Step) -> dict[str, list[Tensor]]:
+    """This rank's part of the state; zeros for keys that others alone have."""
+    mine = step.stepper.state_flats()
+    keys = sorted({key for keys in transport.gather_json(sorted(mine)) for key in keys})
+    return {k: mine.get(k) or [torch.zeros_like(f) for f in step.flat.flats] for k in keys}
+
+
+def _all_scalars(transport: Transport, step: Step) -> Scalars:
+    # A slice need not hold a piece of every group.
     scalars: Scalars = {}
     for theirs in transport.gather_json(step.stepper.state_scalars()):
         scalars |= theirs
-    return SteppedState(flats, scalars)
+    return scalars

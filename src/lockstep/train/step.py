@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
-from lockstep.parallel.layout import Range, stepped_slices
-from lockstep.parallel.norm import global_norm, sharded_global_norm
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.layout import Range
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
 from lockstep.train.flat import FlatTensors
@@ -28,6 +26,7 @@ from lockstep.train.optimizer import Scalars, Stepper
 from lockstep.train.precision import LossScale
 from lockstep.train.runtime import Raised, Runtime, shared_error
 from lockstep.train.schedule import lr_factor
+from lockstep.train.share import Share
 from lockstep.train.timing import Stopwatch
 
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
@@ -72,7 +71,8 @@ class Step:
         stepper: the optimizer.
         loss_scale: of fp16.
         watch: where the time goes.
-        slices: for each segment, the elements of each rank's slice.
+        share: what this rank has to compute and to step.
+        sharded: whether the optimizer is.
         with_buddy: whether each rank steps the slice of the rank before it too.
     """
 
@@ -91,8 +91,8 @@ class Step:
         self._config = config
         self._compute = compute
         self._total_steps = total_steps
-        self._sharded = config.optimizer.sharded
-        self.with_buddy = self._sharded and config.optimizer.buddy and runtime.transport.can_regroup
+        self.sharded = config.optimizer.sharded
+        self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
@@ -100,8 +100,8 @@ class Step:
         self._backward = Backward(flat.tensors, state)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
         self._summed: Summed | None = None
-        self._lay_out(ranges)
-        self.stepper = Stepper(optimizer, flat, self._gradients, self._owned)
+        self.share = self._lay_out(ranges)
+        self.stepper = Stepper(optimizer, flat, self.share.gradients, self.share.owned)
 
     def give_up(self) -> None:
         """Forget what an interrupted step has changed beside the committed state.
@@ -110,8 +110,7 @@ class Step:
         """
         self.state.restore()
         if self.applied is not None:
-            for part, spare in self._spares:
-                part.copy_(spare)
+            self.share.put_back()
 
     def deal_out(
         self,
@@ -125,48 +124,23 @@ class Step:
             state: of the optimizer, whole, if it is sharded and the group is another one.
         """
         self._summed = None
-        self._lay_out(ranges)
+        self.share = self._lay_out(ranges)
         if state is not None:
-            self.stepper.own(self._owned)
+            self.stepper.own(self.share.owned)
             self.stepper.load_state(*state)
-        self.stepper.bind(self._gradients)
+        self.stepper.bind(self.share.gradients)
 
-    def _lay_out(self, ranges: Sequence[Range]) -> None:
-        """Memory for gradients and their exchange, which depends on the group."""
-        config, flat, state = self._config, self.flat, self.state
-        self._microbatches = ranges[self._runtime.transport.rank]
-        self._reduction = OrderedReduction(
-            self._runtime.transport,
-            [*flat.segments, *state.flat.segments],
-            [*flat.places, *state.flat.places],
+    def _lay_out(self, ranges: Sequence[Range]) -> Share:
+        return Share(
+            self._runtime,
+            self._config,
+            self.flat,
+            self.state,
+            ranges,
             num_scalars=self._num_scalars,
-            num_header=_NUM_FIXED + state.num_counters,
-            num_microbatches=config.num_microbatches,
-            ranges=ranges,
-            device=self._runtime.device,
-            bucket_bytes=config.bucket_bytes,
-            gather=not self._sharded,
+            num_header=_NUM_FIXED + self.state.num_counters,
+            with_buddy=self.with_buddy,
         )
-        num_parameter_segments = len(flat.segments)
-        self._gradients = self._reduction.total.segments[:num_parameter_segments]
-        self._buffer_sums = self._reduction.total.segments[num_parameter_segments:]
-        self.slices = self._reduction.slices[:num_parameter_segments]
-        if self._sharded:
-            rank = self._runtime.transport.rank
-            self._owned = [stepped_slices(s, rank, self.with_buddy) for s in self.slices]
-        else:
-            self._owned = [[Range(0, s.numel)] for s in flat.segments]
-        self._spares = [
-            (flat[part.first : part.last], torch.empty_like(flat[part.first : part.last]))
-            for flat, owned in zip(flat.flats, self._owned, strict=True)
-            for part in owned
-            if self.with_buddy
-        ]
-        self._own_gradients = [
-            gradient[part.first : part.last]
-            for gradient, owned in zip(self._gradients, self._owned, strict=True)
-            for part in owned
-        ]
 
     def run(self, step: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
@@ -177,13 +151,13 @@ class Step:
         """
         watch = self.watch
         watch.start()
-        self._reduction.restart()
+        self.share.reduction.restart()
         self._summed = None
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
         try:
-            for microbatch in range(*self._microbatches):
+            for microbatch in range(*self.share.microbatches):
                 *place, batch = next(batches)
                 assert place == [step, microbatch], f"got the data of {place}"
                 watch.data_s += watch.lap()
@@ -196,18 +170,20 @@ class Step:
         self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
         self._runtime.at("reduced", step)
-        scalars = self._reduction.total.scalars.tolist()
+        scalars = self.share.reduction.total.scalars.tolist()
         self._check(step, error, headers, scalars, losses)
         summed = Summed(scalars, headers)
-        if self._sharded:
-            self._exchange_slices()
+        if self.sharded:
+            self.share.exchange_slices()
             self._summed = summed
         norm = self._norm(step, scalars[1])
         self._runtime.at("optimizer", step)
         result = self._apply(step, summed, norm)
-        if self._sharded:
+        if self.sharded:
             self._runtime.at("gather", step)
-            self._gather_parameters()
+            watch.compute_s += watch.lap()
+            self.share.gather_parameters()
+            watch.communication_s += watch.lap()
             self._summed = None
         watch.compute_s += watch.lap()
         return result
@@ -223,29 +199,6 @@ class Step:
             assert self._summed is not None, "a rank has applied a step before all could"
             self._apply(step, self._summed, lead.grad_norm)
 
-    def stepper_state(self) -> dict[str, list[Tensor]]:
-        """Copies of all whole-tensor optimizer state as flats; a collective if sharded."""
-        flats = self.stepper.state_flats()
-        if self._sharded:
-            transport = self._runtime.transport
-            keys = sorted({k for keys in transport.gather_json(sorted(flats)) for k in keys})
-            flats = {
-                k: flats.get(k) or [torch.zeros_like(f) for f in self.flat.flats] for k in keys
-            }
-            for segments in flats.values():
-                for segment, flat in enumerate(segments):
-                    self._reduction.gather(segment, flat)
-        return flats
-
-    def stepper_scalars(self) -> Scalars:
-        """All other optimizer state; a collective if sharded."""
-        scalars = self.stepper.state_scalars()
-        if self._sharded:
-            # A slice need not hold a piece of every group.
-            for theirs in self._runtime.transport.gather_json(scalars):
-                scalars |= theirs
-        return scalars
-
     def _fold(
         self,
         step: int,
@@ -259,7 +212,7 @@ class Step:
             leaf: list[Tensor | None] = [None] * (
                 len(self.flat.tensors) + len(self.state.flat.tensors)
             )
-            self._reduction.fold.add(
+            self.share.reduction.fold.add(
                 leaf, _float64([0.0] * self._num_scalars).to(self._runtime.device)
             )
             return counters
@@ -267,7 +220,7 @@ class Step:
         scalars = self._compute.scalars(loss)
         losses[microbatch] = scalars[0]
         leaf, counted = self._backward.leaf(loss, scalars[1], self.loss_scale.value)
-        self._reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
+        self.share.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 
     def _reduce(self, error: Raised | None, counters: list[float]) -> list[list[float]]:
@@ -275,9 +228,9 @@ class Step:
         reason = self._runtime.stop_reason()
         stop = STOP_REASONS.index(reason) if reason else 0
         header = [float(error is not None), stop, *self.watch.values(), *counters]
-        self._reduction.header.copy_(_float64(header))
-        self._reduction.reduce()
-        headers: list[list[float]] = self._reduction.headers().tolist()
+        self.share.reduction.header.copy_(_float64(header))
+        self.share.reduction.reduce()
+        headers: list[list[float]] = self.share.reduction.headers().tolist()
         self.watch.communication_s += self.watch.lap()
         return headers
 
@@ -287,14 +240,10 @@ class Step:
         Raises:
             NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
         """
-        if self._sharded:
-            total = sharded_global_norm(self._runtime.transport, self._gradients, self.slices)
-        else:
-            total = global_norm(self._gradients)
-        norm = total * (1.0 / (weight * self.loss_scale.value))
+        norm = self.share.norm() * (1.0 / (weight * self.loss_scale.value))
         if not math.isfinite(norm) and not self.loss_scale.enabled:
             transport = self._runtime.transport
-            raise non_finite_gradient(transport, step, self.flat, self._gradients)
+            raise non_finite_gradient(transport, step, self.flat, self.share.gradients)
         return norm
 
     def _apply(self, step: int, summed: Summed, norm: float) -> StepResult:
@@ -307,14 +256,11 @@ class Step:
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)
-            for gradient in self._own_gradients:
+            for gradient in self.share.own_gradients:
                 gradient.mul_(unit)
             self.stepper.step(factor)
             self._commit_buffers(weight, summed.headers)
-        # An all-gather in place that is interrupted may leave anything behind (Bruck's algorithm
-        # moves every rank's part), and two ranks alone have this slice.
-        for part, spare in self._spares:
-            spare.copy_(part)
+        self.share.keep_aside()
         summed.result = StepResult(
             summed.scalars,
             self.stepper.base_lr * factor,
@@ -324,25 +270,10 @@ class Step:
         )
         return summed.result
 
-    def _exchange_slices(self) -> None:
-        """Give every rank what it takes to apply the step."""
-        if self.with_buddy and self._runtime.transport.size > 1:
-            for segment in range(len(self.slices)):
-                self._reduction.copy_to_next(segment)
-        for segment, sums in enumerate(self._buffer_sums, start=len(self.slices)):
-            self._reduction.gather(segment, sums)
-
-    def _gather_parameters(self) -> None:
-        """Give every rank the parameters that others have stepped."""
-        self.watch.compute_s += self.watch.lap()
-        for segment, flat in enumerate(self.flat.flats):
-            self._reduction.gather(segment, flat)
-        self.watch.communication_s += self.watch.lap()
-
     def _commit_buffers(self, weight: float, headers: list[list[float]]) -> None:
         if not self.state.flat.tensors and not self.state.num_counters:
             return
-        sums = [self.state.flat.view(self._buffer_sums, e) for e in self.state.flat.entries]
+        sums = [self.state.flat.view(self.share.buffer_sums, e) for e in self.state.flat.entries]
         counters = [
             int(max(column)) for column in zip(*(h[_NUM_FIXED:] for h in headers), strict=True)
         ]
