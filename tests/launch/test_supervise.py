@@ -373,8 +373,19 @@ def test_a_rank_lost_before_all_have_met_ends_the_others(
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "from mpi4py import MPI"
     )
-    with pytest.raises(LaunchError, match="a rank ended before all had started"):
+    with pytest.raises(LaunchError, match=r"rank 1 ended before all had started"):
         run(ranks_of("mpi", lost), tmp_path)
+
+
+def test_a_rank_stopped_before_all_have_met_is_named(tmp_path: Path) -> None:
+    stuck = code(
+        "import os, signal\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "from mpi4py import MPI"
+    )
+    with pytest.raises(LaunchError, match=r"within 3 s \(rank 1 stopped by a signal\)"):
+        run(ranks_of("mpi", stuck), tmp_path, start_timeout_s=3.0)
 
 
 def test_an_unwritable_run_directory(tmp_path: Path) -> None:

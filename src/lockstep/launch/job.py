@@ -10,16 +10,33 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from lockstep.launch.processes import MARK, children, kill_marked, marked, send
+from lockstep.launch.processes import (
+    MARK,
+    children,
+    is_alive,
+    is_stopped,
+    kill_marked,
+    marked,
+    send,
+    variable,
+)
 from lockstep.launch.ranks import RankCommand
 from lockstep.launch.signals import ASK_STOP, PREEMPTED
 from lockstep.launch.tether import tethered
 
 GRACE_S = 5.0
 """How long something that ought to end by itself is given for it."""
+
+
+_MPI_RANK = "OMPI_COMM_WORLD_RANK"
+
+
+def named(ranks: Sequence[str]) -> str:
+    """Ranks as a subject: rank 1, or ranks 1, 2."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
 class Job:
@@ -59,7 +76,7 @@ class Job:
         self._kill_deadline: float | None = None
         self.met = False
         self._local_pids: set[int] = set()
-        self._most_children = 0
+        self._ranks: dict[str, int] = {}
         self._complete_at = self._seen_at = time.monotonic()
         self._mark = uuid.uuid4().hex
         # At SIGTERM mpirun ends its ranks, here and elsewhere, and clears its shared memory;
@@ -145,16 +162,20 @@ class Job:
 
     def _look_after_start(self, now: float) -> None:
         if now > self._start_deadline:
-            self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s")
+            stopped = sorted(r for r, pid in self._ranks.items() if is_stopped(pid))
+            who = f" ({named(stopped)} stopped by a signal)" if stopped else ""
+            self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s{who}")
         elif self._command.launcher == "mpi":
             # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
             # it in MPI_Init for good. On the launcher's host, ranks are mpirun's children.
-            number = len(children(self._child.pid))
-            if number >= self._most_children:
-                self._most_children = number
+            for pid in children(self._child.pid):
+                if rank := variable(pid, _MPI_RANK):
+                    self._ranks[rank] = pid
+            missing = sorted(r for r, pid in self._ranks.items() if not is_alive(pid))
+            if not missing:
                 self._complete_at = now
             elif now > self._complete_at + GRACE_S:
-                self._fail("a rank ended before all had started")
+                self._fail(f"{named(missing)} ended before all had started")
 
     def _lost_a_rank_at_start(self) -> bool:
         """Whether the command has ended because a rank was killed before all had met."""

@@ -34,12 +34,31 @@ def marked(mark: str) -> list[int]:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and is only not yet collected does not."""
+    return _state(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process."""
+    return _state(pid) == "T"
+
+
+def variable(pid: int, name: str) -> str:
+    """What an environment variable was when a process began; empty if it was not set."""
+    with contextlib.suppress(OSError):
+        for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            key, _, value = item.partition(b"=")
+            if key == name.encode():
+                return value.decode()
+    return ""
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for a process's state; X if there is none."""
     try:
         # The name before the state is in parentheses and may hold anything.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in "ZX"
+        return "X"
 
 
 def children(pid: int) -> list[int]:
