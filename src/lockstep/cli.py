@@ -36,6 +36,12 @@ LauncherOption = Annotated[
     str | None,
     typer.Option("--launcher", help="python, mpi, local or torchrun; chosen if left out."),
 ]
+Replace = Annotated[
+    int,
+    typer.Option(
+        "--replace", min=0, help="Start this many new processes at most for killed ranks."
+    ),
+]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
 
 
@@ -55,9 +61,14 @@ def train(
     run_dir: RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+    replace: Replace = 0,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
-    _exit(train_command.train(target, overrides or [], ranks, launcher, run_dir, resume, config))
+    _exit(
+        train_command.train(
+            target, overrides or [], ranks, launcher, run_dir, resume, config, replace
+        )
+    )
 
 
 @app.command()
@@ -66,9 +77,10 @@ def resume(
     overrides: Overrides = None,
     ranks: Ranks = None,
     launcher: LauncherOption = None,
+    replace: Replace = 0,
 ) -> None:
     """Go on with a run from its newest valid checkpoint, on any number of ranks."""
-    _exit(train_command.resume(run_dir, overrides or [], ranks, launcher))
+    _exit(train_command.resume(run_dir, overrides or [], ranks, launcher, replace))
 
 
 @app.command("eval")

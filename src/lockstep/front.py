@@ -174,7 +174,7 @@ def _run(
             stop_reason=stop.reason,
             at=injector(os.environ, environment.rank),
         )
-        if transport.size > 1 and config.hang_timeout_s:
+        if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(
                 Watchdog(
                     transport.pulse.fd,
@@ -183,7 +183,10 @@ def _run(
                 )
             )
         try:
-            trainer = _assembled(task, config, sitting, runtime, directory)
+            if environment.joins:
+                trainer = Trainer(task, config, runtime, directory, joins=True)
+            else:
+                trainer = _assembled(task, config, sitting, runtime, directory)
             for hint in hints:
                 runtime.emit(Warned(step=0, message=hint))
             return trainer.run()

@@ -1,6 +1,7 @@
 """Ranks die, hang and fail at every moment of a step; the survivors go on, to the same bits."""
 
 import csv
+import functools
 import json
 import os
 import signal
@@ -259,6 +260,52 @@ def test_the_launcher_gives_up_when_there_is_no_progress(lockstep, tmp_path):
     assert done.returncode not in (0, 2)
     assert "(3 of 3 without progress)" in done.stderr
     assert "error: all ranks have died" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def long_references(tmp_path_factory):
+    """The SHA-256 of a run that is long enough for a process to start meanwhile, by overrides."""
+
+    @functools.cache
+    def get(overrides):
+        folder = tmp_path_factory.mktemp("long")
+        argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run"]
+        argv += [*CONFIG, *LONG, *overrides]
+        subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+        return result(folder / "run")["params_sha256"]
+
+    return get
+
+
+LONG = ("steps=5000", "stop_at_step=1500", "eval_every=100", "checkpoint.every=400", "log_every=7")
+
+
+@pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
+@pytest.mark.parametrize("launcher", ["local"])
+def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
+    """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
+    run_dir = tmp_path / "run"
+    options = ("--replace", 2)
+    faults = [Fault(1, 10, "compute"), Fault(0, 1400, "reduced")]
+    slower = [Fault(2, step, "compute", "slow") for step in range(20, 50)]
+    done = train(run_dir, 3, *LONG, *overrides, *options, faults=[*faults, *slower])
+    assert done.returncode == 0, done.stderr
+    assert result(run_dir)["params_sha256"] == long_references(overrides)
+    rows = read_events(run_dir / "events.jsonl")
+    assert [r["slot"] for r in rows if r["event"] == "Joined"] == [0, 1, 2, 3]
+    sizes = [r["world_size"] for r in rows if r["event"] == "Recovered"]
+    assert sizes == [2, 3, 2]
+    steps = [r["step"] for r in rows if r["event"] == "StepDone"]
+    assert len(steps) == len(set(steps))
+    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 1500
+
+
+@pytest.mark.parametrize("launcher", ["mpi", slow("torchrun")])
+def test_ranks_that_cannot_be_replaced(train, tmp_path, launcher):
+    done = train(tmp_path / "run", 2, "--replace", 1)
+    assert done.returncode == 2
+    assert f"--replace 1: the launcher {launcher} cannot replace ranks" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_more_ranks_are_wanted_than_there_are(train, tmp_path):

@@ -22,6 +22,7 @@ from lockstep.train.progress import Progress
 from lockstep.train.restore import capture, restore
 from lockstep.train.runtime import Runtime
 from lockstep.train.setup import assemble
+from lockstep.train.slices import whole_state
 from lockstep.train.task import Loss, Task
 
 STEPS = 6
@@ -97,8 +98,9 @@ def trained(
     batches = parts.loader.stream(parts.step.share.microbatches, first, last)
     for step in range(first, last):
         parts.step.run(step, batches)
-    make = capture(parts.step, parts.model, Progress(step=last), {}, transport, runtime.is_first)
-    return model_digest(parts.model), make() if make else None
+    state = whole_state(transport, parts.step)
+    make = capture(parts.step, parts.model, Progress(step=last), {}, state)
+    return model_digest(parts.model), make() if runtime.is_first else None
 
 
 def digests(size: int, sharded: bool, first: int, last: int, start: Any = None) -> list[str]:
@@ -190,10 +192,9 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
         parts = assemble(Classify(), runtime_config, runtime)
         batches = parts.loader.stream(parts.step.share.microbatches, 0, 4)
         parts.step.run(0, batches)
-        arguments = (parts.step, parts.model, Progress(step=1), {}, transport, True)
-        now, later = capture(*arguments), capture(*arguments)
-        assert now is not None
-        assert later is not None
+        arguments = (parts.step, parts.model, Progress(step=1), {})
+        now = capture(*arguments, whole_state(transport, parts.step))
+        later = capture(*arguments, whole_state(transport, parts.step))
         before = now()
         for step in range(1, 4):
             parts.step.run(step, batches)

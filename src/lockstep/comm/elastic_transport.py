@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.process_group_transport import GroupTransport
@@ -17,6 +17,7 @@ from lockstep.comm.supervision import GenerationLost, Supervision
 from lockstep.comm.transport import collective
 
 _BUILD_S = 30.0
+_BUILD_TIME = timedelta(seconds=_BUILD_S)
 _NOTICE_S = 5.0
 _HOST = "127.0.0.1"
 
@@ -36,6 +37,8 @@ class ElasticTransport(GroupTransport):
         slot: lifelong number of this process.
         timeout_s: how long a collective may wait for others.
         device: where this rank's tensors lie; host memory by default.
+        joins: whether this process comes later than the others: until it regroups with them, it
+            is a group of its own.
     """
 
     can_regroup = True
@@ -48,6 +51,7 @@ class ElasticTransport(GroupTransport):
         slot: int,
         timeout_s: float,
         device: torch.device | None = None,
+        joins: bool = False,
     ) -> None:
         super().__init__(backend, device)
         self._store_address = store_address
@@ -57,25 +61,32 @@ class ElasticTransport(GroupTransport):
         self._builders: list[threading.Thread] = []
         self._supervision = Supervision(supervisor_fd, self._cut)
         self.group = None
-        self._members: list[int] = []
-        self._join()
+        self._is_alone = joins
+        if joins:
+            self.rank, self.size = 0, 1
+            self.group = self._new_group(HashStore(), 0, 1)
+        else:
+            self._join()
 
     @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
-        self._supervision.agree()
+        self._agree()
 
     @collective
     def agree(self) -> None:
         """See `Transport.agree`: the supervisor decides."""
-        self._supervision.agree()
+        self._agree()
 
     @collective
-    def regroup(self) -> list[int]:
+    def regroup(self) -> None:
         """See `Transport.regroup`."""
-        before = self._members
         self._join()
-        return [before.index(slot) for slot in self._members]
+
+    @property
+    def has_newcomer(self) -> bool:
+        """See `Transport.has_newcomer`."""
+        return self._supervision.has_newcomer
 
     def is_damaged(self) -> bool:
         """Whether the supervisor has missed a rank.
@@ -98,6 +109,10 @@ class ElasticTransport(GroupTransport):
         self._supervision.abort(exit_code)
         super().abort(exit_code)
 
+    def _agree(self) -> None:
+        if not self._is_alone:
+            self._supervision.agree()
+
     def _join(self) -> None:
         """Build the next generation, and the one after it should a rank die meanwhile."""
         while True:
@@ -107,7 +122,7 @@ class ElasticTransport(GroupTransport):
                 self._supervision.confirm()
             except GenerationLost:
                 continue
-            self._members = members
+            self._is_alone = False
             self.rank, self.size = members.index(self._slot), len(members)
             return
 
@@ -128,7 +143,10 @@ class ElasticTransport(GroupTransport):
         def build() -> None:
             try:
                 rank = members.index(self._slot)
-                found.append(self._new_group(f"lockstep/{generation}", rank, len(members)))
+                store = PrefixStore(
+                    f"lockstep/{generation}", TCPStore(*self._store_address, timeout=_BUILD_TIME)
+                )
+                found.append(self._new_group(store, rank, len(members)))
             except Exception as error:
                 errors.append(error)
             self._supervision.notify()
@@ -146,17 +164,14 @@ class ElasticTransport(GroupTransport):
         self._connections.end()
         return found[0]
 
-    def _new_group(self, prefix: str, rank: int, size: int) -> Any:
-        build_time = timedelta(seconds=_BUILD_S)
-        host, port = self._store_address
-        store = PrefixStore(prefix, TCPStore(host, port, timeout=build_time))
+    def _new_group(self, store: Any, rank: int, size: int) -> Any:
         if self.name == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timedelta(seconds=self._timeout_s)
             return dist.ProcessGroupNCCL(store, rank, size, nccl)
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
-        gloo._timeout = build_time
+        gloo._timeout = _BUILD_TIME
         group = dist.ProcessGroupGloo(store, rank, size, gloo)
         group._set_default_timeout(timedelta(seconds=self._timeout_s))
         return group

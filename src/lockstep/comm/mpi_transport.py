@@ -98,7 +98,7 @@ class MpiTransport(Transport):
         self._has_agreed = False
 
     @collective
-    def regroup(self) -> list[int]:
+    def regroup(self) -> None:
         """See `Transport.regroup`."""
         before = self.comm
         before.Revoke()
@@ -110,10 +110,7 @@ class MpiTransport(Transport):
         # complete everywhere; Open MPI 5 crashes where a revocation finds one that is not.
         while not _is_whole(shrunk):
             shrunk = _shrink(shrunk)
-        everyone, left = before.Get_group(), shrunk.Get_group()
-        kept = left.Translate_ranks(None, everyone)
         self._adopt(shrunk)
-        return list(kept)
 
     def is_damaged(self) -> bool:
         """Whether a rank of the group is known to have died, or the group was given up."""

@@ -23,6 +23,9 @@ class Supervision:
     Args:
         fd: the inherited socket; stays open.
         on_loss: called in that thread as soon as the present generation is known to be broken.
+
+    Attributes:
+        has_newcomer: whether another process waits for the next generation.
     """
 
     def __init__(self, fd: int, on_loss: Callable[[], None]) -> None:
@@ -34,6 +37,7 @@ class Supervision:
         self._members: list[int] = []
         self._built = self._lost = -1
         self._num_agreed = 0
+        self.has_newcomer = False
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name="supervision", daemon=True)
         self._thread.start()
@@ -114,6 +118,8 @@ class Supervision:
             if "members" in message:
                 self._generation, self._members = message["generation"], message["members"]
                 self._num_agreed = 0
+                self.has_newcomer = False
+            self.has_newcomer = message.get("newcomer", self.has_newcomer)
             self._built = message.get("built", self._built)
             self._num_agreed += "agree" in message
             self._lost = message.get("lost", self._lost)

@@ -127,13 +127,17 @@ class Transport(ABC):
         """Whether, as far as this rank knows, the group has lost a rank or was given up."""
         return False
 
-    def regroup(self) -> list[int]:
-        """Leave dead ranks behind: `rank` and `size` change. A collective of the survivors.
+    def regroup(self) -> None:
+        """Leave dead ranks behind, and take in newcomers: `rank` and `size` change.
 
-        Returns:
-            For each rank of the new group, its rank in the one before.
+        A collective of the survivors, who keep their order; newcomers get the highest ranks.
         """
         raise NotImplementedError(f"{self.name} cannot regroup")
+
+    @property
+    def has_newcomer(self) -> bool:
+        """Whether, as far as this rank knows, a new process waits to be taken in."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -69,8 +69,21 @@ def choose_launcher(launcher: str | None, num_ranks: int) -> str:
     return launcher
 
 
+def check_replacements(launcher: str, replacements: int) -> None:
+    """Refuse what a launcher can't do.
+
+    Raises:
+        LaunchError: killed ranks are to be replaced, and this launcher can't.
+    """
+    if replacements and launcher != "local":
+        raise LaunchError(
+            f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
+            "-n N --launcher local"
+        )
+
+
 def rank_command(
-    launcher: str, num_ranks: int, target: str, arguments: Sequence[str]
+    launcher: str, num_ranks: int, target: str, arguments: Sequence[str], replacements: int = 0
 ) -> RankCommand:
     """The command that starts the ranks of a target; a script gets no arguments."""
     if is_script(target):
@@ -80,7 +93,7 @@ def rank_command(
     if launcher == "mpi":
         return mpirun_command(num_ranks, argv, cores=usable_cores())
     if launcher == "local":
-        return local_command(num_ranks, argv)
+        return local_command(num_ranks, argv, replacements)
     if launcher == "torchrun":
         return torchrun_command(num_ranks, argv)
     return python_command(argv)

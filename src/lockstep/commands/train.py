@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.commands.start import choose_launcher, rank_command, start_shown
+from lockstep.commands.start import (
+    check_replacements,
+    choose_launcher,
+    rank_command,
+    start_shown,
+)
 from lockstep.commands.target import absolute, configured, is_script, make_task
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting, claim, new_run_dir
@@ -26,6 +31,7 @@ def train(
     run_dir: Path | None,
     resume: bool,
     config_file: Path | None = None,
+    replacements: int = 0,
 ) -> int:
     """Train a target here, if this process is a rank or is to be the only one, else start ranks.
 
@@ -52,6 +58,7 @@ def train(
 
     num_ranks = 1 if ranks is None else ranks
     chosen = choose_launcher(launcher, num_ranks)
+    check_replacements(chosen, replacements)
     where = absolute(target)
     if is_script(target):
         if config_file is not None:
@@ -61,7 +68,7 @@ def train(
             )
         path = run_dir or new_run_dir(Path(target).stem)
         sitting = Sitting(str(path), resume, tuple(overrides), False, where)
-        return _start(rank_command(chosen, num_ranks, where, ()), sitting, threads=1)
+        return _start(rank_command(chosen, num_ranks, where, (), replacements), sitting, threads=1)
     kind, config = configured(target, overrides, config_file)
     if chosen == "python":
         sitting = Sitting(str(run_dir) if run_dir else None, resume, target=where)
@@ -73,10 +80,17 @@ def train(
     claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
     directory.close()
     arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
-    return _start(rank_command(chosen, num_ranks, where, arguments), sitting, config.threads)
+    command = rank_command(chosen, num_ranks, where, arguments, replacements)
+    return _start(command, sitting, config.threads)
 
 
-def resume(run_dir: Path, overrides: Sequence[str], ranks: int | None, launcher: str | None) -> int:
+def resume(
+    run_dir: Path,
+    overrides: Sequence[str],
+    ranks: int | None,
+    launcher: str | None,
+    replacements: int = 0,
+) -> int:
     """Go on with the run in a directory; overrides may change what does not change the result.
 
     Returns:
@@ -87,11 +101,10 @@ def resume(run_dir: Path, overrides: Sequence[str], ranks: int | None, launcher:
     """
     known = RunDirectory(run_dir).identity()
     if is_script(known.target):
-        return train(
-            known.target, [*known.overrides, *overrides], ranks, launcher, run_dir, resume=True
-        )
-    file = run_dir / "config.yaml"
-    return train(known.target, overrides, ranks, launcher, run_dir, resume=True, config_file=file)
+        overrides, file = [*known.overrides, *overrides], None
+    else:
+        file = run_dir / "config.yaml"
+    return train(known.target, overrides, ranks, launcher, run_dir, True, file, replacements)
 
 
 def _train_here(

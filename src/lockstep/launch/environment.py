@@ -36,6 +36,7 @@ class Environment:
         master_addr: host of rank 0, where ranks meet over TCP; None where they don't.
         master_port: port on that host.
         job_id: the SLURM job, if this is one.
+        joins: whether the others began without this process.
         supervisor_fd: the inherited socket to Lockstep's own supervisor, if that started the ranks.
     """
 
@@ -49,6 +50,7 @@ class Environment:
     master_port: int | None = None
     job_id: str | None = None
     supervisor_fd: int | None = None
+    joins: bool = False
 
 
 def detect(env: Mapping[str, str]) -> Environment:
@@ -87,11 +89,13 @@ def detect(env: Mapping[str, str]) -> Environment:
 def _local(env: Mapping[str, str]) -> Environment:
     advice = f"`lockstep train -n N --launcher local` sets it: unset all {local.PREFIX}*"
     size = _number(env, local.SIZE, advice, low=1)
-    rank = _number(env, local.RANK, advice, below=size, limit=local.SIZE)
+    joins = local.PLACE in env
+    place = _number(env, local.PLACE if joins else local.RANK, advice, below=size, limit=local.SIZE)
+    rank = _number(env, local.RANK, advice)
     port = _number(env, local.PORT, advice, low=1, below=65_536, limit="ports")
     fd = _number(env, local.SUPERVISOR, advice)
     job = env.get("SLURM_JOB_ID")
-    return Environment("local", rank, size, rank, size, 0, local.HOST, port, job, fd)
+    return Environment("local", rank, size, place, size, 0, local.HOST, port, job, fd, joins)
 
 
 def _torchrun(env: Mapping[str, str], advice: str) -> Environment:

@@ -36,7 +36,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
 
             return ElasticTransport(
                 _backend(device), address, environment.supervisor_fd, environment.rank, timeout_s,
-                device,
+                device, environment.joins,
             )  # fmt: skip
         return _process_group(environment, device, timeout_s, address)
     return _over_mpi(environment, device, timeout_s)

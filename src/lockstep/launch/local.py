@@ -40,6 +40,9 @@ SUPERVISOR = f"{PREFIX}SUPERVISOR"
 
 VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
 
+PLACE = f"{PREFIX}PLACE"
+"""Set for a process that is started later: the rank whose place on the host it takes."""
+
 _MESSAGE_BYTES = 1 << 16
 
 _GRACE_S = 3.0
@@ -50,23 +53,30 @@ class _Rank:
     """A process, and what is known of it.
 
     Attributes:
-        phase: `out` of any group, `waiting` for one, `in` one, or `lost`.
+        place: of the ranks that were started first, the one whose share of the host it has.
+        phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
+            `lost`.
         is_alive: until its end has been taken note of.
         is_silent: whether it has closed its end of the line.
     """
 
-    def __init__(self, slot: int, size: int, port: int, argv: Sequence[str]) -> None:
+    def __init__(
+        self, slot: int, size: int, port: int, argv: Sequence[str], place: int | None = None
+    ) -> None:
         self.slot = slot
-        self.phase = "out"
+        self.place = slot if place is None else place
+        self.phase = "out" if place is None else "starting"
         self.is_alive = True
         self.is_silent = False
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
-        place = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
+        told = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
+        if place is not None:
+            told[PLACE] = place
         with theirs:
             self.process = subprocess.Popen(
                 argv,
-                env=os.environ | {name: str(value) for name, value in place.items()},
+                env=os.environ | {name: str(value) for name, value in told.items()},
                 pass_fds=(theirs.fileno(),),
             )
 
@@ -99,9 +109,10 @@ class Supervisor:
     Args:
         num_ranks: how many to start.
         argv: what each runs.
+        replacements: how many processes may be started in the place of killed ones.
     """
 
-    def __init__(self, num_ranks: int, argv: Sequence[str]) -> None:
+    def __init__(self, num_ranks: int, argv: Sequence[str], replacements: int = 0) -> None:
         self._wake, wake = socket.socketpair()
         self._wake.setblocking(False)
         wake.setblocking(False)
@@ -111,8 +122,11 @@ class Supervisor:
         for signum in _FORWARDED:
             signal.signal(signum, self._forward)
         self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
-        port = self._listener.getsockname()[1]
-        self._ranks = [_Rank(slot, num_ranks, port, argv) for slot in range(num_ranks)]
+        self._port = self._listener.getsockname()[1]
+        self._size, self._argv, self._replacements = num_ranks, argv, replacements
+        self._ranks = [_Rank(slot, num_ranks, self._port, argv) for slot in range(num_ranks)]
+        self._selector = selectors.DefaultSelector()
+        self._is_over = False
         self._generation = 0
         self._members: set[int] = set()
         self._built: set[int] = set()
@@ -125,25 +139,24 @@ class Supervisor:
     def run(self) -> int:
         """Serve until all ranks have ended; the exit code."""
         threading.Thread(target=self._host_store, daemon=True).start()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
-            for rank in self._ranks:
-                selector.register(rank.line, selectors.EVENT_READ, rank)
-            while any(rank.is_alive for rank in self._ranks):
-                for key, _ in selector.select(self._patience()):
-                    if key.data is not None:
-                        self._listen(key.data)
-                        if key.data.is_silent:
-                            selector.unregister(key.data.line)
-                with contextlib.suppress(BlockingIOError):
-                    self._wake.recv(4096)
-                for rank in self._ranks:
-                    if rank.is_alive and rank.process.poll() is not None:
-                        with contextlib.suppress(KeyError):
-                            selector.unregister(rank.line)
-                        self._bury(rank)
-                if self._end_at is not None and time.monotonic() > self._end_at:
-                    self._end()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for rank in self._ranks:
+            self._selector.register(rank.line, selectors.EVENT_READ, rank)
+        while any(rank.is_alive for rank in self._ranks):
+            for key, _ in self._selector.select(self._patience()):
+                if key.data is not None:
+                    self._listen(key.data)
+                    if key.data.is_silent:
+                        self._selector.unregister(key.data.line)
+            with contextlib.suppress(BlockingIOError):
+                self._wake.recv(4096)
+            for rank in tuple(self._ranks):
+                if rank.is_alive and rank.process.poll() is not None:
+                    with contextlib.suppress(KeyError):
+                        self._selector.unregister(rank.line)
+                    self._bury(rank)
+            if self._end_at is not None and time.monotonic() > self._end_at:
+                self._end()
         return self._exit_code()
 
     def _host_store(self) -> None:
@@ -171,6 +184,7 @@ class Supervisor:
             elif said == "leave":
                 rank.phase = "out"
                 rank.tell(left=True)
+                self._dismiss()
             elif said == "abort":
                 self._aborted = message["code"]
                 self._end()
@@ -185,8 +199,18 @@ class Supervisor:
         """A rank wants a group: the first one, or one without those that are lost."""
         if rank.slot in self._members:
             self._break()
+        elif rank.phase == "starting":
+            self._tell(self._members, newcomer=True)
         rank.phase = "waiting"
         self._form()
+
+    def _dismiss(self) -> None:
+        """The run is over: who has not yet taken part in it never will."""
+        self._is_over = True
+        for rank in self._ranks:
+            if rank.slot >= self._size and rank.phase in ("starting", "waiting"):
+                rank.phase = "lost"
+                rank.process.kill()
 
     def _break(self) -> None:
         if not self._broken:
@@ -195,10 +219,10 @@ class Supervisor:
 
     def _form(self) -> None:
         """Begin a generation of all living ranks, if all of them wait for it."""
-        living = [rank for rank in self._ranks if rank.is_alive]
-        if not living or any(rank.phase != "waiting" for rank in living):
+        living = [rank for rank in self._ranks if rank.is_alive and rank.phase != "starting"]
+        if self._is_over or not living or any(rank.phase != "waiting" for rank in living):
             return
-        if self._generation == 0 and len(living) < len(self._ranks):
+        if self._generation == 0 and len(living) < self._size:
             self._give_up(next(rank for rank in self._ranks if not rank.is_alive))
             return
         self._generation += 1
@@ -223,10 +247,23 @@ class Supervisor:
             rank.phase = "lost"
             if rank.slot in self._members:
                 self._break()
+            if self._generation and rank.exit_code > 128:
+                self._replace(rank)
         if self._generation == 0 and rank.exit_code:
             self._give_up(rank)
         else:
             self._form()
+
+    def _replace(self, lost: _Rank) -> None:
+        """Start a process in the place of a killed one, while the others train."""
+        if self._is_over or self._replacements == 0 or self._aborted is not None:
+            return
+        if not any(rank.is_alive and rank.phase in ("in", "waiting") for rank in self._ranks):
+            return
+        self._replacements -= 1
+        new = _Rank(len(self._ranks), self._size, self._port, self._argv, lost.place)
+        self._ranks.append(new)
+        self._selector.register(new.line, selectors.EVENT_READ, new)
 
     def _give_up(self, rank: _Rank) -> None:
         """The others can't start without this rank."""
@@ -256,6 +293,6 @@ class Supervisor:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder, whose modules are not meant for everyone
-    code = Supervisor(int(sys.argv[1]), sys.argv[2:]).run()
+    code = Supervisor(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2])).run()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

@@ -61,9 +61,15 @@ def python_command(argv: Sequence[str]) -> RankCommand:
     return RankCommand(tuple(argv), 1, "python", forwards_signals=True)
 
 
-def local_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
-    """Run `argv` on several ranks of this host under Lockstep's own supervisor."""
-    supervisor = (sys.executable, local.__file__, str(num_ranks))
+def local_command(num_ranks: int, argv: Sequence[str], replacements: int = 0) -> RankCommand:
+    """Run `argv` on several ranks of this host under Lockstep's own supervisor.
+
+    Args:
+        num_ranks: how many to start.
+        argv: what each runs.
+        replacements: how many processes may be started in the place of killed ones.
+    """
+    supervisor = (sys.executable, local.__file__, str(num_ranks), str(replacements))
     return RankCommand((*supervisor, *tethered(argv)), num_ranks, "local", forwards_signals=True)
 
 

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.parallel.layout import Range, split
+
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
 BLOCK = 1024
@@ -33,6 +35,14 @@ class Segment(NamedTuple):
 
     dtype: torch.dtype
     numel: int
+
+
+def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
+    """For each segment, the elements of each of `size` ranks: whole blocks."""
+    return [
+        [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
+        for s in segments
+    ]
 
 
 @dataclass

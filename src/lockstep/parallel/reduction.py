@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import BLOCK, ArenaLayout, Row, Segment
+from lockstep.parallel.arena import ArenaLayout, Row, Segment, slice_up
 from lockstep.parallel.exchange import (
     Alone,
     Exchange,
@@ -29,7 +29,7 @@ from lockstep.parallel.exchange import (
     gather_slices,
 )
 from lockstep.parallel.fold import Fold, rows_needed
-from lockstep.parallel.layout import Range, leaves, merges, split
+from lockstep.parallel.layout import Range, leaves, merges
 
 SMALL_BYTES = 1 << 20
 """Up to this many bytes of all ranks' nodes, saved latency outweighs the doubled additions."""
@@ -78,10 +78,7 @@ class OrderedReduction:
         """
         rank, size = transport.rank, transport.size
         self._transport = transport
-        self.slices = [
-            [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
-            for s in segments
-        ]
+        self.slices = slice_up(segments, size)
 
         nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
         num_nodes = [len(n) for n in nodes]

@@ -22,6 +22,7 @@ from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, on_first
 from lockstep.train.saver import Saver
 from lockstep.train.setup import Parts
+from lockstep.train.slices import whole_state
 
 
 class Keeper:
@@ -65,9 +66,9 @@ class Keeper:
         started = perf_counter()
         self.check_replicas(progress)
         parts, is_first = self._parts, self._runtime.is_first
-        meta, transport = self._meta(progress), self._transport
-        make = capture(parts.step, parts.model, progress, meta, transport, is_first)
-        if make is not None:
+        state = whole_state(self._transport, parts.step)
+        if is_first:
+            make = capture(parts.step, parts.model, progress, self._meta(progress), state)
             self._saver.save(make, best, started)
         parts.step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step

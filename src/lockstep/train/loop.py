@@ -14,7 +14,8 @@ from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
 from lockstep.train.keeper import Keeper
-from lockstep.train.recovery import find_lead
+from lockstep.train.progress import Progress
+from lockstep.train.recovery import NOWHERE, Origin, find_lead, find_origin
 from lockstep.train.report import Reporter
 from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
@@ -35,9 +36,21 @@ class Trainer:
     """A run of a task on this group of ranks."""
 
     def __init__(
-        self, task: Task, config: TrainConfig, runtime: Runtime, directory: RunDirectory
+        self,
+        task: Task,
+        config: TrainConfig,
+        runtime: Runtime,
+        directory: RunDirectory,
+        joins: bool = False,
     ) -> None:
         """Assemble everything, and restore the newest valid checkpoint if there is one.
+
+        Args:
+            task: what to train.
+            config: how.
+            runtime: this process's surroundings.
+            directory: where files go.
+            joins: whether others train already, and have the state.
 
         Raises:
             LockstepError: the task, config or checkpoint does not work; on all ranks.
@@ -47,7 +60,7 @@ class Trainer:
         self._config = config
         self._runtime = runtime
         self._transport = runtime.transport
-        if config.min_ranks > self._transport.size:
+        if config.min_ranks > self._transport.size and not joins:
             raise ConfigError(
                 f"min_ranks={config.min_ranks}: is more than the {self._transport.size} ranks "
                 "there are; start more ranks or lower it"
@@ -55,14 +68,17 @@ class Trainer:
         self._parts = assemble(task, config, runtime)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
-        self._progress = self._keeper.resume()
+        self._progress = Progress() if joins else self._keeper.resume()
         self._result: StepResult | None = None
         ranges = split(config.num_microbatches, self._transport.size)
         self._balancer = Balancer(config.balance_every, ranges)
         self._batches = self._stream()
         self._stop_reason = ""
         self._failed_step = -1
-        self._reporter.start(self._progress, is_over=self._is_over())
+        self._is_new = joins
+        self._dealt = (NOWHERE, 0) if joins else (self._transport.rank, self._transport.size)
+        if not joins:
+            self._reporter.start(self._progress, is_over=self._is_over())
 
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop; through the loss of ranks.
@@ -71,6 +87,8 @@ class Trainer:
             LockstepError: the task does not work, or the state was lost; on all ranks.
             RankFailure: a rank has died, and this transport cannot go on without it.
         """
+        if self._is_new:
+            self._recover()
         while True:
             try:
                 return self._run()
@@ -88,6 +106,8 @@ class Trainer:
             self._follow_up()
             self._balance(result)
             self._keeper.poll()
+            if result.grows and not self._is_over():
+                raise GroupBroken("a new process is to be taken in")
         return self._finish()
 
     def _commit(self, result: StepResult) -> None:
@@ -200,48 +220,53 @@ class Trainer:
     def _recover(self) -> None:
         """Regroup, agree on the last committed step, and be ready to do the next one again."""
         started = perf_counter()
-        former = list(range(self._transport.size))
-        members = list(former)  # the same since state was dealt out
+        rank = NOWHERE if self._is_new else self._transport.rank
+        row = self._reporter.own_row()
         while True:
             try:
                 self._runtime.at("regroup", self._progress.step)
-                left = self._transport.regroup()
-                former, members = [former[r] for r in left], [members[r] for r in left]
+                self._transport.regroup()
                 on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
-                copied, state = self._catch_up(members)
-                ranges = split(self._config.num_microbatches, self._transport.size)
-                self._balancer.restart(ranges)
-                self._deal_out(ranges, state)
-                members = list(range(self._transport.size))
+                origin = find_origin(self._transport, rank, *self._dealt, row)
+                copied, state = self._catch_up(origin)
                 break
             except GroupBroken:
                 continue
-        self._keeper.regroup(took_over=former[0] != 0)
-        self._reporter.regroup(self._progress, former, copied, perf_counter() - started)
+        ranges = split(self._config.num_microbatches, self._transport.size)
+        self._balancer.restart(ranges)
+        self._deal_out(ranges, state)
+        self._dealt = (self._transport.rank, self._transport.size)
+        self._is_new = False
+        self._keeper.regroup(took_over=origin.former[0] != 0)
+        self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
 
-    def _catch_up(self, members: list[int]) -> tuple[bool, SteppedState | None]:
-        """Bring ranks that are behind to where the others are.
-
-        Args:
-            members: for each rank, the one it had when state was dealt out.
+    def _catch_up(self, origin: Origin) -> tuple[bool, SteppedState | None]:
+        """Bring ranks that are behind, or new, to where the others are.
 
         Returns:
             Whether there were any; and the optimizer's state if it is sharded.
         """
-        progress, parts, transport = self._progress, self._parts, self._transport
+        parts, transport = self._parts, self._transport
         parts.step.give_up()
-        lead = find_lead(transport, progress, self._result, parts.step.applied)
+        lead = find_lead(transport, self._progress, self._result, parts.step.applied, self._is_new)
         state = None
         if self._config.optimizer.sharded:
-            if lead.result is not None and progress.step < lead.step:
-                parts.step.follow(progress.step, lead.result)
-            state = collect(transport, parts.step, members)
+            if lead.result is not None and not self._is_new and self._progress.step < lead.step:
+                parts.step.follow(self._progress.step, lead.result)
+            state = collect(transport, parts.step, origin.members, origin.num_members)
+        if lead.is_ahead:
+            known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}
+            meta = copy_state(parts.step, parts.model, self._progress, known, transport, lead.rank)
+            if self._is_new:
+                self._progress = Progress.from_json(meta["progress"])
+                self._stop_reason, self._failed_step, report = meta["trainer"]
+                self._reporter.from_json(report)
+        else:
             transport.agree()
-        elif lead.is_ahead:
-            copy_state(parts.step, parts.model, progress, transport, lead.rank)
+        progress = self._progress
         if progress.step < lead.step:
             assert lead.result is not None
             self._commit(lead.result)

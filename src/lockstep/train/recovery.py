@@ -1,14 +1,55 @@
-"""After the loss of ranks: who is ahead."""
+"""After the loss of ranks, or with new ones: who comes from where, and who is ahead."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.comm.transport import Transport
+from lockstep.errors import RankFailure
 from lockstep.train.progress import Progress
 from lockstep.train.step import StepResult
 
 _PREFIX = "val/"
+
+
+NOWHERE = -1
+"""The rank that a newcomer had."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a group's ranks come from.
+
+    Attributes:
+        former: for each rank, the one it had before the loss.
+        members: for each rank, the one it had when state was dealt out.
+        num_members: how many ranks there were then.
+        rows: for each rank, what its `Joined` event says.
+    """
+
+    former: list[int]
+    members: list[int]
+    num_members: int
+    rows: list[dict[str, Any]]
+
+
+def find_origin(
+    transport: Transport, former: int, member: int, num_members: int, row: dict[str, Any]
+) -> Origin:
+    """Find out where the ranks of a new group come from, given where this one does; a collective.
+
+    Raises:
+        RankFailure: they are all newcomers.
+    """
+    found = transport.gather_json([former, member, num_members, row])
+    if max(n for _, _, n, _ in found) == 0:
+        raise RankFailure(
+            "all ranks that had begun have died; go on from the newest checkpoint with "
+            "`lockstep resume`"
+        )
+    formers, members, sizes, rows = zip(*found, strict=True)
+    return Origin(list(formers), list(members), max(sizes), list(rows))
 
 
 @dataclass(frozen=True)
@@ -21,7 +62,7 @@ class Lead:
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
         metrics: of the validation split.
-        is_ahead: whether some ranks have committed one step less.
+        is_ahead: whether some ranks have committed one step less, or none.
     """
 
     rank: int
@@ -37,6 +78,7 @@ def find_lead(
     progress: Progress,
     result: StepResult | None,
     applied: StepResult | None,
+    is_new: bool,
 ) -> Lead:
     """Find out which rank has come furthest; a collective.
 
@@ -48,11 +90,16 @@ def find_lead(
         progress: of this rank.
         result: of its last step.
         applied: of the step after that, if it has been applied but not committed.
+        is_new: whether this rank has no state yet.
     """
-    positions = transport.gather_json([progress.step + (applied is not None), progress.evaluated])
+    positions = transport.gather_json(
+        [NOWHERE, NOWHERE]
+        if is_new
+        else [progress.step + (applied is not None), progress.evaluated]
+    )
     step, evaluated = max(positions)
     rank = positions.index([step, evaluated])
-    assert all(step - theirs <= 1 for theirs, _ in positions)
+    assert all(step - theirs <= 1 for theirs, _ in positions if theirs != NOWHERE)
     own = [applied or result, progress.metrics] if transport.rank == rank else None
     values, metrics = transport.gather_json(own)[rank]
     return Lead(

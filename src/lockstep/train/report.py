@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import perf_counter
+from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.parallel.layout import split
@@ -19,6 +20,7 @@ from lockstep.train.events import (
     Warned,
 )
 from lockstep.train.progress import Progress
+from lockstep.train.recovery import NOWHERE, Origin
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime
 from lockstep.train.setup import Parts
@@ -49,48 +51,67 @@ class Reporter:
         self._since = perf_counter()
         self._last: dict[str, float] = {}
 
-    def regroup(self, progress: Progress, former: list[int], copied: bool, seconds: float) -> None:
-        """Go on in another group, and say so.
-
-        Args:
-            progress: of the run.
-            former: for each rank, the one it had.
-            copied: whether ranks that were behind got the state from another.
-            seconds: since the loss was noticed.
-        """
-        emit, step = self._runtime.emit, progress.step
-        if former[0] != 0:
-            self._plan(progress, continued=True)
-        for rank, slot in enumerate(self._slots):
-            if rank not in former:
-                reason = self._directory.hang_reason(slot)
-                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
-        self._slots = [self._slots[rank] for rank in former]
-        self._times = [self._times[rank] for rank in former]
-        size = len(former)
-        emit(Recovered(step=step, world_size=size, seconds=seconds, copied=copied))
-
-    def start(self, progress: Progress, is_over: bool) -> None:
-        """Say who takes part, what is planned, and what may not be expected; a collective."""
-        runtime, config, transport = self._runtime, self._config, self._runtime.transport
-        ranges = split(config.num_microbatches, transport.size)
-        mine = {
+    def own_row(self) -> dict[str, Any]:
+        """What a `Joined` event says of this process, but for its step and microbatches."""
+        runtime = self._runtime
+        return {
             "slot": runtime.slot,
-            "rank": transport.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "local_rank": runtime.local_rank,
             "device": str(runtime.device),
-            "threads": config.threads,
+            "threads": self._config.threads,
         }
-        rows = transport.gather_json(mine)
+
+    def to_json(self) -> list[Any]:
+        """What a process that comes later must know."""
+        return [self._sums, self._num_steps, self._samples, self._times, self._last]
+
+    def from_json(self, values: list[Any]) -> None:
+        """Go on from what `to_json` said elsewhere."""
+        self._sums, self._num_steps, self._samples, self._times, self._last = values
+
+    def regroup(self, progress: Progress, origin: Origin, copied: bool, seconds: float) -> None:
+        """Go on in another group, and say so.
+
+        Args:
+            progress: of the run.
+            origin: where its ranks come from.
+            copied: whether ranks that were behind got the state from another.
+            seconds: since the loss was noticed.
+        """
+        emit, step = self._runtime.emit, progress.step
+        if origin.former[0] != 0:
+            self._plan(progress, continued=True)
+        slots = [row["slot"] for row in origin.rows]
+        for rank, slot in enumerate(self._slots):
+            if slot not in slots:
+                reason = self._directory.hang_reason(slot)
+                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
+        self._tell_who(progress, origin.rows, self._slots)
+        self._slots = slots
+        self._times = [[0.0] * 4 if r == NOWHERE else self._times[r] for r in origin.former]
+        emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
+
+    def _tell_who(
+        self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
+    ) -> None:
+        """Name the processes that were not known by now."""
+        ranges = split(self._config.num_microbatches, len(rows))
+        for rank, row in enumerate(rows):
+            if row["slot"] not in known:
+                first, last = ranges[rank]
+                joined = Joined(step=progress.step, rank=rank, microbatches=(first, last), **row)
+                self._runtime.emit(joined)
+
+    def start(self, progress: Progress, is_over: bool) -> None:
+        """Say who takes part, what is planned, and what may not be expected; a collective."""
+        rows = self._runtime.transport.gather_json(self.own_row())
+        self._tell_who(progress, rows, ())
         self._slots = [row["slot"] for row in rows]
-        for row in rows:
-            first, last = ranges[row["rank"]]
-            runtime.emit(Joined(step=progress.step, microbatches=(first, last), **row))
         self._plan(progress)
         for message in self._surprises(progress, is_over):
-            runtime.emit(Warned(step=progress.step, message=message))
+            self._runtime.emit(Warned(step=progress.step, message=message))
         self._since = perf_counter()
 
     def _surprises(self, progress: Progress, is_over: bool) -> Iterator[str]:

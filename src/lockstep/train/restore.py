@@ -12,7 +12,7 @@ from lockstep.comm.transport import Transport
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.progress import Progress
-from lockstep.train.slices import whole_state
+from lockstep.train.slices import SteppedState, whole_state
 from lockstep.train.step import Step
 
 
@@ -21,16 +21,18 @@ def capture(
     model: nn.Module,
     progress: Progress,
     meta: dict[str, Any],
-    transport: Transport,
-    wanted: bool,
-) -> Callable[[], Snapshot] | None:
-    """Copy the state in memory; what is returned, where `wanted`, makes a snapshot of the copies.
+    state: SteppedState,
+) -> Callable[[], Snapshot]:
+    """Copy the state in memory; what is returned makes a snapshot of the copies.
 
-    Called on all ranks: with a sharded optimizer, its slices are gathered.
+    Args:
+        step: of the run.
+        model: of the run.
+        progress: of the run.
+        meta: what else is to be kept.
+        state: of the optimizer, already copied.
     """
-    flats, scalars = whole_state(transport, step)
-    if not wanted:
-        return None
+    flats, scalars = state
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     meta = meta | {
         "progress": progress.to_json(),
@@ -88,21 +90,42 @@ def restore(
     Raises:
         GroupBroken: on all ranks, or on none.
     """
+    return Progress.from_json(receive(snapshot, step, model, transport, root)["progress"])
+
+
+def receive(
+    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int
+) -> dict[str, Any]:
+    """As `restore`, but returns the snapshot's `meta`."""
     received = _receive(snapshot, step, model, transport, root)
     transport.agree()
     model.load_state_dict(received.model)
     step.stepper.load_state(received.flats, received.meta["optimizer_scalars"])
     step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
     step.state.mark()
-    return Progress.from_json(received.meta["progress"])
+    return received.meta
 
 
 def copy_state(
-    step: Step, model: nn.Module, progress: Progress, transport: Transport, root: int
-) -> None:
-    """Bring all ranks into the state rank `root` is in, as `restore` does."""
-    make = capture(step, model, progress, {}, transport, transport.rank == root)
-    restore(make() if make else None, step, model, transport, root)
+    step: Step,
+    model: nn.Module,
+    progress: Progress,
+    meta: dict[str, Any],
+    transport: Transport,
+    root: int,
+) -> dict[str, Any]:
+    """Bring all ranks into the state rank `root` is in, as `restore` does.
+
+    The state of a sharded optimizer is left out, and lost.
+
+    Returns:
+        The root's `meta`, and its progress.
+    """
+    snapshot = None
+    if transport.rank == root:
+        state = SteppedState({}, {}) if step.sharded else whole_state(transport, step)
+        snapshot = capture(step, model, progress, meta, state)()
+    return receive(snapshot, step, model, transport, root)
 
 
 def _receive(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.errors import RankFailure
+from lockstep.parallel.arena import slice_up
 from lockstep.train.optimizer import Scalars
 from lockstep.train.step import Step
 
@@ -35,7 +36,7 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
 
     Args:
         num_slices: one for each rank there was.
-        members: for each rank there is, the one it was.
+        members: for each rank there is, the one it was; -1 for newcomers.
         with_buddy: whether the next rank holds a slice too.
 
     Raises:
@@ -54,7 +55,9 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
     return found
 
 
-def collect(transport: Transport, step: Step, members: Sequence[int]) -> SteppedState:
+def collect(
+    transport: Transport, step: Step, members: Sequence[int], num_members: int
+) -> SteppedState:
     """Put together all parameters, in place, and all optimizer state; a collective.
 
     A broadcast that is interrupted leaves a holder's slice as it was: who receives what it holds
@@ -65,16 +68,19 @@ def collect(transport: Transport, step: Step, members: Sequence[int]) -> Stepped
     Args:
         transport: the group of ranks.
         step: holds parameters and optimizer.
-        members: for each rank of the present group, the one it had when slices were dealt out.
+        members: for each rank of the present group, the one it had when slices were dealt out; -1
+            for newcomers.
+        num_members: how many ranks there were then.
 
     Raises:
         RankFailure: some slice has been lost.
     """
-    where = [holders(len(slices), members, step.with_buddy) for slices in step.share.slices]
+    roots = holders(num_members, members, step.with_buddy)
+    slices = slice_up(step.flat.segments, num_members)
     flats = _own_flats(transport, step)
     for segments in [step.flat.flats, *flats.values()]:
-        for flat, slices, roots in zip(segments, step.share.slices, where, strict=True):
-            for part, root in zip(slices, roots, strict=True):
+        for flat, parts in zip(segments, slices, strict=True):
+            for part, root in zip(parts, roots, strict=True):
                 if len(part):
                     transport.broadcast(flat[part.first : part.last], root)
     return SteppedState(flats, _all_scalars(transport, step))

@@ -30,8 +30,8 @@ from lockstep.train.share import Share
 from lockstep.train.timing import Stopwatch
 
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
-_FAILED, _STOP, _TIMES = 0, 1, 2
-_NUM_FIXED = 6
+_FAILED, _STOP, _GROW, _TIMES = 0, 1, 2, 3
+_NUM_FIXED = 7
 
 
 class StepResult(NamedTuple):
@@ -45,6 +45,8 @@ class StepResult(NamedTuple):
     """Why the run should end now, the same on all ranks; empty if it should not."""
     times: list[list[float]]
     """For each rank, the seconds of its stopwatch when it sent them."""
+    grows: bool
+    """Whether a new process waits to be taken in, the same on all ranks."""
 
 
 @dataclass
@@ -227,7 +229,8 @@ class Step:
         """The canonical sum over all ranks, and every rank's header."""
         reason = self._runtime.stop_reason()
         stop = STOP_REASONS.index(reason) if reason else 0
-        header = [float(error is not None), stop, *self.watch.values(), *counters]
+        grow = float(self._runtime.transport.has_newcomer)
+        header = [float(error is not None), stop, grow, *self.watch.values(), *counters]
         self.share.reduction.header.copy_(_float64(header))
         self.share.reduction.reduce()
         headers: list[list[float]] = self.share.reduction.headers().tolist()
@@ -267,6 +270,7 @@ class Step:
             norm,
             STOP_REASONS[int(max(h[_STOP] for h in summed.headers))],
             [h[_TIMES:_NUM_FIXED] for h in summed.headers],
+            any(h[_GROW] for h in summed.headers),
         )
         return summed.result
 
