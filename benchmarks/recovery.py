@@ -1,145 +1,181 @@
-"""How long a killed rank holds up the others; writes `docs/benchmarks/recovery.md` and `.json`."""
+"""What the loss of ranks costs; writes `docs/benchmarks/recovery.md` and `recovery.json`."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
-import subprocess
+import shlex
+import statistics
 import sys
-import tempfile
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from lockstep.commands.chaos_plan import Blow
-from lockstep.commands.chaos_table import effect_of
-from lockstep.commands.start import rank_command, start
-from lockstep.front import Sitting
-from lockstep.observe import read_events, read_result
-from lockstep.train.faults import Fault, Moment, to_env
 from page import Section, duration
 from processes import Spread
+from recovery_runs import TORCHFT_JOIN_MS, hogged, interrupted, lost, sharded, teardown, torchft
 from run import DOCS, machine
-
-STEPS = 60
-CONFIG = (f"steps={STEPS}", "log_every=1", "checkpoint.every=1000")
-MOMENTS: tuple[Moment, ...] = ("compute", "reduce", "reduced", "optimizer", "committed")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="kills for each number of ranks")
     parser.add_argument("--seed", type=int, default=0, help="which ranks, and when")
+    parser.add_argument("--interrupted-s", type=float, default=300, help="length of that run")
+    parser.add_argument("--hogged-s", type=float, default=600, help="length of that run")
     args = parser.parse_args()
-    facts = machine()
     source = random.Random(args.seed)
-    section = Section(
-        "A rank is killed",
-        "SIGKILL of a random rank, at a random moment of a random step or up to 10 ms after it. "
-        "`noticed`: until a survivor's collective fails. `regrouped`: until the survivors have "
-        "shrunk the group, agreed on the state and dealt out the microbatches anew. `next step`: "
-        "from the kill to the next committed step.",
-        ("ranks", "kills", "noticed", "regrouped", "next step", "worst", "step before", "equal"),
-    )
-    raw: dict[str, Any] = {}
-    for num_ranks in (2, 3, 4):
-        found = [_killed(num_ranks, source) for _ in range(args.rounds)]
-        raw[str(num_ranks)] = found
-        section.rows.append(_row(num_ranks, found))
-        if num_ranks == 2:
-            resumed = Spread.of([f["resumed_s"] - f["step_s"] for f in found])
-            worst = max(f["resumed_s"] for f in found)
-            section.at_most(
-                "2 ranks: next step after less than 50 ms and a step, in the median",
-                duration(resumed) + " without the step",
-                resumed.median < 0.05,
-            )
-            section.at_most("2 ranks: worst below 250 ms", f"{1e3 * worst:.0f} ms", worst < 0.25)
-    teardown = Spread.of([_teardown() for _ in range(args.rounds)])
-    raw["teardown_s"] = asdict(teardown)
-    section.verdicts.append(
-        f"- Of this the kernel takes {duration(teardown)} to take down a killed process that has "
-        "imported torch: nobody can be told before. Measured alone, on a free core."
-    )
-    cores = facts["CPU"].rpartition(", ")[2]
-    section.verdicts.append(
-        f"- With more ranks than cores (here {cores}), survivors that wait keep the cores busy and "
-        "hold up the end of the killed one."
-    )
+    facts = machine()
+    sections = [
+        _killed(args.rounds, source),
+        _stopped(args.rounds, source),
+        _hogged(args.hogged_s),
+        _interrupted(args.interrupted_s),
+        _buddies(args.rounds),
+    ]
+    facts["command"] = f"`{shlex.join(['python', 'benchmarks/recovery.py', *sys.argv[1:]])}`"
     head = ["# Benchmark of recovery", "", "Made by `benchmarks/recovery.py`.", "", "| | |"]
     table = ["| --- | --- |", *(f"| {k} | {v} |" for k, v in facts.items()), ""]
+    text = "\n".join([*head, *table, *(section.markdown() for section in sections)])
+    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
     DOCS.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([*head, *table, section.markdown()])
     (DOCS / "recovery.md").write_text(text, encoding="utf-8")
-    (DOCS / "recovery.json").write_text(json.dumps({"facts": facts, "raw": raw}, indent=1) + "\n")
+    (DOCS / "recovery.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     print(text)
 
 
-def _killed(num_ranks: int, source: random.Random) -> dict[str, Any]:
-    """Kill one rank of a run; times in seconds."""
-    fault = Fault(
-        source.randrange(num_ranks),
-        source.randrange(5, STEPS - 5),
-        source.choice(MOMENTS),
-        "kill",
-        source.choice((0.0, source.uniform(0, 0.01))),
+def _killed(rounds: int, source: random.Random) -> Section:
+    section = Section(
+        "A rank is killed",
+        "SIGKILL of a random rank, at a random moment of a random step or up to 10 ms after it; "
+        "for torchft, after a random step of the same batch and optimizer. `noticed`: until a "
+        "survivor's collective fails. `regrouped`: until the survivors have regrouped, agreed on "
+        "the state and dealt out the microbatches anew. `next step`: from the kill to the next "
+        f"committed step. torchft waits {TORCHFT_JOIN_MS} ms for stragglers (`join_timeout_ms`; "
+        "its default is 60 s).",
+        ("ranks", "of", "kills", "noticed", "regrouped", "next step", "worst", "a step", "equal"),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir, log = Path(folder) / "run", Path(folder) / "log"
-        command = rank_command("mpi", num_ranks, "digits", CONFIG)
-        sitting = Sitting(str(run_dir), False, (), False, "digits")
-        ended = start(
-            command, sitting, 1, on_row=_ignore, on_line=_ignore, restarts=0,
-            env=to_env([fault], log),
-        )  # fmt: skip
-        if ended.exit_code:
-            sys.exit(f"the run with {fault} ended with {ended.exit_code}: {ended.message}")
-        rows = read_events(run_dir / "events.jsonl")
-        strikes = [json.loads(line) for line in log.read_text().splitlines()]
-        sha256 = read_result(run_dir)["params_sha256"]
-    effect = effect_of(Blow("kill", fault.step, (fault,)), strikes, rows)
-    steps = [r["seconds"] for r in rows if r["event"] == "StepDone" and r["step"] < fault.step]
-    print(num_ranks, fault, effect.resumed_s, file=sys.stderr)
-    return {
-        "fault": asdict(fault),
-        "noticed_s": effect.noticed_s,
-        "regroup_s": effect.regroup_s,
-        "resumed_s": effect.resumed_s,
-        "step_s": sorted(steps)[len(steps) // 2],
-        "sha256": sha256,
-    }
+    for num_ranks in (2, 3, 4):
+        found: dict[str, list[dict[str, Any]]] = {"mpi": [], "local": [], "torchft": []}
+        for _ in range(rounds):
+            found["mpi"].append(lost("mpi", num_ranks, source))
+            found["local"].append(lost("local", num_ranks, source))
+            if num_ranks == 3:
+                found["torchft"].append(torchft(num_ranks, source))
+        section.raw[str(num_ranks)] = found
+        section.rows += [_row(num_ranks, name, rows) for name, rows in found.items() if rows]
+        if num_ranks == 2:
+            for name in ("mpi", "local"):
+                _judge_kills(section, name, found[name])
+        if num_ranks == 3:
+            ours, theirs = (
+                statistics.median(f["resumed_s"] for f in found[name])
+                for name in ("mpi", "torchft")
+            )
+            section.verdicts.append(f"- 3 ranks: torchft takes {theirs / ours:.0f} times as long.")
+    down = Spread.of([teardown() for _ in range(rounds)])
+    section.raw["teardown_s"] = asdict(down)
+    section.verdicts.append(
+        f"- Of this the kernel takes {duration(down)} to take down a killed process that has "
+        "imported torch, measured alone on a free core: nobody can be told before. With more ranks "
+        "than cores, survivors that wait keep the cores busy and hold up the end of the killed one."
+    )
+    return section
 
 
-def _row(num_ranks: int, found: list[dict[str, Any]]) -> list[str]:
-    spreads = [
-        duration(Spread.of([f[key] for f in found]))
-        for key in ("noticed_s", "regroup_s", "resumed_s")
-    ]
+def _row(num_ranks: int, name: str, found: list[dict[str, Any]]) -> list[str]:
+    def shown(key: str) -> str:
+        return duration(Spread.of([f[key] for f in found])) if key in found[0] else ""
+
     worst = max(f["resumed_s"] for f in found)
-    step = duration(Spread.of([f["step_s"] for f in found]))
-    equal = "yes" if len({f["sha256"] for f in found}) == 1 else "NO"
-    return [str(num_ranks), str(len(found)), *spreads, f"{1e3 * worst:.0f} ms", step, equal]
+    hashes = {f.get("sha256") for f in found}
+    equal = "" if None in hashes else "yes" if len(hashes) == 1 else "NO"
+    times = [shown(key) for key in ("noticed_s", "regroup_s", "resumed_s")]
+    shown_worst = f"{1e3 * worst:.0f} ms"
+    return [str(num_ranks), name, str(len(found)), *times, shown_worst, shown("step_s"), equal]
 
 
-def _teardown() -> float:
-    """From SIGKILL until the kernel reports the end of a process with torch in memory."""
-    code = "import torch, lockstep; print('up', flush=True)\nwhile True: pass"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(0.1)
-        started = time.perf_counter()
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        return time.perf_counter() - started
+def _judge_kills(section: Section, name: str, found: list[dict[str, Any]]) -> None:
+    resumed = Spread.of([f["resumed_s"] - f["step_s"] for f in found])
+    worst = max(f["resumed_s"] for f in found)
+    section.at_most(
+        f"2 ranks, {name}: next step after less than 50 ms and a step, in the median",
+        duration(resumed) + " without the step",
+        resumed.median < 0.05,
+    )
+    section.at_most(f"2 ranks, {name}: worst below 250 ms", f"{1e3 * worst:.0f} ms", worst < 0.25)
 
 
-def _ignore(_: object) -> None:
-    """Runs that are measured are not shown."""
+def _stopped(rounds: int, source: random.Random) -> Section:
+    section = Section(
+        "A rank is stopped",
+        "SIGSTOP of a random one of 2 ranks, `hang_timeout_s=1`. `noticed`: until a survivor's "
+        "collective fails, after the watchdog has taken the stack and killed the process.",
+        ("of", "stops", "noticed", "next step"),
+    )
+    found = [lost("mpi", 2, source, "stop") for _ in range(max(rounds // 2, 1))]
+    section.raw["stops"] = found
+    noticed = Spread.of([f["noticed_s"] for f in found])
+    resumed = Spread.of([f["resumed_s"] for f in found])
+    section.rows.append(["mpi", str(len(found)), duration(noticed), duration(resumed)])
+    section.at_most(
+        "noticed within hang_timeout_s + 0.5 s", f"at most {noticed.high:.2f} s", noticed.high < 1.5
+    )
+    return section
+
+
+def _hogged(seconds: float) -> Section:
+    section = Section(
+        "Busy cores are no hang",
+        "2 ranks beside a process for each core that never pauses, `hang_timeout_s=1`.",
+        ("trained for", "longest step", "ranks taken for hung"),
+    )
+    found = section.raw["hogged"] = hogged(seconds)
+    section.rows.append(
+        [f"{found['seconds']:.0f} s", f"{found['longest_step_s']:.2f} s", str(found["alarms"])]
+    )
+    section.at_most("no false alarm", str(found["alarms"]), found["alarms"] == 0)
+    return section
+
+
+def _interrupted(seconds: float) -> Section:
+    section = Section(
+        "The group breaks every two seconds",
+        "2 ranks. Every 2 s one of them gives the group up in the middle of a step, as if it had "
+        "lost another: all regroup, agree, and do the step again. Against the same run without "
+        "faults.",
+        ("faults", "without", "with", "throughput kept", "equal"),
+    )
+    found = section.raw["interrupted"] = interrupted(seconds, 2.0)
+    kept = found["calm_s"] / found["rough_s"]
+    section.rows.append(
+        [
+            str(found["faults"]), f"{found['calm_s']:.1f} s", f"{found['rough_s']:.1f} s",
+            f"{100 * kept:.1f} %", "yes" if found["equal"] else "NO",
+        ]
+    )  # fmt: skip
+    section.at_most("throughput kept ≥ 95 %", f"{100 * kept:.1f} %", kept >= 0.95)
+    return section
+
+
+def _buddies(rounds: int) -> Section:
+    section = Section(
+        "Sharded optimizer state on two ranks",
+        "A perceptron with 0.8 million parameters, AdamW, 2 ranks: time of a step, in turn.",
+        ("optimizer", "step"),
+    )
+    cases = {
+        "whole on each rank": (),
+        "sharded, `optimizer.buddy=false`": ("optimizer.sharded=true", "optimizer.buddy=false"),
+        "sharded, with buddies": ("optimizer.sharded=true",),
+    }
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(max(rounds // 3, 1)):
+        for name, overrides in cases.items():
+            found[name].append(sharded(overrides))
+    section.raw["step_s"] = found
+    section.rows += [[name, duration(Spread.of(times))] for name, times in found.items()]
+    return section
 
 
 if __name__ == "__main__":

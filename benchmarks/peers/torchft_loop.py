@@ -1,0 +1,85 @@
+"""A replica that trains with torchft until it is killed; prints the time of each committed step.
+
+Started by `benchmarks/recovery.py`, one process for each replica group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+BATCH = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replica", type=int, required=True)
+    parser.add_argument("--replicas", type=int, required=True)
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--kill-at", type=int, default=-1, help="SIGKILL itself after this step")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    digits = load_digits()
+    x = torch.tensor(digits.data, dtype=torch.float32) / 16
+    y = torch.tensor(digits.target)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def state() -> dict[str, object]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def load(values: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(values["model"])
+        optimizer.load_state_dict(values["optimizer"])
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=args.lighthouse,
+        replica_id=f"replica{args.replica}",
+        hostname="127.0.0.1",
+        timeout=timedelta(seconds=20),
+    )
+    parallel = DistributedDataParallel(manager, model)
+    stepper = Optimizer(manager, optimizer)
+    share = BATCH // args.replicas
+    while manager.current_step() < args.steps:
+        step = manager.current_step()
+        first = (step * BATCH + args.replica * share) % (len(x) - share)
+        stepper.zero_grad()
+        loss = nn.functional.cross_entropy(
+            parallel(x[first : first + share]), y[first : first + share]
+        )
+        loss.backward()
+        stepper.step()
+        if manager.current_step() > step:
+            told = {"step": manager.current_step(), "time": time.time()}
+            told["replicas"] = manager.num_participants()
+            print(json.dumps(told), flush=True)
+        if step == args.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    manager.shutdown(wait=False)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
