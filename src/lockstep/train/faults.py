@@ -42,7 +42,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 At = Callable[[Moment, int], None]
 """Called by the engine at each moment of a step."""
 
-SLOW_S = 0.5
+SLOW_S, MISS_S = 0.5, 0.02
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
@@ -134,6 +134,7 @@ def _strike(fault: Fault, log: str) -> None:
     elif fault.kind == "raise":
         raise InjectedError(f"fault injected at {fault.moment} of step {fault.step}")
     elif fault.kind == "miss":
+        time.sleep(MISS_S)  # for the others to get what this one misses
         raise GroupBroken(f"fault injected at {fault.moment} of step {fault.step}")
     else:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
