@@ -158,6 +158,15 @@ def test_training_gives_the_same_bits_on_any_number_of_ranks(
     assert digests(size, sharded, 0, STEPS) == [straight] * size
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_buddies_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, straight: str, size: int
+) -> None:
+    """Each rank steps two slices, as it does where survivors can go on."""
+    monkeypatch.setattr(ThreadTransport, "can_regroup", True)
+    assert digests(size, True, 0, STEPS) == [straight] * size
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
