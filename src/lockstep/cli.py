@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from lockstep.commands import chaos as chaos_command
+from lockstep.commands import data as data_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
 from lockstep.commands import slurm as slurm_command
@@ -26,6 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+data = typer.Typer(help="Write the data that recipes use.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -148,6 +152,19 @@ def doctor(
         )
     console.print(doctor_command.render(checks))
     _exit(doctor_command.exit_code(checks))
+
+
+@data.command("ufs-synthetic")
+def ufs_synthetic(
+    folder: Annotated[Path, typer.Argument(help="Where to write; created if it is not there.")],
+    latitudes: Annotated[int, typer.Option("--latitudes", help="Rows of the grid.")] = 90,
+    longitudes: Annotated[int, typer.Option("--longitudes", help="Columns of the grid.")] = 180,
+    times: Annotated[int, typer.Option("--times", help="A file, or a pair, for each.")] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
+) -> None:
+    """Write sea ice with a known law, as CICE history files and as CF pairs."""
+    for line in data_command.ufs_synthetic(folder, latitudes, longitudes, times, seed):
+        print(line)
 
 
 def main() -> NoReturn:
