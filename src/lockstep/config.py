@@ -86,6 +86,17 @@ class EarlyStoppingConfig(Section):
     min_delta: NonNegativeFloat = 0.0
 
 
+class ConvergenceConfig(Section):
+    """Stop when a metric has settled."""
+
+    metric: str = "loss"
+    """An evaluation metric."""
+    window: Annotated[int, Field(ge=2)] = 5
+    """Evaluations that are looked at."""
+    tolerance: NonNegativeFloat = 1e-3
+    """Most by which they may differ, as a part of their greatest magnitude."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
@@ -150,6 +161,8 @@ class TrainConfig(Section):
     """The evaluation metric that says which checkpoint is best."""
     watch_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    convergence: tuple[ConvergenceConfig, ...] = ()
+    """Each a reason to stop, such as {metric: loss, window: 5, tolerance: 0.001}."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.data.sharing import share_out
 from lockstep.errors import DataError
 from lockstep.recipes.ufs.netcdf import netcdf4
 from lockstep.recipes.ufs.synthetic import Fields, fields, grid, land
@@ -28,17 +29,18 @@ MISSING = np.float32(-3.33477e38)
 NUM_LEVELS = 3
 """Of the atmosphere in synthetic CF files; the last is the lowest."""
 
+_EMBEDDED_GRID = (90, 180)
+_EMBEDDED_TIMES = 4
 _HOURS_BETWEEN = 24
 _TIME_UNIT = "hours since 2025-01-01 00:00:00"
 
 
 def write_synthetic(
     folder: Path,
-    num_latitudes: int = 90,
-    num_longitudes: int = 180,
-    num_times: int = 4,
+    num_latitudes: int,
+    num_longitudes: int,
+    num_times: int,
     seed: int = 0,
-    kinds: tuple[str, ...] = ("history", "pair"),
 ) -> list[Path]:
     """Write files of all times in both formats, `iceh.000.nc`, `atm.000.nc`, `ocn.000.nc`, ….
 
@@ -48,7 +50,6 @@ def write_synthetic(
         num_longitudes: of the grid.
         num_times: a history file, or a CF pair, for each.
         seed: of the noise.
-        kinds: which formats.
 
     Returns:
         What was written.
@@ -69,16 +70,31 @@ def write_synthetic(
         folder.mkdir(parents=True, exist_ok=True)
         for time in range(num_times):
             found = fields(latitude, longitude, time, seed)
-            if "history" in kinds:
-                written.append(folder / f"iceh.{time:03}.nc")
-                _history(written[-1], latitude, longitude, on_land, found, time)
-            if "pair" in kinds:
-                for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
-                    written.append(folder / f"{stem}.{time:03}.nc")
-                    _cf_file(written[-1], kind, latitude, longitude, on_land, found, time)
+            written.append(folder / f"iceh.{time:03}.nc")
+            _history(written[-1], latitude, longitude, on_land, found, time)
+            for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
+                written.append(folder / f"{stem}.{time:03}.nc")
+                _cf_file(written[-1], kind, latitude, longitude, on_land, found, time)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return written
+
+
+def embedded_files(cache: Path) -> list[Path]:
+    """The history files of the default data, below a folder; written if they are not there.
+
+    Raises:
+        DataError: the folder cannot be written.
+        ConfigError: the netCDF4 package is not installed.
+    """
+    latitude, longitude = grid(*_EMBEDDED_GRID)
+    on_land = land(latitude, longitude, 0)
+
+    def make(time: int, path: Path) -> None:
+        _history(path, latitude, longitude, on_land, fields(latitude, longitude, time, 0), time)
+
+    names = [f"iceh.{time:03}.nc" for time in range(_EMBEDDED_TIMES)]
+    return share_out(cache / "synthetic-1", names, make)
 
 
 def _history(

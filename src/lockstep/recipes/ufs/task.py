@@ -1,0 +1,131 @@
+"""The sea-ice emulator as a task: what is trained, on which rows, and what is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.recipes.ufs.bands import Selection, bands_of
+from lockstep.recipes.ufs.config import UfsConfig
+from lockstep.recipes.ufs.jacobian import describe, normalised
+from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
+from lockstep.recipes.ufs.sources import Source, find_sources
+from lockstep.recipes.ufs.write import embedded_files
+from lockstep.train.task import Loss, Task
+
+_LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
+)
+
+
+class Ufs(Task):
+    """Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out."""
+
+    Config = UfsConfig
+    config: UfsConfig
+
+    def build_model(self) -> SeaIceNet:
+        """The network, with the statistics of the training rows."""
+        config = self.config
+        return SeaIceNet(config.inputs, config.outputs, config.hidden, self.scale, config.squash)
+
+    def dataset(self, split: str) -> TensorDataset | None:
+        """Normalised inputs [N, in] and outputs [N, out] as float32.
+
+        Validation and test rows have a third tensor [N]: whether the row's Jacobian is tracked.
+
+        Raises:
+            ConfigError: the netCDF4 package is not installed.
+            DataError: a file is not what it should be, or no row is left.
+        """
+        if split not in self.splits:
+            return None
+        rows = self.splits[split]
+        values = torch.from_numpy((rows.values - self.scale.mean) / self.scale.deviation).float()
+        cut = len(self.config.inputs)
+        tensors = values[:, :cut].contiguous(), values[:, cut:].contiguous()
+        if split == "train":
+            return TensorDataset(*tensors)
+        return TensorDataset(*tensors, torch.arange(len(rows)) < self.config.jacobian_samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Squared, absolute or Huber error of normalised outputs."""
+        x, y = batch[:2]
+        found: Tensor = model(x)
+        return Loss(_LOSSES[self.config.loss](found, y, reduction="sum"), y.numel())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Loss:
+        """The loss, errors in physical units, and figures of the tracked rows' Jacobians."""
+        assert isinstance(model, SeaIceNet)
+        x, y = batch[:2]
+        loss = self.loss(model, batch)
+        metrics: dict[str, tuple[Any, Any]] = {}
+        errors = (model(x) - y) * model.output_deviation
+        for name, error in zip(model.outputs, errors.unbind(1), strict=True):
+            metrics[f"mse_{name}"] = error.square().sum(), len(error)
+            metrics[f"mae_{name}"] = error.abs().sum(), len(error)
+            metrics[f"bias_{name}"] = error.sum(), len(error)
+        if len(batch) > 2 and self.config.jacobian_samples:
+            # All tracked rows are in the first batch: the others count for nothing.
+            tracked = bool(batch[2].any())
+            figures = describe(normalised(model, x[batch[2]] if tracked else x[:1]))
+            metrics |= {name: (value * tracked, int(tracked)) for name, value in figures.items()}
+        return Loss(loss.sum, loss.weight, metrics)
+
+    @cached_property
+    def splits(self) -> dict[str, Rows]:
+        """The rows of each split there is; those whose Jacobians are tracked come first."""
+        config = self.config
+        sources = self._sources
+        selection = Selection(
+            (*config.inputs, *config.outputs),
+            config.mask_mode,
+            config.min_ice_concentration,
+            config.thin_fraction,
+        )
+        rows = gather(partial(bands_of, sources, selection, self.cache), config.max_patterns)
+        first = sources[0].open()
+        num_columns = first.shape[1]
+        first.close()
+        group = blocks(rows, num_columns, config.split_block_cells)
+        found = split(rows, group, config.split, config.val_fraction, config.test_fraction)
+        return {
+            name: part if name == "train" else first_spread(part, config.jacobian_samples)
+            for name, part in found.items()
+        }
+
+    @cached_property
+    def scale(self) -> Scale:
+        """Statistics of the training rows: inputs, then outputs."""
+        return scale_of([self.splits["train"]])
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data are the embedded ones, whose law is known."""
+        return not (self.config.history or self.config.atmosphere or self.config.ocean)
+
+    @property
+    def cache(self) -> Path:
+        """Where rows that were read are kept."""
+        if self.config.cache_dir is not None:
+            return self.config.cache_dir.expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(home).expanduser() / "lockstep" / "ufs"
+
+    @cached_property
+    def _sources(self) -> list[Source]:
+        config = self.config
+        history = config.history
+        if self.is_synthetic:
+            history = tuple(map(str, embedded_files(self.cache)))
+        return find_sources(history, config.atmosphere, config.ocean, config.level)
