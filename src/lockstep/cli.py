@@ -82,9 +82,12 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
     ] = "latest",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="A folder for tables and pictures.")
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run on a split."""
-    for line in evaluate_command.lines(run_dir, split, checkpoint):
+    for line in evaluate_command.lines(run_dir, split, checkpoint, report):
         print(line)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
@@ -62,12 +62,13 @@ def gather(make: Callable[[], Iterable[Band]], most: int) -> Rows:
         chosen = draw(band.cell, band.time) < limit
         columns = {name: getattr(band, name)[chosen] for name in Rows.__dataclass_fields__}
         parts.append(Rows(**columns))
-    return Rows(
-        **{
-            name: np.concatenate([getattr(part, name) for part in parts])
-            for name in Rows.__dataclass_fields__
-        }
-    )
+    return joined(parts)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, of which there is at least one."""
+    names = Rows.__dataclass_fields__
+    return Rows(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
 
 
 def blocks(rows: Rows, num_columns: int, size: int) -> Ints:

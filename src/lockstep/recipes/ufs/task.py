@@ -18,6 +18,7 @@ from lockstep.recipes.ufs.bands import Selection, bands_of
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.jacobian import describe, normalised
 from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report import Report
 from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.write import embedded_files
@@ -81,6 +82,11 @@ class Ufs(Task):
             figures = describe(normalised(model, x[batch[2]] if tracked else x[:1]))
             metrics |= {name: (value * tracked, int(tracked)) for name, value in figures.items()}
         return Loss(loss.sum, loss.weight, metrics)
+
+    def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
+        """Scores by region, sensitivities, maps and the training history of a trained model."""
+        assert isinstance(model, SeaIceNet)
+        return Report(model.cpu(), self.splits, split).write(folder, run_dir, self.is_synthetic)
 
     @cached_property
     def splits(self) -> dict[str, Rows]:
