@@ -14,6 +14,7 @@ from lockstep.commands import chaos as chaos_command
 from lockstep.commands import data as data_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
+from lockstep.commands import export as export_command
 from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
@@ -88,6 +89,19 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint of a run on a split."""
     for line in evaluate_command.lines(run_dir, split, checkpoint, report):
+        print(line)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write.")],
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
+    ] = "latest",
+) -> None:
+    """Write a trained model for programs without Lockstep."""
+    for line in export_command.export(run_dir, folder, checkpoint):
         print(line)
 
 

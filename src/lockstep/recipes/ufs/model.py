@@ -25,15 +25,6 @@ class SeaIceNet(nn.Module):
         squash: whether outputs that have bounds are kept within them.
     """
 
-    input_mean: Tensor
-    input_deviation: Tensor
-    output_mean: Tensor
-    output_deviation: Tensor
-    bounded: Tensor
-    squash_in: Tensor
-    squash_out: Tensor
-    bounds: Tensor
-
     def __init__(
         self,
         inputs: Sequence[str],
@@ -57,8 +48,8 @@ class SeaIceNet(nn.Module):
         self.squash = squash
         widths = [len(inputs), *hidden]
         layers: list[nn.Module] = []
-        for before, after in pairwise(widths):
-            layers += [nn.Linear(before, after), nn.GELU()]
+        for width, next_width in pairwise(widths):
+            layers += [nn.Linear(width, next_width), nn.GELU()]
         self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], len(outputs)))
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
@@ -66,16 +57,14 @@ class SeaIceNet(nn.Module):
                 nn.init.zeros_(layer.bias)
         cut = len(inputs)
         bounds = [VARIABLES[name].bounds for name in outputs]
-        for name, values in {
-            "input_mean": scale.mean[:cut],
-            "input_deviation": scale.deviation[:cut],
-            "output_mean": scale.mean[cut:],
-            "output_deviation": scale.deviation[cut:],
-            **_squashing(scale.mean[cut:], scale.deviation[cut:], bounds),
-        }.items():
-            self.register_buffer(name, torch.tensor(values, dtype=torch.float32))
-        bounded = torch.tensor([squash and b is not None for b in bounds])
-        self.register_buffer("bounded", bounded)
+        before, after, physical = _squashing(scale.mean[cut:], scale.deviation[cut:], bounds)
+        self.input_mean = _buffer(scale.mean[:cut])
+        self.input_deviation = _buffer(scale.deviation[:cut])
+        self.output_mean = _buffer(scale.mean[cut:])
+        self.output_deviation = _buffer(scale.deviation[cut:])
+        self.squash_in, self.squash_out = _buffer(before), _buffer(after)
+        self.bounds = _buffer(physical)
+        self.bounded = nn.Buffer(torch.tensor([squash and b is not None for b in bounds]))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalised inputs [..., in] to normalised outputs [..., out]."""
@@ -105,18 +94,20 @@ class SeaIceNet(nn.Module):
 
 def _squashing(
     mean: Array, deviation: Array, bounds: Sequence[tuple[float, float] | None]
-) -> dict[str, Array]:
+) -> tuple[Array, Array, Array]:
     """Shift and gain [2, out] of three linear maps about the logistic function.
 
-    `squash_in` is before it, from what the layers give; `squash_out` behind it, to normalised
-    outputs; `bounds` behind it, to physical ones, where the slope is 1 in the middle.
+    The first is before it, from what the layers give; the second behind it, to normalised outputs;
+    the third behind it, to physical ones, where the slope is 1 in the middle of the bounds.
     """
     lower = np.array([b[0] if b else 0.0 for b in bounds])
     span = np.array([b[1] if b else 1.0 for b in bounds]) - lower
-    before = 4 * ((mean - lower) / span - 0.5), 4 * deviation / span
-    after = (lower - mean) / deviation, span / deviation
-    return {
-        "squash_in": np.stack(before),
-        "squash_out": np.stack(after),
-        "bounds": np.stack([lower, span]),
-    }
+    return (
+        np.stack([4 * ((mean - lower) / span - 0.5), 4 * deviation / span]),
+        np.stack([(lower - mean) / deviation, span / deviation]),
+        np.stack([lower, span]),
+    )
+
+
+def _buffer(values: Array) -> Tensor:
+    return nn.Buffer(torch.tensor(values, dtype=torch.float32))

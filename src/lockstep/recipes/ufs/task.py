@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,12 +17,14 @@ from torch.utils.data import TensorDataset
 
 from lockstep.recipes.ufs.bands import Selection, bands_of
 from lockstep.recipes.ufs.config import UfsConfig
+from lockstep.recipes.ufs.export import export
 from lockstep.recipes.ufs.jacobian import describe, normalised
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report import Report
 from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.write import embedded_files
+from lockstep.train.flat import model_digest
 from lockstep.train.task import Loss, Task
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -87,6 +90,16 @@ class Ufs(Task):
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
         return Report(model.cpu(), self.splits, split).write(folder, run_dir, self.is_synthetic)
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
+        """TorchScript, torch.export and a C++ program; needs no data."""
+        config = self.config
+        nothing = np.ones(len(config.inputs) + len(config.outputs))
+        unscaled = Scale(nothing, nothing)
+        net = SeaIceNet(config.inputs, config.outputs, config.hidden, unscaled, config.squash)
+        net.load_state_dict(dict(state))
+        about = {"config_hash": config.hash, "params_sha256": model_digest(net)}
+        return [f"wrote {path}" for path in export(net, config.level, about, folder)]
 
     @cached_property
     def splits(self) -> dict[str, Rows]:
