@@ -133,26 +133,40 @@ def chaos(
 @app.command()
 def slurm(
     target: Target,
-    time: Annotated[str, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")],
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes.")] = 1,
-    tasks: Annotated[int, typer.Option("--ntasks-per-node", help="Ranks on each node.")] = 1,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="A YAML file with the options below.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option("--ntasks-per-node", help="Ranks on each node; 1.")
+    ] = None,
     cpus: Annotated[
         int | None, typer.Option("--cpus-per-task", help="Cores of a rank; threads if left out.")
     ] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Where to run.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Who pays.")] = None,
     signal_before: Annotated[
-        int, typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit.")
-    ] = 120,
+        int | None,
+        typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit; 120."),
+    ] = None,
     run_dir: RunDir = None,
     output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
 ) -> None:
-    """Write a SLURM job script that trains, stops in time, and goes on after a requeue."""
-    request = slurm_command.Request(
-        nodes, tasks, cpus, time, partition, account, signal_before, run_dir, output, submit
-    )
+    """Write a SLURM job script that trains, stops in time, and goes on after a requeue.
+
+    The target `doctor` makes one that tests the nodes' communication.
+    """
+    given = {
+        "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
+        "partition": partition, "account": account, "signal_before": signal_before,
+    }  # fmt: skip
+    options = slurm_command.job_file(job, given)
+    request = slurm_command.Request(options, run_dir, output, submit)
     _exit(slurm_command.slurm(target, overrides or [], request))
 
 

@@ -195,6 +195,7 @@ class TrainConfig(Section):
 
 
 Config = TypeVar("Config", bound=TrainConfig)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def override(config: Config, overrides: Iterable[str], source: str = "command line") -> Config:
@@ -216,7 +217,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     return build(type(config), data, source)
 
 
-def load(kind: type[Config], path: Path) -> Config:
+def load(kind: type[AnySection], path: Path) -> AnySection:
     """The config in a YAML file.
 
     Raises:
@@ -235,7 +236,7 @@ def load(kind: type[Config], path: Path) -> Config:
     return build(kind, data, str(path))
 
 
-def build(kind: type[Config], data: Mapping[str, Any], source: str) -> Config:
+def build(kind: type[AnySection], data: Mapping[str, Any], source: str) -> AnySection:
     """A validated config from plain data; errors name `source`, the key and the value.
 
     Raises:
@@ -259,7 +260,7 @@ def outcome(section: BaseModel) -> dict[str, Any]:
     return values
 
 
-def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
+def _explain(kind: type[Section], error: Any, source: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{source}: {_unknown_key(kind, key)}"
@@ -271,7 +272,7 @@ def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
     return f"{source}: {key}={error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _unknown_key(kind: type[TrainConfig], key: str) -> str:
+def _unknown_key(kind: type[Section], key: str) -> str:
     known = list(_keys(kind))
     leaf = key.rpartition(".")[2]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
