@@ -87,14 +87,26 @@ def embedded_files(cache: Path) -> list[Path]:
         DataError: the folder cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
-    latitude, longitude = grid(*_EMBEDDED_GRID)
-    on_land = land(latitude, longitude, 0)
 
     def make(time: int, path: Path) -> None:
-        _history(path, latitude, longitude, on_land, fields(latitude, longitude, time, 0), time)
+        write_history(path, *_EMBEDDED_GRID, time)
 
     names = [f"iceh.{time:03}.nc" for time in range(_EMBEDDED_TIMES)]
     return share_out(cache / "synthetic-1", names, make)
+
+
+def write_history(
+    path: Path, num_latitudes: int, num_longitudes: int, time: int, seed: int = 0
+) -> None:
+    """Write a CICE history file of one time; see `write_synthetic`.
+
+    Raises:
+        OSError: it cannot be written.
+        ConfigError: the netCDF4 package is not installed.
+    """
+    latitude, longitude = grid(num_latitudes, num_longitudes)
+    found = fields(latitude, longitude, time, seed)
+    _history(path, latitude, longitude, land(latitude, longitude, seed), found, time)
 
 
 def _history(
