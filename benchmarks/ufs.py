@@ -123,8 +123,8 @@ def reading(effort: Effort) -> Section:
         "Reading 721 × 1440 cells, 14 inputs and aice, 4 times",
         "One process reads the variables, masks, checks and keeps all ocean cells in files, and "
         "draws 400,000 rows from them. Peak memory beyond that of the process with its imports. "
-        "`read(2)` takes as many bytes of the same files without looking at them. Before each "
-        "run the kernel is told to drop the files from its cache.",
+        "`read(2)` takes as many bytes of the same files without looking at them, and `netCDF4 "
+        "alone` the variables, and both keep nothing. Before each run the kernel is told to drop the files from its cache.",
         ("", "time", "MB/s of the variables", "memory, MiB"),
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -132,6 +132,7 @@ def reading(effort: Effort) -> Section:
         programs = [
             Program("recipe", "ufs_reading.py", (folder,)),
             Program("read(2)", "ufs_reading.py", (folder, "--raw")),
+            Program("netCDF4 alone", "ufs_reading.py", (folder, "--netcdf")),
         ]
         results = alternate(programs, effort.rounds(5))
     for program in programs:

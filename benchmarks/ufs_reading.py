@@ -1,6 +1,7 @@
 """Reading a 0.25-degree grid: 721 x 1440 cells, 14 inputs and aice, 4 times; one JSON line.
 
-`--write` makes the files; `--raw` only reads the bytes that the variables take, with read(2).
+`--write` makes the files; `--raw` only reads the bytes that the variables take, with read(2), and
+`--netcdf` only the variables, with the netCDF4 package.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import netCDF4
 
-from lockstep.recipes.ufs.bands import Selection, bands_of
+from lockstep.recipes.ufs.bands import Selection, keep_bands
 from lockstep.recipes.ufs.rows import gather
 from lockstep.recipes.ufs.sources import find_sources
 from lockstep.recipes.ufs.variables import DEFAULT_INPUTS, VARIABLES
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--raw", action="store_true")
+    parser.add_argument("--netcdf", action="store_true")
     args = parser.parse_args()
     if args.write:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +46,8 @@ def main() -> None:
     rows = 0
     if args.raw:
         raw(paths)
+    elif args.netcdf:
+        library(paths)
     elif not args.write:
         with tempfile.TemporaryDirectory(dir=args.folder) as cache:
             rows = read(paths, Path(cache))
@@ -62,7 +66,7 @@ def main() -> None:
 def read(paths: list[Path], cache: Path) -> int:
     """As the recipe reads, masks and draws 400,000 of the rows."""
     sources = find_sources([str(path) for path in paths], [], [], None)
-    return len(gather(lambda: bands_of(sources, Selection(NAMES, "both"), cache), 400_000))
+    return len(gather(keep_bands(sources, Selection(NAMES, "both"), cache), 400_000))
 
 
 def raw(paths: list[Path]) -> None:
@@ -77,6 +81,14 @@ def raw(paths: list[Path]) -> None:
                 left = size
                 while left:
                     left -= len(file.read(min(left, 1 << 20)))
+
+
+def library(paths: list[Path]) -> None:
+    """The variables as the library gives them, a whole field at a time."""
+    for path in paths:
+        with netCDF4.Dataset(path) as data:
+            for name in NAMES:
+                data[VARIABLES[name].cice_name][0]
 
 
 def forget(paths: list[Path]) -> None:

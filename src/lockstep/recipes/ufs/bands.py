@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.data.sharing import share_out
@@ -28,7 +28,7 @@ from lockstep.recipes.ufs.sources import Source, check_sources
 BAND_CELLS = 1 << 17
 """About how many cells of the grid are read at a time."""
 
-_FORMAT = 1
+_FORMAT = 2
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
 _MOST_CHUNKED = 4
 """Bands grow up to so many times to match the chunks that files are stored in."""
@@ -50,16 +50,21 @@ class Selection:
     min_concentration: float = 0.01
     thin_fraction: float = 1.0
 
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """What must be read to choose cells."""
+        return () if self.mask_mode == "both" else ("aice",)
+
 
 @dataclass(frozen=True)
 class Band:
     """The chosen cells of some rows of one scene, N of them.
 
     Attributes:
-        values: [N, len(names)], float32, in the variables' units.
+        values: [len(names), N], float32, in the variables' units.
         cell: [N], int64: the number of each cell in the grid, row by row.
         time: [N], int32: the number of its scene.
-        place: [N, 2], float32: latitude and longitude in degrees.
+        place: [2, N], float32: latitude and longitude in degrees.
         counts: [5], int64: cells, those in the ocean, of these with all values, of these chosen by
             the ice in them, of these kept in thinning out.
     """
@@ -83,31 +88,28 @@ def read_band(scene: Scene, number: int, rows: slice, selection: Selection) -> B
     Raises:
         DataError: the file is damaged, or has values that cannot be right.
     """
-    columns = scene.shape[1]
-    ocean = scene.ocean(rows)
-    complete = ocean.copy()
-    names = dict.fromkeys([*selection.names, "aice"])
-    if selection.mask_mode == "both" and "aice" not in selection.names:
-        del names["aice"]
+    ocean = scene.ocean(rows).reshape(-1)
+    cells = np.flatnonzero(ocean)
+    complete = np.ones(len(cells), bool)
     fields = {}
-    for name in names:
-        found = scene.field(name, rows, ocean)
-        complete &= ~np.ma.getmaskarray(found)
-        fields[name] = np.asarray(found.data)
-    chosen = complete.copy()
+    for name in dict.fromkeys([*selection.names, *selection.needed]):
+        fields[name], there = scene.field(name, rows, cells)
+        complete &= there
+    chosen = complete
     if selection.mask_mode != "both":
         icy = fields["aice"] > selection.min_concentration
-        chosen &= icy if selection.mask_mode == "sea_ice" else ~icy
-    place = [np.asarray(np.ma.filled(c, np.nan), np.float32) for c in scene.coordinates(rows)]
-    cell = np.flatnonzero(chosen)
-    kept = draw(cell + rows.start * columns, number) < selection.thin_fraction
-    cell = cell[kept]
-    counts = [complete.size, ocean.sum(), complete.sum(), chosen.sum(), len(cell)]
+        chosen = complete & (icy if selection.mask_mode == "sea_ice" else ~icy)
+    first = rows.start * scene.shape[1]
+    kept = chosen
+    if selection.thin_fraction < 1:
+        kept = chosen & (draw(cells + first, number) < selection.thin_fraction)
+    cells = cells[kept]
+    counts = [ocean.size, len(kept), complete.sum(), chosen.sum(), len(cells)]
     return Band(
-        values=np.stack([fields[name].reshape(-1)[cell] for name in selection.names], axis=1),
-        cell=cell + rows.start * columns,
-        time=np.full(len(cell), number, np.int32),
-        place=np.stack([axis.reshape(-1)[cell] for axis in place], axis=1),
+        values=np.stack([fields[name][kept] for name in selection.names]),
+        cell=cells + first,
+        time=np.full(len(cells), number, np.int32),
+        place=np.stack([_flat(axis)[cells] for axis in scene.coordinates(rows)]),
         counts=np.array(counts, np.int64),
     )
 
@@ -125,8 +127,8 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
     return found
 
 
-def bands_of(sources: Sequence[Source], selection: Selection, cache: Path) -> Iterator[Band]:
-    """All bands of all scenes, in order; read now if no process has before.
+def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
+    """The files of all bands of all scenes, in order; made now if no process has before.
 
     Args:
         sources: the scenes, at least one.
@@ -136,7 +138,7 @@ def bands_of(sources: Sequence[Source], selection: Selection, cache: Path) -> It
     Raises:
         DataError: a file is not what it should be, or no cell is left.
     """
-    first = check_sources(sources, selection.names)
+    first = check_sources(sources, [*selection.names, *selection.needed])
     ranges = list(_ranges(first))
     first.close()
     todo = [(number, rows) for number in range(len(sources)) for rows in ranges]
@@ -146,17 +148,27 @@ def bands_of(sources: Sequence[Source], selection: Selection, cache: Path) -> It
     with _Opened(sources) as opened:
         make = partial(_keep, opened, todo, selection)
         paths = share_out(cache / f"rows-{digest}", names, make)
-    counts = np.zeros(len(_COUNTS), np.int64)
-    for path in paths:
-        band = _load(path)
-        counts += band.counts
-        yield band
+    counts = np.sum([load(path, "counts")[0] for path in paths], axis=0)
     if not counts[-1]:
         shown = ", ".join(f"{n} {name}" for n, name in zip(counts, _COUNTS, strict=True))
         raise DataError(
             f"{sources[0].paths[0]}{' and others' if len(sources) > 1 else ''}: all points are "
             f"masked ({shown}); look at {_hint(counts, selection)}"
         )
+    return paths
+
+
+def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
+    """Some of a band's arrays, by the names in `Band`; no others are read.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return [file.get_tensor(name) for name in names]
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path}: is damaged ({error}); remove it") from error
 
 
 class _Opened:
@@ -191,10 +203,10 @@ def _keep(
     save_file(dict(vars(band)), os.fspath(path))
 
 
-def _load(path: Path) -> Band:
-    """A band from its file; what is not used of it is not read."""
-    with safe_open(path, framework="numpy") as file:
-        return Band(**{name: file.get_tensor(name) for name in Band.__dataclass_fields__})
+def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
+    """Coordinates of all cells; NaN where they are missing."""
+    found: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
+    return found
 
 
 def _ranges(scene: Scene) -> Iterator[slice]:

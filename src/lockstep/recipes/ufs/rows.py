@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from lockstep.data.moments import Moments
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.bands import Band, draw
+from lockstep.recipes.ufs.bands import draw, load
 
 LEAST_DEVIATION = 1e-6
 """A column that varies less is not scaled."""
@@ -46,22 +47,23 @@ class Rows:
         return Rows(**{name: array[chosen] for name, array in vars(self).items()})
 
 
-def gather(make: Callable[[], Iterable[Band]], most: int) -> Rows:
+def gather(paths: Sequence[Path], most: int) -> Rows:
     """At most `most` rows of all bands: those that `draw` gives the least numbers.
 
-    The bands are gone through twice, so that memory holds the chosen rows and one band.
+    The files are gone through twice, so that memory holds the chosen rows and one band.
 
     Args:
-        make: begins going through all bands.
+        paths: from `keep_bands`.
         most: rows to keep; a drawn part of a larger number, from everywhere alike.
     """
-    drawn = np.concatenate([draw(band.cell, band.time) for band in make()])
-    limit = np.partition(drawn, most)[most] if len(drawn) > most else np.inf
+    drawn = [draw(*load(path, "cell", "time")) for path in paths]
+    whole = np.concatenate(drawn)
+    limit = np.partition(whole, most)[most] if len(whole) > most else np.inf
     parts = []
-    for band in make():
-        chosen = draw(band.cell, band.time) < limit
-        columns = {name: getattr(band, name)[chosen] for name in Rows.__dataclass_fields__}
-        parts.append(Rows(**columns))
+    for path, numbers in zip(paths, drawn, strict=True):
+        chosen = np.flatnonzero(numbers < limit)
+        values, cell, time, place = load(path, "values", "cell", "time", "place")
+        parts.append(Rows(values[:, chosen].T, cell[chosen], time[chosen], place[:, chosen].T))
     return joined(parts)
 
 

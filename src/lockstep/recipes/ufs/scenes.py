@@ -24,6 +24,8 @@ from lockstep.recipes.ufs.variables import (
 
 Masked = np.ma.MaskedArray[Any, Any]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""
@@ -74,43 +76,57 @@ class Scene(ABC):
     def _read(self, variable: Variable, rows: slice) -> Masked:
         """A variable as it is stored: [rows, columns]."""
 
-    def field(self, name: str, rows: slice, ocean: Bools) -> Masked:
-        """A variable in its unit, float32 [rows, columns]; masked on land and where missing.
+    def field(self, name: str, rows: slice, cells: Ints) -> tuple[Floats, Bools]:
+        """A variable in some cells.
+
+        Args:
+            name: its short name.
+            rows: of the grid.
+            cells: [N], numbers of cells in these rows, all of them ocean.
+
+        Returns:
+            Values [N] in its unit, float32, and whether they are there [N].
 
         Raises:
-            DataError: it has NaN, infinite or implausible values on the ocean.
+            DataError: it has NaN, infinite or implausible values.
         """
         variable = VARIABLES[name]
         file, stored_name, stored_unit = self._place(variable)
         found = self._read(variable, rows)
-        missing = np.ma.getmaskarray(found) | ~ocean
-        values = np.asarray(found.data, np.float32)
-        values = values + np.float32(to_unit(variable.unit, stored_unit))
-        self._check_values(variable, values, ~missing, f"{file.path}: {stored_name}", rows)
-        return np.ma.MaskedArray(values, missing)
+        there = np.ones(len(cells), bool)
+        if np.ma.is_masked(found):
+            there = ~np.ma.getmaskarray(found).reshape(-1)[cells]
+        values = found.data.reshape(-1)[cells].astype(np.float32, copy=False)
+        shift = to_unit(variable.unit, stored_unit)
+        if shift:
+            values = values + np.float32(shift)
+        # NaN is in no range.
+        bad = there & ~((values >= variable.low) & (values <= variable.high))
+        if bad.any():
+            first = divmod(int(cells[bad.argmax()]), self.shape[1])
+            where = f"{file.path}: {stored_name}"
+            raise DataError(
+                _implausible(where, variable, values[bad], first[0] + rows.start, first[1])
+            )
+        return values, there
 
-    def _check_values(
-        self, variable: Variable, values: npt.NDArray[np.float32], there: Bools, where: str,
-        rows: slice,
-    ) -> None:  # fmt: skip
-        bad = there & ~np.isfinite(values)
-        if bad.any():
-            row, column = (int(i) for i in np.argwhere(bad)[0])
-            raise DataError(
-                f"{where}: NaN or infinite in {int(bad.sum())} ocean cells of rows {rows.start} to "
-                f"{rows.stop - 1}, first in row {rows.start + row}, column {column}; mark missing "
-                "values with the attribute missing_value or _FillValue"
-            )
-        bad = there & ((values < variable.low) | (values > variable.high))
-        if bad.any():
-            worst = values[bad]
-            value = float(worst[np.argmax(np.abs(worst))])
-            kelvin = variable.unit == "degC" and value > variable.high
-            hint = "it seems to be in K" if kelvin else "the unit or the missing value is wrong"
-            raise DataError(
-                f"{where}: {value:.6g} {variable.unit} in {int(bad.sum())} ocean cells is outside "
-                f"{variable.low:g} to {variable.high:g}; {hint}"
-            )
+
+def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: int) -> str:
+    """The message for values that are not finite or out of range, the first of them at a cell."""
+    place = f"in {len(bad)} ocean cells, first in row {row}, column {column}"
+    finite = bad[np.isfinite(bad)]
+    if not len(finite):
+        return (
+            f"{where}: NaN or infinite {place}; mark missing values with the attribute "
+            "missing_value or _FillValue"
+        )
+    value = float(finite[np.argmax(np.abs(finite))])
+    kelvin = variable.unit == "degC" and value > variable.high
+    hint = "it seems to be in K" if kelvin else "the unit or the missing value is wrong"
+    return (
+        f"{where}: {value:.6g} {variable.unit} is outside {variable.low:g} to {variable.high:g}, "
+        f"{place}; {hint}"
+    )
 
 
 class HistoryScene(Scene):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.recipes.ufs.bands import Selection, bands_of
+from lockstep.recipes.ufs.bands import Selection, keep_bands
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.export import export
 from lockstep.recipes.ufs.jacobian import describe, normalised
@@ -112,7 +112,7 @@ class Ufs(Task):
             config.min_ice_concentration,
             config.thin_fraction,
         )
-        rows = gather(partial(bands_of, sources, selection, self.cache), config.max_patterns)
+        rows = gather(keep_bands(sources, selection, self.cache), config.max_patterns)
         first = sources[0].open()
         num_columns = first.shape[1]
         first.close()
