@@ -124,7 +124,8 @@ def reading(effort: Effort) -> Section:
         "One process reads the variables, masks, checks and keeps all ocean cells in files, and "
         "draws 400,000 rows from them. Peak memory beyond that of the process with its imports. "
         "`read(2)` takes as many bytes of the same files without looking at them, and `netCDF4 "
-        "alone` the variables, and both keep nothing. Before each run the kernel is told to drop the files from its cache.",
+        "alone` the variables, and both keep nothing. Before each run the kernel is told to drop "
+        "the files from its cache.",
         ("", "time", "MB/s of the variables", "memory, MiB"),
     )
     with tempfile.TemporaryDirectory() as folder:
