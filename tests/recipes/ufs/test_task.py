@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lockstep import config as config_module
 from lockstep.errors import ConfigError
@@ -147,6 +148,24 @@ def test_bad_input_ends_a_run_with_one_message(here: Any, files: Path, tmp_path:
     assert done.stderr.startswith(f"error: {path}: is not NetCDF, or is truncated")
     assert "Traceback" not in done.stdout + done.stderr
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_run_can_start_from_the_best_network_of_another(
+    here: Any, files: Path, tmp_path: Path
+) -> None:
+    given = f"history={files}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "first").returncode == 0
+    first = ufs(files, hidden=[8], start_from=tmp_path / "first", val_fraction=0.3)
+    best = (tmp_path / "first" / "checkpoints" / "best").read_text().strip()
+    saved = load_file(tmp_path / "first" / "checkpoints" / best / "model.safetensors")
+    net = first.build_model()
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, saved[name])
+    assert not torch.equal(net.input_mean, saved["input_mean"])  # of this run's own rows
+    for source, message in {"first": "is of another model", "none": "holds no valid"}.items():
+        done = here("train", "ufs", given, *SMALL, "hidden=[4]", f"start_from={source}")
+        assert done.returncode == 2
+        assert f"start_from={source}: {message}" in done.stderr
 
 
 def test_a_settled_jacobian_ends_a_run(here: Any, files: Path, tmp_path: Path) -> None:

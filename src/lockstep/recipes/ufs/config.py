@@ -66,6 +66,8 @@ class UfsConfig(TrainConfig):
     squash: bool = True
     """Keep outputs that have bounds (aice) within them, by a logistic function."""
     loss: Literal["mse", "mae", "huber"] = "mse"
+    start_from: Path | None = None
+    """A run whose best network (the newest, if it was never evaluated) training starts from."""
     jacobian_samples: Count = 100
     """Validation rows whose Jacobians each evaluation looks at; 0 for none."""
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.errors import CheckpointError
 from lockstep.recipes.ufs.bands import Selection, keep_bands
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.export import export
@@ -24,7 +25,10 @@ from lockstep.recipes.ufs.report import Report
 from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.write import embedded_files
+from lockstep.train.checkpoint import newest_valid, read, read_hint
 from lockstep.train.flat import model_digest
+from lockstep.train.restore import check_fits
+from lockstep.train.rundir import RunDirectory
 from lockstep.train.task import Loss, Task
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
@@ -39,9 +43,16 @@ class Ufs(Task):
     config: UfsConfig
 
     def build_model(self) -> SeaIceNet:
-        """The network, with the statistics of the training rows."""
+        """The network, with the statistics of the training rows.
+
+        Raises:
+            CheckpointError: `config.start_from` has no checkpoint, or one of another network.
+        """
         config = self.config
-        return SeaIceNet(config.inputs, config.outputs, config.hidden, self.scale, config.squash)
+        net = SeaIceNet(config.inputs, config.outputs, config.hidden, self.scale, config.squash)
+        if config.start_from is not None:
+            _start_from(config.start_from.expanduser(), net)
+        return net
 
     def dataset(self, split: str) -> TensorDataset | None:
         """Normalised inputs [N, in] and outputs [N, out] as float32.
@@ -148,3 +159,16 @@ class Ufs(Task):
         if self.is_synthetic:
             history = tuple(map(str, embedded_files(self.cache)))
         return find_sources(history, config.atmosphere, config.ocean, config.level)
+
+
+def _start_from(run_dir: Path, net: SeaIceNet) -> None:
+    """Take over another run's parameters; statistics stay those of this run's rows."""
+    root = RunDirectory(run_dir).checkpoints
+    best = read_hint(root, "best")
+    snapshot = newest_valid(root)[0] if best is None else read(best)
+    if snapshot is None:
+        raise CheckpointError(f"start_from={run_dir}: holds no valid checkpoint")
+    check_fits(snapshot, net, f"start_from={run_dir}")
+    parameters = dict(net.named_parameters())
+    chosen = {name: value for name, value in snapshot.model.items() if name in parameters}
+    net.load_state_dict(chosen, strict=False)
