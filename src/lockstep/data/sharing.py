@@ -52,7 +52,9 @@ def _make(
     """Make one file, unless another process is at it, or (after waiting for it) has made it."""
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
-    except (BlockingIOError, PermissionError):
+    except (BlockingIOError, PermissionError):  # which of both depends on the system
+        if wait:
+            raise
         return
     try:
         if not path.exists():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.recipes.ufs.export import export, load_program, load_script
+from lockstep.recipes.ufs.export import export_net, load_program, load_script
 from lockstep.recipes.ufs.jacobian import physical
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.rows import Scale
@@ -34,7 +34,7 @@ def net() -> SeaIceNet:
 @pytest.fixture(scope="module")
 def exported(net: SeaIceNet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
-    export(net, 127, {"config_hash": "abc"}, folder)
+    export_net(net, 127, {"config_hash": "abc"}, folder)
     return folder
 
 

@@ -161,6 +161,29 @@ def test_points_that_lack_a_value_are_left_out(changed: Callable[..., Path], cac
     assert found.values.min() > -1000
 
 
+def test_a_missing_value_of_another_precision_is_missing(
+    changed: Callable[..., Path], cache: Path
+) -> None:
+    def change(data: Any) -> None:
+        for variable in data.variables.values():
+            if "missing_value" in variable.ncattrs():
+                variable.missing_value = np.float64(-3.33477e38)
+
+    with pytest.warns(UserWarning, match="cannot be safely cast"):
+        folder = changed("ocn.000.nc", change)
+    with netCDF4.Dataset(folder / "ocn.000.nc") as data:
+        assert data["sea_water_salinity"].missing_value.dtype == np.float64
+    found = rows(pairs(folder), Selection(IN_PAIRS, "both"), cache)
+    assert len(found) == (~land(*grid(NUM_LATITUDES, NUM_LONGITUDES), 0)).sum()
+
+
+def test_a_file_without_times(tmp_path: Path) -> None:
+    with netCDF4.Dataset(tmp_path / "none.nc", "w") as data:
+        data.createDimension("time", None)
+    with pytest.raises(DataError, match=r"none.nc: time: has size 0"):
+        find_sources([str(tmp_path / "none.nc")], [], [], None)
+
+
 def poke(name: str, value: float, where: Any = ...) -> Callable[[Any], None]:
     """Sets values of a variable."""
 

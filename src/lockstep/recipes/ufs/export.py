@@ -63,7 +63,9 @@ class Emulator(nn.Module):
         return self.net.predict(x)
 
 
-def export(net: SeaIceNet, level: int | None, about: Mapping[str, Any], folder: Path) -> list[Path]:
+def export_net(
+    net: SeaIceNet, level: int | None, about: Mapping[str, Any], folder: Path
+) -> list[Path]:
     """Write a network in all forms; each is read back and compared.
 
     Args:

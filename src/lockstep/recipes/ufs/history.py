@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,9 @@ def draw_history(
     return save(figure, path)
 
 
-def draw_jacobian(path: Path, sst: Floats, found: Floats, true: Floats, error: float) -> Path:
+def draw_jacobian(
+    path: Path, sst: Floats, found: Floats, true: Floats, errors: Mapping[str, float]
+) -> Path:
     """Draw the learned ∂aice/∂sst beside the law's.
 
     Args:
@@ -95,9 +97,10 @@ def draw_jacobian(path: Path, sst: Floats, found: Floats, true: Floats, error: f
         sst: [N], °C.
         found: [N], learned, 1/°C.
         true: [N], of the law.
-        error: relative error of whole Jacobians at the ice edge.
+        errors: relative errors of whole Jacobians, by where.
     """
-    figure = new_figure(11, 4.5, f"∂aice/∂sst; at the ice edge the Jacobian is {error:.1%} off")
+    shown = ", ".join(f"{error:.1%} off {where}" for where, error in errors.items())
+    figure = new_figure(11, 4.5, f"∂aice/∂sst; whole Jacobians are {shown}")
     left, right = figure.subplots(1, 2)
     left.scatter(sst, true, s=10, label="law", color="black")
     left.scatter(sst, found, s=4, label="emulator", color="tab:orange")

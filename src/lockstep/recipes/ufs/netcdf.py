@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,10 @@ class NetcdfFile:
                 return int(chunks[-2] if variable.dimensions[0] == "time" else chunks[0])
         return 1
 
+    def size(self, dim: str) -> int:
+        """The length of a dim; 1 if there is none of that name."""
+        return len(self._data.dimensions[dim]) if dim in self._data.dimensions else 1
+
     def dims(self, name: str) -> dict[str, int]:
         """Names and sizes of a variable's dims.
 
@@ -83,8 +88,15 @@ class NetcdfFile:
         Raises:
             DataError: the file is damaged there.
         """
-        with _readable(self.path):
-            return np.ma.asarray(self._data.variables[name][index])
+        variable = self._data.variables[name]
+        with _readable(self.path), warnings.catch_warnings():
+            # The library does not use a missing_value of another precision; see below.
+            warnings.simplefilter("ignore", UserWarning)
+            found = np.ma.asarray(variable[index])
+        missing = getattr(variable, "missing_value", None)
+        if missing is not None and np.asarray(missing).dtype != found.dtype:
+            found = np.ma.masked_equal(found, np.asarray(missing).astype(found.dtype))
+        return found
 
     def time(self, index: int = 0) -> str:
         """The time of the fields, as text; empty if the file does not say."""

@@ -121,13 +121,11 @@ class Report:
         edge = at_edge(columns["aice"])
         # In units of deviations: those of the inputs have nothing to do with one another.
         unit = (net.input_deviation / net.output_deviation).double().numpy()
-        errors = {
-            "everywhere": relative_error(found * unit, true * unit),
-            "at the ice edge": relative_error((found * unit)[edge], (true * unit)[edge]),
-        }
+        errors = {"everywhere": relative_error(found * unit, true * unit)}
+        if edge.any():
+            errors["at the ice edge"] = relative_error((found * unit)[edge], (true * unit)[edge])
         sst, slope = columns["sst"], net.inputs.index("sst")
-        error = errors["at the ice edge"]
-        draw_jacobian(picture, sst, found[:, slope], true[:, slope], error)
+        draw_jacobian(picture, sst, found[:, slope], true[:, slope], errors)
         return errors
 
     def _maps(self, folder: Path) -> Iterator[Path]:

@@ -155,13 +155,16 @@ class HistoryScene(Scene):
         """How many times a history file has.
 
         Raises:
-            DataError: it is damaged, or is no history file.
+            DataError: it is damaged, or has none.
         """
         file = NetcdfFile(path)
         try:
-            return file.dims(VARIABLES["aice"].cice_name).get("time", 1)
+            count = file.size("time")
         finally:
             file.close()
+        if not count:
+            raise DataError(f"{path}: time: has size 0; there are no fields")
+        return count
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""

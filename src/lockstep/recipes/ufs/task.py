@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from lockstep.errors import CheckpointError
 from lockstep.recipes.ufs.bands import Selection, keep_bands
 from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.export import export
+from lockstep.recipes.ufs.export import export_net
 from lockstep.recipes.ufs.jacobian import describe, normalised
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report import Report
@@ -110,7 +110,7 @@ class Ufs(Task):
         net = SeaIceNet(config.inputs, config.outputs, config.hidden, unscaled, config.squash)
         net.load_state_dict(dict(state))
         about = {"config_hash": config.hash, "params_sha256": model_digest(net)}
-        return [f"wrote {path}" for path in export(net, config.level, about, folder)]
+        return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
 
     @cached_property
     def splits(self) -> dict[str, Rows]:
