@@ -16,7 +16,13 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 def draw_map(
-    path: Path, region: str, name: str, place: Floats, true: Floats, predicted: Floats
+    path: Path,
+    region: str,
+    name: str,
+    when: str,
+    place: Floats,
+    true: Floats,
+    predicted: Floats,
 ) -> Path | None:
     """Draw one variable in one region.
 
@@ -24,6 +30,7 @@ def draw_map(
         path: the PNG.
         region: a key of `REGIONS`; seen from above the pole, but for `global`.
         name: of the variable.
+        when: the time, as text.
         place: [N, 2], latitude and longitude in degrees.
         true: [N].
         predicted: [N].
@@ -36,7 +43,9 @@ def draw_map(
         return None
     variable = VARIABLES[name]
     place, true, predicted = place[here], true[here], predicted[here]
-    figure = new_figure(13, 4.2 if region != "global" else 3.2, f"{name}, {region}")
+    figure = new_figure(
+        13, 4.2 if region != "global" else 3.2, ", ".join(filter(None, (name, region, when)))
+    )
     low, high = variable.bounds or (float(true.min()), float(true.max()))
     error = predicted - true
     most = float(np.abs(error).max()) or 1.0

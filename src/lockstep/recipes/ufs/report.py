@@ -31,15 +31,17 @@ _MOST_JACOBIANS = 100_000
 class Report:
     """Looks at one split, and draws maps of all rows at the time of the first of them."""
 
-    def __init__(self, net: SeaIceNet, splits: Mapping[str, Rows], split: str) -> None:
+    def __init__(self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, when: str) -> None:
         """Predict.
 
         Args:
             net: trained.
             splits: all rows there are, by split.
             split: the one that figures are about.
+            when: the time that maps are of, that of the split's first row; as text, may be empty.
         """
         self._net = net
+        self._when = when
         self._splits = splits
         self._rows = splits[split]
         self._true, self._predicted = self._compare(self._rows)
@@ -136,7 +138,7 @@ class Report:
         for column, name in enumerate(self._net.outputs):
             for region in REGIONS:
                 path = draw_map(
-                    folder / f"map_{region}_{name}.png", region, name, rows.place,
+                    folder / f"map_{region}_{name}.png", region, name, self._when, rows.place,
                     true[:, column], predicted[:, column],
                 )  # fmt: skip
                 if path is not None:

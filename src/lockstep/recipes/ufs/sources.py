@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes.ufs.scenes import HistoryScene, PairScene, Scene
+from lockstep.recipes.ufs.cf import PairScene
+from lockstep.recipes.ufs.cice import HistoryScene
+from lockstep.recipes.ufs.scenes import Scene
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,10 @@ class Ufs(Task):
     def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
-        return Report(model.cpu(), self.splits, split).write(folder, run_dir, self.is_synthetic)
+        scene = self._sources[self.splits[split].time[0]].open()
+        scene.close()
+        report = Report(model.cpu(), self.splits, split, scene.when)
+        return report.write(folder, run_dir, self.is_synthetic)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
         """TorchScript, torch.export and a C++ program; needs no data."""
