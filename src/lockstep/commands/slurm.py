@@ -121,7 +121,7 @@ def _job(
     run_dir: Path | None,
     path: Path,
 ) -> BatchJob:
-    ranks_of_all = resources.num_ranks
+    num_ranks = resources.num_ranks
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
     # Open MPI gives its ranks a terminal of their own: in a log, progress bars are noise.
     env |= {"PYTHONUNBUFFERED": "1", "TERM": "dumb"}
@@ -134,9 +134,9 @@ def _job(
         ranks = [sys.executable, "-m", "lockstep", "train", target]
         ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
     # How many cores the nodes have is SLURM's business.
-    command = mpirun_command(ranks_of_all, ranks, cores=ranks_of_all).argv
+    command = mpirun_command(num_ranks, ranks, cores=num_ranks).argv
     if target == DOCTOR:
-        command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(ranks_of_all))
+        command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))
     return BatchJob(
         name=name,
         resources=resources,

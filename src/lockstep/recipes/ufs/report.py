@@ -26,6 +26,7 @@ from lockstep.recipes.ufs.truth import true_jacobian
 Floats = npt.NDArray[np.floating[Any]]
 
 _MOST_JACOBIANS = 100_000
+_ROWS_AT_A_TIME = 50_000
 
 
 class Report:
@@ -91,8 +92,9 @@ class Report:
     def _compare(self, rows: Rows) -> tuple[Floats, Floats]:
         """True and predicted outputs [N, out] of rows."""
         cut = len(self._net.inputs)
+        parts = np.array_split(rows.values[:, :cut], 1 + len(rows) // _ROWS_AT_A_TIME)
         with torch.no_grad():
-            predicted = self._net.predict(torch.from_numpy(rows.values[:, :cut]))
+            predicted = torch.cat([self._net.predict(torch.from_numpy(part)) for part in parts])
         return rows.values[:, cut:].astype(np.float64), predicted.double().numpy()
 
     def _scores(self, name: str) -> dict[str, Score]:
