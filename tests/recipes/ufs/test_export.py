@@ -19,6 +19,7 @@ from lockstep.recipes.ufs.export import export_net, load_program, load_script
 from lockstep.recipes.ufs.jacobian import physical
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.rows import Scale
+from lockstep.recipes.ufs.variables import VARIABLES
 
 INPUTS = ("sst", "hi", "uatm", "qref")
 OUTPUTS = ("aice", "tsfc")
@@ -148,6 +149,7 @@ def test_the_program_agrees_with_python(
         csv(tmp_path / "plain.csv", rows),
         csv(tmp_path / "named.csv", rows[:, turned], ",".join(INPUTS[i] for i in turned)),
         netcdf(tmp_path / "rows.nc", rows),
+        netcdf(tmp_path / "cf.nc", rows, tuple(VARIABLES[name].cf_name for name in INPUTS)),
     ]
     for path in inputs:
         done = call(program, exported / "emulator.ts", path)

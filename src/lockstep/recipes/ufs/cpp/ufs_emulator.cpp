@@ -5,6 +5,7 @@
 #include <torch/script.h>
 
 #include <cstdio>
+#include <exception>
 #include <string>
 #include <vector>
 
@@ -83,6 +84,8 @@ int main(int count, char **arguments) {
         std::fprintf(stderr, "error: %s\n", error.message.c_str());
     } catch (const c10::Error &error) {
         std::fprintf(stderr, "error: %s\n", error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        std::fprintf(stderr, "error: %s\n", error.what());
     }
     return 2;
 }
