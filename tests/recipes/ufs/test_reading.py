@@ -13,7 +13,7 @@ import pytest
 from tests.recipes.ufs.conftest import NUM_LATITUDES, NUM_LONGITUDES, NUM_TIMES
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes.ufs import bands
+from lockstep.recipes.ufs import bands, write
 from lockstep.recipes.ufs.bands import Band, Selection, keep_bands
 from lockstep.recipes.ufs.rows import Rows, gather
 from lockstep.recipes.ufs.sources import Source, find_sources
@@ -279,9 +279,7 @@ def test_nan_on_land_does_not_matter(changed: Callable[..., Path], cache: Path) 
 
 
 def test_pairs_of_different_sizes(files: Path, tmp_path: Path, cache: Path) -> None:
-    from lockstep.recipes.ufs.write import write_synthetic
-
-    write_synthetic(tmp_path, 6, 8, 1)
+    write.write_synthetic(tmp_path, 6, 8, 1)
     sources = find_sources([], [f"{files}/atm.000.nc"], [f"{tmp_path}/ocn.000.nc"], None)
     with pytest.raises(DataError, match="on different grids: 36x48 and 6x8"):
         rows(sources, Selection(IN_PAIRS), cache)
@@ -336,6 +334,16 @@ def test_files_follow_the_formats(files: Path) -> None:
         assert data["ULON"].shape == (NUM_LATITUDES, NUM_LONGITUDES)
 
 
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("NetCDF: HDF error")  # what the library says then
+
+    monkeypatch.setattr(write, "_put", fail)
+    with pytest.raises(DataError, match=r"out: cannot be written: .*NetCDF: HDF error"):
+        write.write_synthetic(tmp_path / "out", 6, 8, 1)
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_the_command_writes_them(here: Any, tmp_path: Path) -> None:
     done = here("data", "ufs-synthetic", "out", "--latitudes", "6", "--longitudes", "8")
     assert done.returncode == 0
@@ -347,6 +355,8 @@ def test_the_command_refuses_what_it_cannot_do(here: Any, tmp_path: Path) -> Non
     done = here("data", "ufs-synthetic", "out", "--times", "0")
     assert (done.returncode, done.stderr) == (2, "error: number of times 0: must be at least 1\n")
     assert not (tmp_path / "out").exists()
+    done = here("data", "ufs-synthetic", "out", "--seed", "-1")
+    assert (done.returncode, done.stderr) == (2, "error: seed -1: must be at least 0\n")
     (tmp_path / "out").touch()
     done = here("data", "ufs-synthetic", "out")
     assert (done.returncode, done.stderr) == (2, "error: out: cannot be written: File exists\n")

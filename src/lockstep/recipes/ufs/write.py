@@ -55,7 +55,7 @@ def write_synthetic(
         What was written.
 
     Raises:
-        DataError: a number is not positive, or the folder cannot be written.
+        DataError: a number is too small, or the folder cannot be written.
         ConfigError: the netCDF4 package is not installed.
     """
     for name, value in {
@@ -63,6 +63,8 @@ def write_synthetic(
     }.items():  # fmt: skip
         if value < 1:
             raise DataError(f"number of {name} {value}: must be at least 1")
+    if seed < 0:
+        raise DataError(f"seed {seed}: must be at least 0")
     latitude, longitude = grid(num_latitudes, num_longitudes)
     on_land = land(latitude, longitude, seed)
     written = []
@@ -218,7 +220,9 @@ def _new(path: Path) -> Iterator[Any]:
         finally:
             data.close()
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, RuntimeError):  # what the library makes of a full disk
+            raise OSError(f"{path}: {error}") from error
         raise
