@@ -16,6 +16,7 @@ from lockstep.recipes.ufs.task import Ufs
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     task = Ufs(UfsConfig(mask_mode="both"))
     net = task.build_model()
     x = torch.from_numpy(task.splits["train"].values[:, :14]).contiguous()
@@ -24,8 +25,8 @@ def main() -> None:
         single = values.unsqueeze(0).requires_grad_()
         return torch.autograd.grad(net.predict(single).sum(), single)[0]
 
-    found = physical(net, x[:500])
-    assert torch.allclose(found[:, 0], torch.cat([row(v) for v in x[:500]]), rtol=1e-4, atol=1e-7)
+    found, wanted = physical(net, x[:500])[:, 0], torch.cat([row(v) for v in x[:500]])
+    assert ((found - wanted).abs().amax(0) <= 1e-4 * wanted.abs().amax(0)).all()
     batched = best(lambda: physical(net, x), len(x))
     loop = best(lambda: [row(v) for v in x[:2000]], 2000)
     print(json.dumps({"batched": batched, "loop": loop, "rows": len(x)}), flush=True)
