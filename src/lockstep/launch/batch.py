@@ -143,6 +143,7 @@ say "job $job (start $((${{SLURM_RESTART_COUNT:-0}} + 1)))" \\
 say "{ranks} rank(s), {tasks} a node with {cpus} CPU(s) each, {threads} thread(s) each;" \\
     "run directory: $run_dir"
 say "what:" {title}
+say "master address and port: ${{MASTER_ADDR:-none}} ${{MASTER_PORT:-none}} (mpirun needs none)"
 """
 
 _START = """\
