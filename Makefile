@@ -37,8 +37,9 @@ types: venv
 	$(BIN)/mypy
 
 bench: venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/ufs.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

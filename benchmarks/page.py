@@ -47,12 +47,12 @@ class Section:
         self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
 
 
-def page(facts: dict[str, str], sections: Sequence[Section]) -> str:
-    """The whole page."""
+def page(title: str, stem: str, facts: dict[str, str], sections: Sequence[Section]) -> str:
+    """The whole page; raw numbers are in a file `stem`.json beside it."""
     head = [
-        "# Benchmarks of the core",
+        f"# {title}",
         "",
-        "Made by `benchmarks/run.py`; raw numbers are in `core.json`. Programs that are compared "
+        f"Raw numbers are in `{stem}.json`. Programs that are compared "
         "run in turn (A B C A B C …), never two at once, with one thread a rank. A cell shows the "
         "median of the rounds (each the median of its repeats) and in brackets the least and the "
         "greatest round. Ratios are taken within a round, then their median.",

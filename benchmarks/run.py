@@ -22,6 +22,7 @@ from lockstep.launch.ranks import find_mpirun, mpi_version
 from page import page
 from processes import HERE
 
+PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
 DOCS = HERE.parent / "docs" / "benchmarks"
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     facts["command"] = f"`{shlex.join(['python', 'benchmarks/run.py', *sys.argv[1:]])}`"
     if args.quick:
         facts["quick"] = "yes: these numbers mean nothing"
-    text = page(facts, sections)
+    text = page("Benchmarks of the core", "core", facts, sections)
     folder = args.output or (DOCS if whole else None)
     if folder is None:
         print(text)
@@ -54,9 +55,8 @@ def main() -> None:
     print(f"written to {folder}", file=sys.stderr)
 
 
-def machine() -> dict[str, str]:
+def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """What the numbers depend on."""
-    packages = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
     return {
         "date": f"{datetime.now():%Y-%m-%d}",
         "CPU": f"{cpu_model()}, {usable_cores()} cores",

@@ -67,7 +67,10 @@ def another(annotation: Any, value: Any) -> Any:
         return value + "_too"
     if value is None:
         return 7
-    return list(reversed(value)) if value else ["layer.*"]
+    if value:
+        return list(reversed(value))
+    item = typing.get_args(annotation)[0]
+    return [item().model_dump()] if issubclass(item, BaseModel) else ["layer.*"]
 
 
 def changed(config: TrainConfig, key: str, value: Any) -> TrainConfig:

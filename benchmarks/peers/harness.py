@@ -19,8 +19,8 @@ NUM_BATCHES = 16
 """Batches of data each rank holds; they are passed over again and again."""
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The command line, with torch's threads set as it says."""
+def arguments(description: str | None, *flags: str) -> argparse.Namespace:
+    """The command line, with flags of a peer's own, and torch's threads set as it says."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=MODELS, default="mlp_small")
     parser.add_argument("--batch", type=_positive, help="samples per rank and step")
@@ -29,6 +29,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=_positive, default=5, help="the median is printed")
     parser.add_argument("--threads", type=_positive, default=1, help="threads per rank")
     parser.add_argument("--fused", action="store_true", help="Adam(fused=True)")
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     return args

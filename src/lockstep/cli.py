@@ -11,8 +11,10 @@ import typer
 from rich.console import Console
 
 from lockstep.commands import chaos as chaos_command
+from lockstep.commands import data as data_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
+from lockstep.commands import export as export_command
 from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
@@ -26,6 +28,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+data = typer.Typer(help="Write the data that recipes use.", no_args_is_help=True)
+app.add_typer(data, name="data")
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -90,9 +95,25 @@ def evaluate(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
     ] = "latest",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="A folder for tables and pictures.")
+    ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run on a split."""
-    for line in evaluate_command.lines(run_dir, split, checkpoint):
+    for line in evaluate_command.lines(run_dir, split, checkpoint, report):
+        print(line)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    folder: Annotated[Path, typer.Argument(help="Where to write.")],
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
+    ] = "latest",
+) -> None:
+    """Write a trained model for programs without Lockstep."""
+    for line in export_command.export(run_dir, folder, checkpoint):
         print(line)
 
 
@@ -124,26 +145,40 @@ def chaos(
 @app.command()
 def slurm(
     target: Target,
-    time: Annotated[str, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")],
     overrides: Overrides = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Number of nodes.")] = 1,
-    tasks: Annotated[int, typer.Option("--ntasks-per-node", help="Ranks on each node.")] = 1,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="A YAML file with the options below.")
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option("--ntasks-per-node", help="Ranks on each node; 1.")
+    ] = None,
     cpus: Annotated[
         int | None, typer.Option("--cpus-per-task", help="Cores of a rank; threads if left out.")
     ] = None,
     partition: Annotated[str | None, typer.Option("--partition", help="Where to run.")] = None,
     account: Annotated[str | None, typer.Option("--account", help="Who pays.")] = None,
     signal_before: Annotated[
-        int, typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit.")
-    ] = 120,
+        int | None,
+        typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit; 120."),
+    ] = None,
     run_dir: RunDir = None,
     output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
 ) -> None:
-    """Write a SLURM job script that trains, stops in time, and goes on after a requeue."""
-    request = slurm_command.Request(
-        nodes, tasks, cpus, time, partition, account, signal_before, run_dir, output, submit
-    )
+    """Write a SLURM job script that trains, stops in time, and goes on after a requeue.
+
+    The target `doctor` makes one that tests the nodes' communication.
+    """
+    given = {
+        "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
+        "partition": partition, "account": account, "signal_before": signal_before,
+    }  # fmt: skip
+    options = slurm_command.job_file(job, given)
+    request = slurm_command.Request(options, run_dir, output, submit)
     _exit(slurm_command.slurm(target, overrides or [], request))
 
 
@@ -160,6 +195,19 @@ def doctor(
         )
     console.print(doctor_command.render(checks))
     _exit(doctor_command.exit_code(checks))
+
+
+@data.command("ufs-synthetic")
+def ufs_synthetic(
+    folder: Annotated[Path, typer.Argument(help="Where to write; created if it is not there.")],
+    latitudes: Annotated[int, typer.Option("--latitudes", help="Rows of the grid.")] = 90,
+    longitudes: Annotated[int, typer.Option("--longitudes", help="Columns of the grid.")] = 180,
+    times: Annotated[int, typer.Option("--times", help="A file, or a pair, for each.")] = 4,
+    seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
+) -> None:
+    """Write sea ice with a known law, as CICE history files and as CF pairs."""
+    for line in data_command.ufs_synthetic(folder, latitudes, longitudes, times, seed):
+        print(line)
 
 
 def main() -> NoReturn:

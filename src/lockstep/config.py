@@ -89,6 +89,17 @@ class EarlyStoppingConfig(Section):
     min_delta: NonNegativeFloat = 0.0
 
 
+class ConvergenceConfig(Section):
+    """Stop when a metric has settled."""
+
+    metric: str = "loss"
+    """An evaluation metric."""
+    window: Annotated[int, Field(ge=2)] = 5
+    """Evaluations that are looked at."""
+    tolerance: NonNegativeFloat = 1e-3
+    """Most by which they may differ, as a part of their greatest magnitude."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
@@ -153,6 +164,8 @@ class TrainConfig(Section):
     """The evaluation metric that says which checkpoint is best."""
     watch_mode: Literal["min", "max"] = "min"
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    convergence: tuple[ConvergenceConfig, ...] = ()
+    """Each a reason to stop, such as {metric: loss, window: 5, tolerance: 0.001}."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
@@ -185,6 +198,7 @@ class TrainConfig(Section):
 
 
 Config = TypeVar("Config", bound=TrainConfig)
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def override(config: Config, overrides: Iterable[str], source: str = "command line") -> Config:
@@ -206,7 +220,7 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     return build(type(config), data, source)
 
 
-def load(kind: type[Config], path: Path) -> Config:
+def load(kind: type[AnySection], path: Path) -> AnySection:
     """The config in a YAML file.
 
     Raises:
@@ -225,7 +239,7 @@ def load(kind: type[Config], path: Path) -> Config:
     return build(kind, data, str(path))
 
 
-def build(kind: type[Config], data: Mapping[str, Any], source: str) -> Config:
+def build(kind: type[AnySection], data: Mapping[str, Any], source: str) -> AnySection:
     """A validated config from plain data; errors name `source`, the key and the value.
 
     Raises:
@@ -249,7 +263,7 @@ def outcome(section: BaseModel) -> dict[str, Any]:
     return values
 
 
-def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
+def _explain(kind: type[Section], error: Any, source: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{source}: {_unknown_key(kind, key)}"
@@ -261,7 +275,7 @@ def _explain(kind: type[TrainConfig], error: Any, source: str) -> str:
     return f"{source}: {key}={error['input']!r}: {message[0].lower()}{message[1:]}"
 
 
-def _unknown_key(kind: type[TrainConfig], key: str) -> str:
+def _unknown_key(kind: type[Section], key: str) -> str:
     known = list(_keys(kind))
     leaf = key.rpartition(".")[2]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]

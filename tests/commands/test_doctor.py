@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from lockstep.commands.doctor_ranks import (
     listen,
     mpi_checks,
     probe,
+    srun_checks,
     start_and_collectives,
 )
 from lockstep.errors import LaunchError
@@ -248,3 +250,34 @@ def test_gpus_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, nccl = doctor_ranks.gpu_checks(2, 10.0)
     assert gpu == Check("gpu", "ok", "2: gpu0, gpu1")
     assert nccl.status == "fail"
+
+
+def test_speed_is_told(tmp_path: Path) -> None:
+    assert re.fullmatch(
+        r"\d+ GFLOP/s in float32 on \d+ thread\(s\)", local("matrix product").detail
+    )
+    check = local("file reading", run_dir=tmp_path / "not" / "yet")
+    assert re.fullmatch(rf"[\d,]+ MB/s in {tmp_path}", check.detail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_srun_is_tried_in_a_job_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (check,) = srun_checks(2, 10, {})
+    assert check == Check("srun", "skip", "this is no SLURM job")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (check,) = srun_checks(2, 10, {"SLURM_JOB_ID": "5"})
+    assert (check.status, check.fix) == ("fail", "put SLURM's programs on the PATH")
+
+
+def test_srun_gets_the_users_master_and_failures_name_rank_and_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '{"probe": "start", "rank": 0, "host": "n1", "ok": true, "detail": "gloo"}'
+    bad = '{"probe": "start", "rank": 1, "host": "n2", "ok": false, "detail": "at $MASTER_ADDR"}'
+    bad = bad.replace('"', '\\"')
+    tool(tmp_path, "srun", f"echo '{said}'; echo \"{bad}\"")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = list(srun_checks(2, 30, {"SLURM_JOB_ID": "5", "MASTER_ADDR": "10.1.2.3"}))
+    assert found[0].name == "srun start"
+    assert (found[0].status, found[0].detail) == ("fail", "rank 1 on n2: at 10.1.2.3")
+    assert {check.status for check in found[1:]} == {"skip"}

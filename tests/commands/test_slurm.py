@@ -1,6 +1,7 @@
 """`lockstep slurm` without a SLURM: what it writes and what it refuses."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 from tests.conftest import target
@@ -95,3 +96,57 @@ def test_refuses_a_target_that_is_not_there(here, tmp_path, wrong):
     done = here("slurm", wrong, "--time", "30")
     assert (done.returncode, done.stderr.count("error: ")) == (2, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "ufs"
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("one-node", 1), ("two-nodes", 2), ("four-nodes", 4)])
+def test_job_files_have_the_modes(here, tmp_path, name, nodes):
+    done = here("slurm", "ufs", "seed=1", "--job", EXAMPLES / f"{name}.yaml")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "ufs.sbatch").read_text()
+    for option in (f"nodes={nodes}", "ntasks-per-node=1", "cpus-per-task=40", "time=4:00:00"):
+        assert f"#SBATCH --{option}\n" in text
+    for library in ("OMP", "MKL", "NUMEXPR"):
+        assert f"export {library}_NUM_THREADS=40\n" in text
+    assert "say \"what:\" 'ufs threads=40 seed=1'\n" in text
+
+
+def test_the_command_line_comes_before_a_job_file(here, tmp_path):
+    job = ("--job", EXAMPLES / "two-nodes.yaml", "--cpus-per-task", "2", "--time", "5")
+    assert here("slurm", "ufs", "threads=2", *job).returncode == 0
+    text = (tmp_path / "ufs.sbatch").read_text()
+    for option in ("nodes=2", "cpus-per-task=2", "time=5"):
+        assert f"#SBATCH --{option}\n" in text
+    assert "export OMP_NUM_THREADS=2\n" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: 0", "nodes=0"),
+        ("time: 4:00:00", "time=14400"),
+        ("node: 2", "unknown key 'node'; did you mean nodes?"),
+        ("nodes: 2", "--time: is missing"),
+        ("{", "is not valid YAML"),
+    ],
+)
+def test_job_files_that_do_not_fit(here, tmp_path, text, message):
+    (tmp_path / "job.yaml").write_text(text)
+    done = here("slurm", "digits", "--job", "job.yaml")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (tmp_path / "digits.sbatch").exists()
+
+
+def test_a_doctor_job_trains_nothing(here, tmp_path):
+    done = here("slurm", "doctor", "--job", EXAMPLES / "communication.yaml")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "doctor.sbatch").read_text()
+    assert "#SBATCH --no-requeue\n" in text
+    assert "--signal" not in text
+    assert "lockstep doctor --ranks 2" in text.replace(" \\\n   ", "")
+    subprocess.run(["bash", "-n", tmp_path / "doctor.sbatch"], check=True)
+    done = here("slurm", "doctor", "lr=1", "--time", "5")
+    assert (done.returncode, done.stderr) == (2, "error: 'lr=1': the doctor has no config\n")

@@ -186,3 +186,23 @@ def bin_without(folder: Path) -> Path:
             next(p for p in (Path("/usr/bin") / name, Path("/bin") / name) if p.exists())
         )
     return programs
+
+
+def test_the_log_says_what_runs_where(tmp_path: Path) -> None:
+    titled = replace(job(tmp_path, "true"), title="digits 'lr=0.1' seed=2")
+    found = bash(titled, SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]", MASTER_PORT="29501")
+    for line in (
+        "on 2 node(s): n[1-2]",
+        "1 rank(s), 1 a node with 1 CPU(s) each, 1 thread(s) each; run directory: ",
+        "what: digits 'lr=0.1' seed=2",
+        "master address and port: none 29501",
+    ):
+        assert line in found.stdout
+
+
+def test_a_job_that_does_not_train_ends_as_its_command(tmp_path: Path) -> None:
+    plain = replace(job(tmp_path, "sh", "-c", "echo done; exit 3"), trains=False)
+    found = bash(plain)
+    assert (found.returncode, found.stdout.splitlines()[-1]) == (3, "done")
+    assert "--signal" not in script(plain)
+    assert "#SBATCH --no-requeue" in script(plain)

@@ -70,7 +70,7 @@ def test_patience_counts_evaluations_without_improvement() -> None:
     exhausted = []
     for value in (3.0, 4.0, 2.0, 2.0, 2.0):
         progress.judge(patient, {"loss": value})
-        exhausted.append(progress.exhausted(patient))
+        exhausted.append(bool(progress.exhausted(patient)))
     assert exhausted == [False, False, False, False, True]
 
 
@@ -94,3 +94,32 @@ def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
 )
 def test_progress_survives_json(progress: Progress) -> None:
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+
+
+RULE = {"metric": "norm", "window": 3, "tolerance": 0.1}
+
+
+def test_convergence_ends_a_run_when_a_metric_has_settled() -> None:
+    settling = config(convergence=[RULE])
+    progress, ended = Progress(), []
+    for step, norm in enumerate([1.0, 2.0, 2.1, 1.95, 5.0], start=1):
+        progress.step = step
+        progress.judge(settling, {"loss": 1.0, "norm": norm})
+        ended.append(progress.exhausted(settling))
+    assert ended[:3] == ["", "", ""]
+    assert ended[3] == "converged: norm within 0.1 of itself in 3 evaluations"
+    assert ended[4] == ""
+    assert Progress.from_json(progress.to_json()) == progress
+
+
+def test_a_metric_that_is_nan_has_not_settled() -> None:
+    settling = config(convergence=[RULE])
+    progress = Progress()
+    for _ in range(5):
+        progress.judge(settling, {"loss": 1.0, "norm": math.nan})
+    assert not progress.exhausted(settling)
+
+
+def test_convergence_of_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"convergence.metric='norm': no such metric.* has loss"):
+        Progress().judge(config(convergence=[RULE]), {"loss": 1.0})

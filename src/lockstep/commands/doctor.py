@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lockstep.commands.check import Check
 from lockstep.commands.doctor_checks import local_checks
-from lockstep.commands.doctor_ranks import gloo_checks, gpu_checks, mpi_checks
+from lockstep.commands.doctor_ranks import gloo_checks, gpu_checks, mpi_checks, srun_checks
 
 __all__ = ["Check", "exit_code", "render", "run_doctor"]
 
@@ -62,4 +62,5 @@ def _checks(ranks: int, run_dir: Path, timeout_s: float) -> Iterator[Check]:
         yield look()
     yield from mpi_checks(ranks, timeout_s)
     yield from gloo_checks(ranks, timeout_s)
+    yield from srun_checks(ranks, timeout_s, os.environ)
     yield from gpu_checks(ranks, timeout_s)

@@ -15,11 +15,17 @@ from pathlib import Path
 import torch
 
 from lockstep.commands.check import Check, guarded
+from lockstep.commands.doctor_speed import file_reading, matrix_product
 from lockstep.launch.cores import thread_warnings, usable_cores
 from lockstep.launch.environment import detect
 
 _PACKAGES = ("numpy", "mpi4py", "pydantic", "pyyaml", "rich", "typer", "safetensors")
-_EXTRAS = {"tensorboard": "tensorboard", "scikit-learn": "recipes"}
+_EXTRAS = {
+    "tensorboard": "tensorboard",
+    "scikit-learn": "recipes",
+    "netCDF4": "ufs",
+    "matplotlib": "ufs",
+}
 _MIN_PYTHON = (3, 10)
 _MIN_TORCH = (2, 11)
 _SHARED_BYTES_PER_RANK = 32 << 20
@@ -48,6 +54,8 @@ def local_checks(ranks: int, run_dir: Path, env: Mapping[str, str]) -> list[Call
             lambda: run_directory(run_dir),
             "choose a writable place with --run-dir, on a file system that can rename and fsync",
         ),
+        "matrix product": (matrix_product, ""),
+        "file reading": (lambda: file_reading(run_dir), "choose another --run-dir"),
         "slurm": (lambda: _slurm(env), "ask the administrator why slurmctld does not answer"),
     }
     checks = [_bound(name, look, fix) for name, (look, fix) in looks.items()]

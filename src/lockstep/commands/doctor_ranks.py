@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from lockstep.launch.ranks import (
     mpi_version,
     mpirun_command,
     rank_environment,
+    srun_command,
     torchrun_command,
 )
 
@@ -56,6 +59,21 @@ def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     command = torchrun_command(ranks, probe("collectives", "--backend", "gloo"))
     fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
     yield from start_and_collectives("gloo", listen(command, timeout_s), fix)
+
+
+def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterator[Check]:
+    """The collectives over TCP in a step of the SLURM job this process is in."""
+    if "SLURM_JOB_ID" not in env:
+        yield Check("srun", "skip", "this is no SLURM job")
+        return
+    if shutil.which("srun") is None:
+        yield Check("srun", "fail", "no srun in this job", "put SLURM's programs on the PATH")
+        return
+    command = srun_command(ranks, probe("collectives", "--backend", "gloo"))
+    # Unlike under mpirun and torchrun, where ranks meet may be the user's choice.
+    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
+    fix = "make the nodes' names resolve, or set MASTER_ADDR and GLOO_SOCKET_IFNAME"
+    yield from start_and_collectives("srun", listen(command, timeout_s, chosen), fix)
 
 
 def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
@@ -113,9 +131,11 @@ class Said:
         return f"no word from rank {who} ({why})" + (f": {said[-1].strip()}" if said else "")
 
 
-def listen(command: RankCommand, timeout_s: float) -> Said:
-    """Run a probe and read what its ranks print."""
-    end = capture(command, rank_environment(threads=1), timeout_s)
+def listen(
+    command: RankCommand, timeout_s: float, more: Mapping[str, str] = MappingProxyType({})
+) -> Said:
+    """Run a probe, with some environment variables more, and read what its ranks print."""
+    end = capture(command, rank_environment(threads=1) | dict(more), timeout_s)
     return Said(command.num_ranks, list(_lines(end.stdout)), end)
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from lockstep.commands.target import make_task, task_class
 from lockstep.config import load
-from lockstep.errors import CheckpointError, DataError
+from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.environment import detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.threads import set_threads
+from lockstep.recipes.abilities import Reports
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.compute import Compute
@@ -20,13 +21,19 @@ from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 
 
-def evaluate(run_dir: Path, split: str, which: str) -> dict[str, float]:
+def evaluate(
+    run_dir: Path, split: str, which: str, report: Path | None = None
+) -> tuple[dict[str, float], list[str]]:
     """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
 
     Args:
         run_dir: the run.
         split: `train`, `val` or `test`.
         which: `best`, `latest`, or a step's number.
+        report: a folder in which the task's first rank writes its report, if one is wanted.
+
+    Returns:
+        The metrics, and what the report has for people.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split.
@@ -38,7 +45,9 @@ def evaluate(run_dir: Path, split: str, which: str) -> dict[str, float]:
     set_threads(config.threads, environment)
     device = choose_device(config.device, environment)
     task = make_task(kind, config)
-    snapshot = _snapshot(directory.checkpoints, which)
+    if report is not None and not isinstance(task, Reports):
+        raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
+    snapshot = snapshot_of(directory.checkpoints, which)
     transport = open_transport(environment, device, TIMEOUT_S)
     try:
         model = build_model(task, config, device)
@@ -47,20 +56,46 @@ def evaluate(run_dir: Path, split: str, which: str) -> dict[str, float]:
         found = evaluations(task, config, device, (split,))
         if split not in found:
             raise DataError(f"--split {split}: the task has no such dataset")
-        return found[split].run(transport, model, Compute(task, model, config, device))
+        metrics = found[split].run(transport, model, Compute(task, model, config, device))
+        more = []
+        if isinstance(task, Reports) and report is not None and transport.rank == 0:
+            more = task.report(model.eval(), split, made(report, "--report"), run_dir)
+        return metrics, more
     finally:
         transport.close()
 
 
-def lines(run_dir: Path, split: str, which: str) -> list[str]:
+def lines(run_dir: Path, split: str, which: str, report: Path | None = None) -> list[str]:
     """What `evaluate` finds, for people; nothing on ranks other than the first."""
-    metrics = evaluate(run_dir, split, which)
+    metrics, more = evaluate(run_dir, split, which, report)
     if detect(os.environ).rank:
         return []
-    return [f"{name:16} {value:.6g}" for name, value in metrics.items()]
+    return [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]
 
 
-def _snapshot(root: Path, which: str) -> Snapshot:
+def made(folder: Path, option: str) -> Path:
+    """A folder to write to, made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror}") from error
+    return folder
+
+
+def snapshot_of(root: Path, which: str) -> Snapshot:
+    """The checkpoint that `--checkpoint` means.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        which: `best`, `latest`, or a step's number.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if which == "latest":
         snapshot, _, skipped = checkpoint.newest_valid(root)
         if snapshot is None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.commands.target import absolute, configured, is_script
-from lockstep.config import TrainConfig, override
+from lockstep.config import Positive, Section, TrainConfig, load, override
 from lockstep.errors import LaunchError
 from lockstep.front import Sitting
 from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, script
@@ -21,38 +23,63 @@ from lockstep.launch.cores import THREAD_VARIABLES
 from lockstep.launch.ranks import mpirun_command
 from lockstep.observe.files import replacing
 
+DOCTOR = "doctor"
+"""The target that tests communication instead of training."""
+
+
+class JobFile(Section):
+    """A job's options in a YAML file; those on the command line come first."""
+
+    nodes: Positive = 1
+    ntasks_per_node: Positive = 1
+    cpus_per_task: Positive | None = None
+    time: str | None = None
+    """In quotes: YAML takes 4:00:00 for a number."""
+    partition: str | None = None
+    account: str | None = None
+    signal_before: Positive = 120
+    overrides: tuple[str, ...] = ()
+    """`key=value` items for the config, before those on the command line."""
+
 
 @dataclass(frozen=True)
 class Request:
     """What the user asks for, as the command line gives it.
 
     Attributes:
-        nodes: how many.
-        tasks_per_node: ranks on each.
-        cpus_per_task: cores for each rank; the config's threads if None.
-        time: SLURM's time limit.
-        partition: where to run.
-        account: who pays.
-        signal_before_s: how long before the time limit the ranks are told to stop.
+        job: what the job is like.
         run_dir: of the run; named after the job's number if None.
         output: the file to write; named after the target if None.
         submit: hand it to SLURM.
     """
 
-    nodes: int
-    tasks_per_node: int
-    cpus_per_task: int | None
-    time: str
-    partition: str | None
-    account: str | None
-    signal_before_s: int
+    job: JobFile
     run_dir: Path | None
     output: Path | None
     submit: bool
 
 
+def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
+    """The options of a job: those given, else a file's, else the defaults.
+
+    Args:
+        path: the file, if there is one.
+        given: by name; None stands for what is not given.
+
+    Raises:
+        ConfigError: the file cannot be read or an option does not fit.
+        LaunchError: there is no time limit.
+    """
+    job = JobFile() if path is None else load(JobFile, path)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    job = job.model_copy(update=chosen)
+    if job.time is None:
+        raise LaunchError("--time: is missing; give the job's time limit, such as 1:30:00")
+    return job
+
+
 def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
-    """Write a job script that trains a target, and submit it if asked to.
+    """Write a job script that trains a target (or runs `doctor`), and submit it if asked to.
 
     Returns:
         The exit code.
@@ -61,12 +88,18 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
         LockstepError: something given does not work, and nothing was written; or there is no
             sbatch, or it refused the script, which was written.
     """
-    where = absolute(target)
-    threads = _threads(where, overrides)
-    cpus = threads if request.cpus_per_task is None else request.cpus_per_task
+    overrides = [*request.job.overrides, *overrides]
+    is_doctor = target == DOCTOR
+    where = target if is_doctor else absolute(target)
+    threads = 1 if is_doctor else _threads(where, overrides)
+    if is_doctor and overrides:
+        raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
+    job = request.job
+    cpus = threads if job.cpus_per_task is None else job.cpus_per_task
+    assert job.time is not None
     resources = Resources(
-        request.nodes, request.tasks_per_node, cpus, request.time,
-        request.partition, request.account, request.signal_before_s,
+        job.nodes, job.ntasks_per_node, cpus, job.time, job.partition, job.account,
+        job.signal_before,
     )  # fmt: skip
     if cpus < threads:
         raise LaunchError(f"--cpus-per-task {cpus}: is less than threads={threads} of the config")
@@ -88,6 +121,7 @@ def _job(
     run_dir: Path | None,
     path: Path,
 ) -> BatchJob:
+    num_ranks = resources.num_ranks
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
     # Open MPI gives its ranks a terminal of their own: in a log, progress bars are noise.
     env |= {"PYTHONUNBUFFERED": "1", "TERM": "dumb"}
@@ -100,11 +134,15 @@ def _job(
         ranks = [sys.executable, "-m", "lockstep", "train", target]
         ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
     # How many cores the nodes have is SLURM's business.
-    command = mpirun_command(resources.num_ranks, ranks, cores=resources.num_ranks)
+    command = mpirun_command(num_ranks, ranks, cores=num_ranks).argv
+    if target == DOCTOR:
+        command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))
     return BatchJob(
         name=name,
         resources=resources,
-        command=command.argv,
+        command=command,
+        title=shlex.join([target, *overrides]),
+        trains=target != DOCTOR,
         env=env,
         threads=threads,
         run_dir=run_dir.absolute() if run_dir else None,

@@ -36,6 +36,8 @@ class BatchJob:
         run_dir: an absolute path; None puts it below `work_dir`, named after job and number.
         work_dir: the absolute path of the folder to run in.
         log: the absolute path of the job's log, with SLURM's `%j` for the job's number.
+        title: what is trained, for the log.
+        trains: whether the command trains: such a job stops in time and is requeued.
     """
 
     name: str
@@ -46,6 +48,8 @@ class BatchJob:
     run_dir: Path | None
     work_dir: Path
     log: Path
+    title: str = ""
+    trains: bool = True
 
 
 def script(job: BatchJob) -> str:
@@ -55,7 +59,7 @@ def script(job: BatchJob) -> str:
         LaunchError: a text in it has a line break or another control character.
     """
     paths = map(str, (job.run_dir, job.work_dir, job.log))
-    for text in (job.name, *paths, *job.command, *job.env.values()):
+    for text in (job.name, job.title, *paths, *job.command, *job.env.values()):
         _printable(text)
     ranks = job.resources.num_ranks
     parts = [
@@ -65,7 +69,17 @@ def script(job: BatchJob) -> str:
         "",
         *_setting(job),
         "",
-        _BANNER.format(ranks=ranks, threads=job.threads),
+        _BANNER.format(
+            ranks=ranks,
+            threads=job.threads,
+            tasks=job.resources.tasks_per_node,
+            cpus=job.resources.cpus_per_task,
+            title=shlex.quote(job.title),
+        ),
+    ]
+    if not job.trains:
+        return "\n".join([*parts, f"{_wrapped(job.command)} </dev/null", ""])
+    parts += [
         _START.format(command=_wrapped(job.command), patience=job.resources.patience_s),
         _END,
     ]
@@ -84,13 +98,13 @@ def _directives(job: BatchJob) -> list[str]:
         "account": asked.account,
         # B: only this shell gets it, and passes it on; SLURM would tell its own steps only, which
         # are mpirun's daemons and not the ranks.
-        "signal": f"B:USR1@{asked.signal_before_s}",
+        "signal": f"B:USR1@{asked.signal_before_s}" if job.trains else None,
         "open-mode": "append",
         "chdir": str(job.work_dir),
         "output": str(job.log),
     }
     lines = [f"#SBATCH --{name}={shlex.quote(v)}" for name, v in options.items() if v is not None]
-    return [*lines, "#SBATCH --requeue"]
+    return [*lines, f"#SBATCH --{'' if job.trains else 'no-'}requeue"]
 
 
 def _setting(job: BatchJob) -> list[str]:
@@ -126,7 +140,10 @@ say() {{
 }}
 say "job $job (start $((${{SLURM_RESTART_COUNT:-0}} + 1)))" \\
     "on ${{SLURM_JOB_NUM_NODES:-1}} node(s): ${{SLURM_JOB_NODELIST:-$(hostname)}}"
-say "{ranks} rank(s), {threads} thread(s) each; run directory: $run_dir"
+say "{ranks} rank(s), {tasks} a node with {cpus} CPU(s) each, {threads} thread(s) each;" \\
+    "run directory: $run_dir"
+say "what:" {title}
+say "master address and port: ${{MASTER_ADDR:-none}} ${{MASTER_PORT:-none}} (mpirun needs none)"
 """
 
 _START = """\

@@ -52,7 +52,7 @@ class RankCommand:
 
     argv: tuple[str, ...]
     num_ranks: int
-    launcher: Literal["python", "local", "mpi", "torchrun"]
+    launcher: Literal["python", "local", "mpi", "torchrun", "slurm"]
     forwards_signals: bool
 
 
@@ -111,6 +111,12 @@ def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
     torchrun += [f"--nproc-per-node={num_ranks}", "--no-python"]
     return RankCommand((*torchrun, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
+
+
+def srun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
+    """Run `argv` on several ranks as a step of the SLURM job this process is in."""
+    srun = ("srun", "--ntasks", str(num_ranks), "--mpi=none", "--kill-on-bad-exit=0")
+    return RankCommand((*srun, *argv), num_ranks, "slurm", forwards_signals=True)
 
 
 def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:

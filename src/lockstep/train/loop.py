@@ -184,10 +184,7 @@ class Trainer:
         if progress.judge(config, metrics):
             value = metrics[config.watch]
             runtime.emit(Improved(step=progress.step, metric=config.watch, value=value))
-        if progress.exhausted(config) and not progress.finished:
-            progress.finished = (
-                f"early stopping: no better {config.watch} since step {progress.best_step}"
-            )
+        progress.finished = progress.finished or progress.exhausted(config)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""

@@ -20,6 +20,7 @@ class Progress:
         best: best value so far of the watched metric; None before the first evaluation.
         best_step: the step that had it.
         stale: evaluations since then.
+        recent: the newest values of the metrics whose convergence ends the run, by name.
         metrics: of the newest evaluation, by "split/name"; those of training before the first.
         finished: why the run is over; empty while it is not.
     """
@@ -29,6 +30,7 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     stale: int = 0
+    recent: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
 
@@ -45,14 +47,15 @@ class Progress:
         """Take note of an evaluation; whether it is the best so far.
 
         Raises:
-            ConfigError: there is no such metric as `config.watch`.
+            ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
         """
-        if config.watch not in metrics:
-            raise ConfigError(
-                f"watch={config.watch!r}: no such metric; the evaluation has "
-                f"{', '.join(sorted(metrics))}"
-            )
+        _check_there("watch", config.watch, metrics)
+        for rule in config.convergence:
+            _check_there("convergence.metric", rule.metric, metrics)
         self.evaluated = self.step
+        for name in {rule.metric for rule in config.convergence}:
+            longest = max(rule.window for rule in config.convergence if rule.metric == name)
+            self.recent[name] = [*self.recent.get(name, ()), metrics[name]][-longest:]
         value = metrics[config.watch]
         sign = 1.0 if config.watch_mode == "max" else -1.0
         gain = -math.inf if math.isnan(value) else math.inf
@@ -64,6 +67,23 @@ class Progress:
         self.stale += 1
         return False
 
-    def exhausted(self, config: TrainConfig) -> bool:
-        """Whether early stopping says that enough is enough."""
-        return 0 < config.early_stopping.patience <= self.stale
+    def exhausted(self, config: TrainConfig) -> str:
+        """Why early stopping or convergence ends the run; empty if they do not."""
+        if 0 < config.early_stopping.patience <= self.stale:
+            return f"early stopping: no better {config.watch} since step {self.best_step}"
+        for rule in config.convergence:
+            recent = self.recent.get(rule.metric, [])[-rule.window :]
+            most = rule.tolerance * max(map(abs, recent), default=0.0)
+            if len(recent) == rule.window and max(recent) - min(recent) <= most:
+                return (
+                    f"converged: {rule.metric} within {rule.tolerance:g} of itself in "
+                    f"{rule.window} evaluations"
+                )
+        return ""
+
+
+def _check_there(key: str, name: str, metrics: dict[str, float]) -> None:
+    if name not in metrics:
+        raise ConfigError(
+            f"{key}={name!r}: no such metric; the evaluation has {', '.join(sorted(metrics))}"
+        )

@@ -1,0 +1,221 @@
+"""Measures the recipe `ufs` and writes `docs/benchmarks/ufs.md` and `ufs.json`.
+
+A quick or partial run is printed instead, unless `--output` names a folder for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from cases import Effort
+from lockstep.launch.cores import usable_cores
+from page import Section, duration, number, page, ratio
+from processes import Program, Spread, alternate
+from run import DOCS, machine
+
+TARGET_LOSS = 1e-4
+PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "netCDF4")
+
+
+def one_rank(effort: Effort) -> Section:
+    """What the loop costs where there is nobody to talk to."""
+    length = effort.length(300, 50, 5)
+    programs = [
+        Program("Lockstep", "ufs_train.py", length),
+        Program("DataLoader loop", "peers/ufs_loop.py", (*length, "--loader")),
+        Program("plain tensor loop", "peers/ufs_loop.py", length),
+        Program("plain tensor loop, fused Adam", "peers/ufs_loop.py", (*length, "--fused")),
+    ]
+    section = Section(
+        "Training, 1 process, batch 1000",
+        "The recipe's network (14 → 64 → 64 → 64 → 1, 9,345 parameters) and rows. The DataLoader "
+        "is torch's with its defaults, as most scripts have it; the tensor loops gather batches "
+        "with one index operation. Adam is torch's default in the peers, but for the last.",
+    )
+    return _compared(section, programs, effort.rounds(5), {1: 4.0, 2: 0.95})
+
+
+def two_ranks(effort: Effort) -> Section:
+    """What two ranks gain."""
+    length = effort.length(300, 50, 5)
+    programs = [
+        Program("Lockstep, 2 ranks (MPI)", "ufs_train.py", length, "mpirun", 2),
+        Program("Lockstep, 1 rank", "ufs_train.py", length),
+        Program(
+            "DDP + DataLoader, 2 ranks (gloo)", "peers/ufs_loop.py", (*length, "--loader"),
+            "torchrun", 2,
+        ),
+        Program("DDP, tensor loop, 2 ranks (gloo)", "peers/ufs_loop.py", length, "torchrun", 2),
+        Program(
+            "two plain loops, fused Adam, no exchange", "peers/ufs_loop.py",
+            (*length, "--apart", "--fused"), "torchrun", 2,
+        ),
+        Program("one plain loop, fused Adam", "peers/ufs_loop.py", (*length, "--fused")),
+    ]  # fmt: skip
+    section = Section(
+        "Training, 2 ranks, batch 1000 a rank",
+        "Samples of both ranks. The last two rows train models of their own and exchange nothing: "
+        "what two processes of torch gain over one on this machine at best.",
+    )
+    found = _compared(section, programs, effort.rounds(5), {1: 1.8, 2: 8.0})
+    found.verdicts.append(
+        "- Without any exchange and any engine, two processes are "
+        f"{ratio(_gain(found, programs[4], programs[5]))} of one, and "
+        f"{ratio(_gain(found, programs[4], programs[2]))} of DDP + DataLoader."
+    )
+    return found
+
+
+def time_to_target(effort: Effort) -> Section:
+    """Seconds to a validation loss, with the recipe's defaults: the same steps on any ranks."""
+    section = Section(
+        f"Time to a validation loss of {TARGET_LOSS:g}",
+        "The recipe's defaults: global batch 1000 in 4 microbatches, evaluated every 100 steps. "
+        "Seconds of training and evaluation, without start-up. The bits, and so the steps, are the "
+        "same on any number of ranks. Numbers of ranks above the machine's cores are left out.",
+        ("", "steps", "time", "1 rank's time / this one's"),
+    )
+    target = ("--target", str(TARGET_LOSS))
+    programs = [
+        Program(
+            f"{n} rank{'s'[: n > 1]}", "ufs_train.py", target, "mpirun" if n > 1 else "python", n
+        )
+        for n in (1, 2, 4)
+        if n <= usable_cores()
+    ]
+    results = alternate(programs, effort.rounds(5))
+    first = [r["seconds"] for r in results[programs[0].name]]
+    for program in programs:
+        seconds = [r["seconds"] for r in results[program.name]]
+        steps = f"{results[program.name][0]['step']:.0f}"
+        gain = ratio(Spread.of_ratios(first, seconds))
+        section.rows.append((program.name, steps, duration(Spread.of(seconds)), gain))
+    section.raw = dict(results)
+    return section
+
+
+def jacobians(effort: Effort) -> Section:
+    """Rows a second."""
+    section = Section(
+        "Jacobians",
+        "∂aice/∂input of all training rows in physical units, one thread: batched "
+        "(`jacobian.physical`) and with `torch.autograd.grad` a row at a time.",
+        ("", "rows/s"),
+    )
+    results = alternate([Program("Jacobians", "ufs_jacobians.py")], effort.rounds(5))["Jacobians"]
+    for name in ("batched", "loop"):
+        section.rows.append((name, number(Spread.of([r[name] for r in results]))))
+    pairs = [r["batched"] for r in results], [r["loop"] for r in results]
+    section.at_least("batched / loop", Spread.of_ratios(*pairs), 50)
+    section.raw = {"results": results}
+    return section
+
+
+def reading(effort: Effort) -> Section:
+    """Speed and memory."""
+    section = Section(
+        "Reading 721 × 1440 cells, 14 inputs and aice, 4 times",
+        "One process reads the variables, masks, checks and keeps all ocean cells in files, and "
+        "draws 400,000 rows from them. Peak memory beyond that of the process with its imports. "
+        "`read(2)` takes as many bytes of the same files without looking at them, and `netCDF4 "
+        "alone` the variables, and both keep nothing. Before each run the kernel is told to drop "
+        "the files from its cache.",
+        ("", "time", "MB/s of the variables", "memory, MiB"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        alternate([Program("write", "ufs_reading.py", (folder, "--write"))], 1)
+        programs = [
+            Program("recipe", "ufs_reading.py", (folder,)),
+            Program("read(2)", "ufs_reading.py", (folder, "--raw")),
+            Program("netCDF4 alone", "ufs_reading.py", (folder, "--netcdf")),
+        ]
+        results = alternate(programs, effort.rounds(5))
+    for program in programs:
+        found = results[program.name]
+        memory = Spread.of([r["mib_peak"] - r["mib_before"] for r in found])
+        speed = Spread.of([r["mb_per_s"] for r in found])
+        seconds = Spread.of([r["seconds"] for r in found])
+        section.rows.append((program.name, duration(seconds), number(speed), number(memory)))
+    whole = results["recipe"][0]["mib_of_data"]
+    section.verdicts.append(f"- All values together are {whole:.0f} MiB.")
+    section.raw = dict(results)
+    return section
+
+
+CASES = {
+    "one_rank": one_rank,
+    "two_ranks": two_ranks,
+    "time_to_target": time_to_target,
+    "jacobians": jacobians,
+    "reading": reading,
+}
+
+
+def _compared(
+    section: Section, programs: list[Program], rounds: int, targets: dict[int, float]
+) -> Section:
+    """Fill a section: the first program against all others, judged by targets by position."""
+    results = alternate(programs, rounds)
+    section.header = ("", "samples/s", "step", f"{programs[0].name} / this one's")
+    section.raw = dict(results)
+    for position, program in enumerate(programs):
+        found = results[program.name]
+        gain = _gain(section, programs[0], program)
+        section.rows.append(
+            (
+                program.name,
+                number(Spread.of([r["samples_per_s"] for r in found])),
+                duration(Spread.of([r["step_s"] for r in found])),
+                ratio(gain) if position else "",
+            )
+        )
+        if position in targets:
+            section.at_least(f"samples/s / those of {program.name}", gain, targets[position])
+    return section
+
+
+def _gain(section: Section, above: Program, below: Program) -> Spread:
+    pairs = ([r["samples_per_s"] for r in section.raw[p.name]] for p in (above, below))
+    return Spread.of_ratios(*pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--only", choices=CASES, action="append", help="may be repeated")
+    parser.add_argument("--output", type=Path, help="folder for ufs.md and ufs.json")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    facts = machine(PACKAGES)
+    facts["command"] = f"`{shlex.join(['python', 'benchmarks/ufs.py', *sys.argv[1:]])}`"
+    folder = args.output or (None if args.quick or args.only else DOCS)
+    sections: list[Section] = []
+    for name in args.only or CASES:
+        sections.append(CASES[name](Effort(args.quick)))
+        facts["took"] = f"{time.perf_counter() - started:.0f} s"
+        if folder is not None:
+            write(folder, facts, sections)  # what there is, should a later one fail
+    if folder is None:
+        print(_page(facts, sections))
+
+
+def write(folder: Path, facts: dict[str, str], sections: list[Section]) -> None:
+    """Write the page and the raw numbers."""
+    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "ufs.md").write_text(_page(facts, sections), encoding="utf-8")
+    (folder / "ufs.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+def _page(facts: dict[str, str], sections: list[Section]) -> str:
+    return page("Benchmarks of the sea-ice emulator", "ufs", facts, sections)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Reading a 0.25-degree grid: 721 x 1440 cells, 14 inputs and aice, 4 times; one JSON line.
+
+`--write` makes the files; `--raw` only reads the bytes that the variables take, with read(2), and
+`--netcdf` only the variables, with the netCDF4 package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import netCDF4
+
+from lockstep.recipes.ufs.bands import Selection, keep_bands
+from lockstep.recipes.ufs.rows import gather
+from lockstep.recipes.ufs.sources import find_sources
+from lockstep.recipes.ufs.variables import DEFAULT_INPUTS, VARIABLES
+from lockstep.recipes.ufs.write import write_history
+
+SHAPE = (721, 1440)
+TIMES = 4
+NAMES = (*DEFAULT_INPUTS, "aice")
+NUM_BYTES = SHAPE[0] * SHAPE[1] * TIMES * len(NAMES) * 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--raw", action="store_true")
+    parser.add_argument("--netcdf", action="store_true")
+    args = parser.parse_args()
+    if args.write:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        for number in range(TIMES):
+            write_history(args.folder / f"iceh.{number:03}.nc", *SHAPE, number)
+    paths = sorted(args.folder.glob("iceh.*.nc"))
+    forget(paths)
+    before = peak_mib()
+    started = time.perf_counter()
+    rows = 0
+    if args.raw:
+        raw(paths)
+    elif args.netcdf:
+        library(paths)
+    elif not args.write:
+        with tempfile.TemporaryDirectory(dir=args.folder) as cache:
+            rows = read(paths, Path(cache))
+    seconds = time.perf_counter() - started
+    result = {
+        "seconds": seconds,
+        "mb_per_s": NUM_BYTES / seconds / 1e6,
+        "rows": rows,
+        "mib_before": before,
+        "mib_peak": peak_mib(),
+        "mib_of_data": NUM_BYTES / 2**20,
+    }
+    print(json.dumps(result), flush=True)
+
+
+def read(paths: list[Path], cache: Path) -> int:
+    """As the recipe reads, masks and draws 400,000 of the rows."""
+    sources = find_sources([str(path) for path in paths], [], [], None)
+    return len(gather(keep_bands(sources, Selection(NAMES, "both"), cache), 400_000))
+
+
+def raw(paths: list[Path]) -> None:
+    """The same bytes, without looking at them: contiguous pieces of the files."""
+    size = SHAPE[0] * SHAPE[1] * 4
+    with netCDF4.Dataset(paths[0]) as data:
+        assert all(VARIABLES[name].cice_name in data.variables for name in NAMES)
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            for number in range(len(NAMES)):
+                file.seek(number * size)
+                left = size
+                while left:
+                    left -= len(file.read(min(left, 1 << 20)))
+
+
+def library(paths: list[Path]) -> None:
+    """The variables as the library gives them, a whole field at a time."""
+    for path in paths:
+        with netCDF4.Dataset(path) as data:
+            for name in NAMES:
+                data[VARIABLES[name].cice_name][0]
+
+
+def forget(paths: list[Path]) -> None:
+    """Have the kernel drop the files from its cache, so that they come from the disk."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def peak_mib() -> float:
+    """Most memory this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()

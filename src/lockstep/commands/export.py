@@ -1,0 +1,36 @@
+"""`lockstep export`: a trained model for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.commands.evaluate import made, snapshot_of
+from lockstep.commands.target import make_task, task_class
+from lockstep.config import load
+from lockstep.errors import ConfigError
+from lockstep.recipes.abilities import Exports
+from lockstep.train.rundir import RunDirectory
+
+
+def export(run_dir: Path, folder: Path, which: str) -> list[str]:
+    """Write a run's checkpoint in the forms that its task knows.
+
+    Args:
+        run_dir: the run.
+        folder: where to write; created if it is not there.
+        which: `best`, `latest`, or a step's number.
+
+    Returns:
+        Lines for people.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, its task exports nothing, or the folder
+            cannot be written.
+    """
+    directory = RunDirectory(run_dir)
+    kind = task_class(directory.identity().target)
+    task = make_task(kind, load(kind.Config, run_dir / "config.yaml"))
+    if not isinstance(task, Exports):
+        raise ConfigError(f"{run_dir}: {task.name} has nothing to export")
+    snapshot = snapshot_of(directory.checkpoints, which)
+    return task.export(snapshot.model, made(folder, "export to"))

@@ -1,0 +1,68 @@
+"""Work that must be done once, shared out among all processes that need its results.
+
+Nobody deals it out: each process takes what no other has taken, and in the end waits for the rest.
+So it does not matter how many there are, nor whether they know of each other; what a process that
+dies was at is taken by another one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from lockstep.errors import DataError
+
+
+def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None]) -> list[Path]:
+    """Make files that are not there yet, each by one of the processes that call this.
+
+    All must be able to lock files in `folder` (record locks, which network file systems have too).
+
+    Args:
+        folder: where the files are; created if it is not there. Its file `lock` is used for locks.
+        names: of the files.
+        make: called with a number and a path to write file `names[number]` to; the file takes its
+            name when that has returned, so no one sees half of it.
+
+    Returns:
+        The files, all of them there.
+
+    Raises:
+        DataError: the folder cannot be written or locked.
+    """
+    paths = [folder / name for name in names]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("a+b") as lock:
+            for wait in (False, True):
+                for number, path in enumerate(paths):
+                    if not path.exists():
+                        _make(lock, number, path, make, wait)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return paths
+
+
+def _make(
+    lock: IO[bytes], number: int, path: Path, make: Callable[[int, Path], None], wait: bool
+) -> None:
+    """Make one file, unless another process is at it, or (after waiting for it) has made it."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
+    except (BlockingIOError, PermissionError):  # which of both depends on the system
+        if wait:
+            raise
+        return
+    try:
+        if not path.exists():
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            try:
+                make(number, temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    finally:
+        fcntl.lockf(lock, fcntl.LOCK_UN, 1, number)

@@ -1,0 +1,43 @@
+"""What a task may be able to do beside training: commands ask for it by these protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A task that can say more of a trained model than its metrics."""
+
+    def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
+        """Write tables and pictures of a model.
+
+        Args:
+            model: in evaluation mode.
+            split: whose samples are looked at; the task has them.
+            folder: where to write; it exists.
+            run_dir: of the run that trained it.
+
+        Returns:
+            Lines for people.
+        """
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A task whose models can be used by other programs."""
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
+        """Write a model in forms that need no Lockstep. Its training data need not be there.
+
+        Args:
+            state: its parameters and buffers by name.
+            folder: where to write; it exists.
+
+        Returns:
+            Lines for people.
+        """

@@ -1,0 +1,166 @@
+"""The emulator for other programs: TorchScript, torch.export, and the sources of a C++ program."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import DataError
+from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.variables import VARIABLES
+
+TORCHSCRIPT = "emulator.ts"
+EXPORTED = "emulator.pt2"
+METADATA = "metadata.json"
+CPP = "cpp"
+
+SURFACE = 0
+"""Stands for the surface among levels."""
+
+LOWEST = -1
+"""Stands for the lowest level in height, whatever its number."""
+
+_UPPER_AIR = ("tair", "uatm", "vatm", "qref")
+_TOLERANCE = 1e-6
+_TRIAL_ROWS = 64
+
+
+class Emulator(nn.Module):
+    """What is exported: inputs [N, in] to outputs [N, out], both in physical units.
+
+    Attributes:
+        input_names: CF names of the inputs.
+        output_names: CF names of the outputs.
+        inputs: their short names.
+        outputs: their short names.
+        levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
+        metadata: JSON with all of these, units and versions.
+    """
+
+    def __init__(self, net: SeaIceNet, metadata: Mapping[str, Any]) -> None:
+        """Wrap a network."""
+        super().__init__()
+        self.net = net
+        self.input_names = list(metadata["input_names"])
+        self.output_names = list(metadata["output_names"])
+        self.inputs = list(metadata["inputs"])
+        self.outputs = list(metadata["outputs"])
+        self.levels = list(metadata["levels"])
+        self.metadata = json.dumps(metadata)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        return self.net.predict(x)
+
+
+def export_net(
+    net: SeaIceNet, level: int | None, about: Mapping[str, Any], folder: Path
+) -> list[Path]:
+    """Write a network in all forms; each is read back and compared.
+
+    Args:
+        net: trained, on the CPU.
+        level: that upper-air inputs are from; None is the lowest in height.
+        about: more for the metadata, JSON values.
+        folder: where to write; it exists.
+
+    Returns:
+        What was written.
+
+    Raises:
+        DataError: the folder cannot be written, or what was read back predicts something else.
+    """
+    net = net.eval().requires_grad_(False)
+    metadata = {**describe(net, level), **about}
+    emulator = Emulator(net, metadata).eval()
+    trial = _trial(net)
+    paths = [folder / TORCHSCRIPT, folder / EXPORTED, folder / METADATA, folder / CPP]
+    text = json.dumps(metadata, indent=1) + "\n"
+    try:
+        _write(paths[0], lambda path: _script(emulator, path))
+        _write(paths[1], lambda path: _program(emulator, trial, path))
+        _write(paths[2], lambda path: path.write_text(text, encoding="utf-8"))
+        shutil.copytree(Path(__file__).with_name("cpp"), paths[3], dirs_exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    for path, load in ((paths[0], load_script), (paths[1], load_program)):
+        found, wanted = load(path)(trial), net.predict(trial)
+        if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            gap = float((found - wanted).abs().max())
+            raise DataError(f"{path}: predicts otherwise when read back, by up to {gap:.3g}")
+    return paths
+
+
+def describe(net: SeaIceNet, level: int | None) -> dict[str, Any]:
+    """The metadata of a network: names, units, levels, versions."""
+    number = LOWEST if level is None else level
+    return {
+        "inputs": list(net.inputs),
+        "outputs": list(net.outputs),
+        "input_names": [VARIABLES[name].cf_name for name in net.inputs],
+        "output_names": [VARIABLES[name].cf_name for name in net.outputs],
+        "input_units": [VARIABLES[name].unit for name in net.inputs],
+        "output_units": [VARIABLES[name].unit for name in net.outputs],
+        "levels": [number if name in _UPPER_AIR else SURFACE for name in net.inputs],
+        "squash": net.squash,
+        "lockstep": version("lockstep-train"),
+        "torch": torch.__version__,
+    }
+
+
+def load_script(path: Path) -> Callable[[Tensor], Tensor]:
+    """An emulator from its TorchScript file."""
+    with _without_jit_warnings():
+        loaded: Callable[[Tensor], Tensor] = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
+    return loaded
+
+
+def load_program(path: Path) -> Callable[[Tensor], Tensor]:
+    """An emulator from its torch.export file."""
+    return torch.export.load(path).module()
+
+
+def _script(emulator: Emulator, path: Path) -> None:
+    with _without_jit_warnings():
+        torch.jit.script(emulator).save(str(path))  # type: ignore[no-untyped-call]
+
+
+def _program(emulator: Emulator, trial: Tensor, path: Path) -> None:
+    rows = torch.export.Dim("rows", min=1)
+    program = torch.export.export(emulator, (trial,), dynamic_shapes=({0: rows},))
+    torch.export.save(program, path, extra_files={METADATA: emulator.metadata})
+
+
+def _trial(net: SeaIceNet) -> Tensor:
+    """Plausible inputs."""
+    noise = torch.randn(_TRIAL_ROWS, len(net.inputs), generator=torch.Generator().manual_seed(0))
+    return noise * net.input_deviation + net.input_mean
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Have a file written under another name, then give it its own."""
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+@contextmanager
+def _without_jit_warnings() -> Iterator[None]:
+    """TorchScript is on its way out, but it is what LibTorch programs of today read."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield

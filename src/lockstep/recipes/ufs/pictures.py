@@ -1,0 +1,44 @@
+"""Drawing with matplotlib: no window, no state between pictures, no half-written file."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, DataError
+
+_DPI = 110
+
+
+def new_figure(width: float, height: float, title: str) -> Any:
+    """An empty figure of some inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError('pictures need matplotlib: pip install "lockstep-train[ufs]"') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title)
+    return figure
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, dpi=_DPI, format="png")
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return path

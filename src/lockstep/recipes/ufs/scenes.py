@@ -1,0 +1,138 @@
+"""The fields of one time, masked and checked, a band of rows at a time: what both formats share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError
+from lockstep.recipes.ufs.netcdf import NetcdfFile
+from lockstep.recipes.ufs.variables import (
+    VARIABLES,
+    Variable,
+    known_unit,
+    to_unit,
+)
+
+Masked = np.ma.MaskedArray[Any, Any]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class Scene(ABC):
+    """Fields on one grid at one time.
+
+    Attributes:
+        paths: its files.
+        when: the time as the files give it, empty if they do not.
+        shape: rows and columns of the grid.
+        chunk_rows: rows stored together: to read fewer at a time is to read them twice.
+    """
+
+    paths: tuple[Path, ...]
+    when: str
+    shape: tuple[int, int]
+    chunk_rows: int
+
+    @abstractmethod
+    def check(self, names: Sequence[str]) -> None:
+        """See that variables are there, with the dims and the unit they must have.
+
+        Raises:
+            DataError: they are not.
+        """
+
+    @abstractmethod
+    def ocean(self, rows: slice) -> Bools:
+        """Which cells of some rows are ocean."""
+
+    @abstractmethod
+    def coordinates(self, rows: slice) -> tuple[Masked, Masked]:
+        """Latitude and longitude of the cells of some rows, in degrees."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    @abstractmethod
+    def _place(self, variable: Variable) -> tuple[NetcdfFile, str, str]:
+        """The file that has a variable, its name there and the unit in which it is stored."""
+
+    @abstractmethod
+    def _read(self, variable: Variable, rows: slice) -> Masked:
+        """A variable as it is stored: [rows, columns]."""
+
+    def field(self, name: str, rows: slice, cells: Ints) -> tuple[Floats, Bools]:
+        """A variable in some cells.
+
+        Args:
+            name: its short name.
+            rows: of the grid.
+            cells: [N], numbers of cells in these rows, all of them ocean.
+
+        Returns:
+            Values [N] in its unit, float32, and whether they are there [N].
+
+        Raises:
+            DataError: it has NaN, infinite or implausible values.
+        """
+        variable = VARIABLES[name]
+        file, stored_name, stored_unit = self._place(variable)
+        found = self._read(variable, rows)
+        there = np.ones(len(cells), bool)
+        if np.ma.is_masked(found):
+            there = ~np.ma.getmaskarray(found).reshape(-1)[cells]
+        values = found.data.reshape(-1)[cells].astype(np.float32, copy=False)
+        shift = to_unit(variable.unit, stored_unit)
+        if shift:
+            values = values + np.float32(shift)
+        # NaN is in no range.
+        bad = there & ~((values >= variable.low) & (values <= variable.high))
+        if bad.any():
+            first = divmod(int(cells[bad.argmax()]), self.shape[1])
+            where = f"{file.path}: {stored_name}"
+            raise DataError(
+                _implausible(where, variable, values[bad], first[0] + rows.start, first[1])
+            )
+        return values, there
+
+
+def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: int) -> str:
+    """The message for values that are not finite or out of range, the first of them at a cell."""
+    place = f"in {len(bad)} ocean cells, first in row {row}, column {column}"
+    finite = bad[np.isfinite(bad)]
+    if not len(finite):
+        return (
+            f"{where}: NaN or infinite {place}; mark missing values with the attribute "
+            "missing_value or _FillValue"
+        )
+    value = float(finite[np.argmax(np.abs(finite))])
+    kelvin = variable.unit == "degC" and value > variable.high
+    hint = "it seems to be in K" if kelvin else "the unit or the missing value is wrong"
+    return (
+        f"{where}: {value:.6g} {variable.unit} is outside {variable.low:g} to {variable.high:g}, "
+        f"{place}; {hint}"
+    )
+
+
+def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
+    """The message for a variable with other dims than it must have."""
+    found = ", ".join(f"{dim}={size}" for dim, size in file.dims(name).items())
+    return f"{file.path}: {name}: has dims ({found}); must be {wanted}"
+
+
+def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
+    """Refuse a variable that says it is in another unit; one that says nothing is believed.
+
+    Raises:
+        DataError: it says so.
+    """
+    said = file.unit(name)
+    if said is not None and not known_unit(said, unit):
+        raise DataError(f"{file.path}: {name}: units={said!r}: must be {unit}")

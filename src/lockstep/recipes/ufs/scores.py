@@ -1,0 +1,98 @@
+"""How good an emulation is, by region."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating[Any]]
+
+REGIONS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"global": (-90.0, 90.0), "arctic": (50.0, 90.0), "antarctic": (-90.0, -50.0)}
+)
+"""Least and greatest latitude in degrees."""
+
+ICE = 0.15
+"""The concentration from which on a cell counts as ice-covered."""
+
+EDGE = (ICE, 0.85)
+"""Concentrations at the ice edge."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one variable in one region, in its unit.
+
+    Attributes:
+        count: cells and times.
+        rmse: root of the mean squared error.
+        mae: mean absolute error.
+        bias: mean error.
+        correlation: Pearson's r; NaN where one of both does not vary.
+        slope: of the least-squares line of predicted over true values; NaN as above.
+        edge_error: for ice concentration, else NaN: the area where prediction and truth disagree
+            on whether there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1),
+            as a part of the area with ice. Areas go with the cosine of latitude.
+    """
+
+    count: int
+    rmse: float
+    mae: float
+    bias: float
+    correlation: float
+    slope: float
+    edge_error: float
+
+
+def score(predicted: Floats, true: Floats, latitude: Floats, is_ice: bool) -> Score:
+    """Compare values [N], N at least 1.
+
+    Args:
+        predicted: by the emulator.
+        true: in the files.
+        latitude: in degrees.
+        is_ice: whether the variable is ice concentration.
+    """
+    error = predicted - true
+    covariance = np.cov(predicted, true, bias=True)
+    variance = covariance[0, 0], covariance[1, 1]
+    spread = float(np.sqrt(variance[0] * variance[1]))
+    return Score(
+        count=len(error),
+        rmse=float(np.sqrt(np.mean(error**2))),
+        mae=float(np.mean(np.abs(error))),
+        bias=float(np.mean(error)),
+        correlation=float(covariance[0, 1] / spread) if spread else float("nan"),
+        slope=float(covariance[0, 1] / variance[1]) if variance[1] else float("nan"),
+        edge_error=_edge_error(predicted, true, latitude) if is_ice else float("nan"),
+    )
+
+
+def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
+    """Which points are in a region."""
+    south, north = REGIONS[region]
+    found: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
+    return found
+
+
+def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
+    """Which points are at the ice edge."""
+    found: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
+    return found
+
+
+def relative_error(found: Floats, true: Floats) -> float:
+    """Frobenius norm of the difference, as a part of that of what is true."""
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+
+def _edge_error(predicted: Floats, true: Floats, latitude: Floats) -> float:
+    area = np.cos(np.radians(latitude))
+    ice = float(area[true >= ICE].sum())
+    wrong = float(area[(predicted >= ICE) != (true >= ICE)].sum())
+    return wrong / ice if ice else float("nan")

@@ -1,0 +1,177 @@
+"""The sea-ice emulator as a task: what is trained, on which rows, and what is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import CheckpointError
+from lockstep.recipes.ufs.bands import Selection, keep_bands
+from lockstep.recipes.ufs.config import UfsConfig
+from lockstep.recipes.ufs.export import export_net
+from lockstep.recipes.ufs.jacobian import describe, normalised
+from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report import Report
+from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
+from lockstep.recipes.ufs.sources import Source, find_sources
+from lockstep.recipes.ufs.write import embedded_files
+from lockstep.train.checkpoint import newest_valid, read, read_hint
+from lockstep.train.flat import model_digest
+from lockstep.train.restore import check_fits
+from lockstep.train.rundir import RunDirectory
+from lockstep.train.task import Loss, Task
+
+_LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}
+)
+
+
+class Ufs(Task):
+    """Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out."""
+
+    Config = UfsConfig
+    config: UfsConfig
+
+    def build_model(self) -> SeaIceNet:
+        """The network, with the statistics of the training rows.
+
+        Raises:
+            CheckpointError: `config.start_from` has no checkpoint, or one of another network.
+        """
+        config = self.config
+        net = SeaIceNet(config.inputs, config.outputs, config.hidden, self.scale, config.squash)
+        if config.start_from is not None:
+            _start_from(config.start_from.expanduser(), net)
+        return net
+
+    def dataset(self, split: str) -> TensorDataset | None:
+        """Normalised inputs [N, in] and outputs [N, out] as float32.
+
+        Validation and test rows have a third tensor [N]: whether the row's Jacobian is tracked.
+
+        Raises:
+            ConfigError: the netCDF4 package is not installed.
+            DataError: a file is not what it should be, or no row is left.
+        """
+        if split not in self.splits:
+            return None
+        rows = self.splits[split]
+        values = torch.from_numpy((rows.values - self.scale.mean) / self.scale.deviation).float()
+        cut = len(self.config.inputs)
+        tensors = values[:, :cut].contiguous(), values[:, cut:].contiguous()
+        if split == "train":
+            return TensorDataset(*tensors)
+        return TensorDataset(*tensors, torch.arange(len(rows)) < self.config.jacobian_samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """Squared, absolute or Huber error of normalised outputs."""
+        x, y = batch[:2]
+        found: Tensor = model(x)
+        return Loss(_LOSSES[self.config.loss](found, y, reduction="sum"), y.numel())
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Loss:
+        """The loss, errors in physical units, and figures of the tracked rows' Jacobians."""
+        assert isinstance(model, SeaIceNet)
+        x, y = batch[:2]
+        loss = self.loss(model, batch)
+        metrics: dict[str, tuple[Any, Any]] = {}
+        errors = (model(x) - y) * model.output_deviation
+        for name, error in zip(model.outputs, errors.unbind(1), strict=True):
+            metrics[f"mse_{name}"] = error.square().sum(), len(error)
+            metrics[f"mae_{name}"] = error.abs().sum(), len(error)
+            metrics[f"bias_{name}"] = error.sum(), len(error)
+        if len(batch) > 2 and self.config.jacobian_samples:
+            # All tracked rows are in the first batch: the others count for nothing.
+            tracked = bool(batch[2].any())
+            figures = describe(normalised(model, x[batch[2]] if tracked else x[:1]))
+            metrics |= {name: (value * tracked, int(tracked)) for name, value in figures.items()}
+        return Loss(loss.sum, loss.weight, metrics)
+
+    def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
+        """Scores by region, sensitivities, maps and the training history of a trained model."""
+        assert isinstance(model, SeaIceNet)
+        scene = self._sources[self.splits[split].time[0]].open()
+        scene.close()
+        report = Report(model.cpu(), self.splits, split, scene.when)
+        return report.write(folder, run_dir, self.is_synthetic)
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
+        """TorchScript, torch.export and a C++ program; needs no data."""
+        config = self.config
+        nothing = np.ones(len(config.inputs) + len(config.outputs))
+        unscaled = Scale(nothing, nothing)
+        net = SeaIceNet(config.inputs, config.outputs, config.hidden, unscaled, config.squash)
+        net.load_state_dict(dict(state))
+        about = {"config_hash": config.hash, "params_sha256": model_digest(net)}
+        return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
+
+    @cached_property
+    def splits(self) -> dict[str, Rows]:
+        """The rows of each split there is; those whose Jacobians are tracked come first."""
+        config = self.config
+        sources = self._sources
+        selection = Selection(
+            (*config.inputs, *config.outputs),
+            config.mask_mode,
+            config.min_ice_concentration,
+            config.thin_fraction,
+        )
+        rows = gather(keep_bands(sources, selection, self.cache), config.max_patterns)
+        first = sources[0].open()
+        num_columns = first.shape[1]
+        first.close()
+        group = blocks(rows, num_columns, config.split_block_cells)
+        found = split(rows, group, config.split, config.val_fraction, config.test_fraction)
+        return {
+            name: part if name == "train" else first_spread(part, config.jacobian_samples)
+            for name, part in found.items()
+        }
+
+    @cached_property
+    def scale(self) -> Scale:
+        """Statistics of the training rows: inputs, then outputs."""
+        return scale_of([self.splits["train"]])
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the data are the embedded ones, whose law is known."""
+        return not (self.config.history or self.config.atmosphere or self.config.ocean)
+
+    @property
+    def cache(self) -> Path:
+        """Where rows that were read are kept."""
+        if self.config.cache_dir is not None:
+            return self.config.cache_dir.expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(home).expanduser() / "lockstep" / "ufs"
+
+    @cached_property
+    def _sources(self) -> list[Source]:
+        config = self.config
+        history = config.history
+        if self.is_synthetic:
+            history = tuple(map(str, embedded_files(self.cache)))
+        return find_sources(history, config.atmosphere, config.ocean, config.level)
+
+
+def _start_from(run_dir: Path, net: SeaIceNet) -> None:
+    """Take over another run's parameters; statistics stay those of this run's rows."""
+    root = RunDirectory(run_dir).checkpoints
+    best = read_hint(root, "best")
+    snapshot = newest_valid(root)[0] if best is None else read(best)
+    if snapshot is None:
+        raise CheckpointError(f"start_from={run_dir}: holds no valid checkpoint")
+    check_fits(snapshot, net, f"start_from={run_dir}")
+    parameters = dict(net.named_parameters())
+    chosen = {name: value for name, value in snapshot.model.items() if name in parameters}
+    net.load_state_dict(chosen, strict=False)

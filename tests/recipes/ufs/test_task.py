@@ -1,0 +1,180 @@
+"""The task: its rows, its metrics, its keys, and what it learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep import config as config_module
+from lockstep.errors import ConfigError
+from lockstep.recipes.ufs.config import UfsConfig
+from lockstep.recipes.ufs.task import Ufs
+
+SMALL = ("hidden=[8]", "steps=12", "eval_every=6", "log_every=6", "checkpoint.every=6")
+SMALL += ("batch_size=64", "eval_batch_size=128")
+
+
+def ufs(files: Path, **keys: Any) -> Ufs:
+    return Ufs(UfsConfig(history=f"{files}/iceh.*.nc", **keys))
+
+
+def tensors(task: Ufs, split: str) -> tuple[torch.Tensor, ...]:
+    dataset = task.dataset(split)
+    assert dataset is not None
+    return dataset.tensors
+
+
+def test_training_rows_have_mean_0_and_deviation_1(files: Path) -> None:
+    x, y = tensors(ufs(files), "train")
+    both = torch.cat([x, y], dim=1)
+    assert (x.dtype, x.shape[1], y.shape[1]) == (torch.float32, 14, 1)
+    assert both.mean(0).abs().max() < 1e-5
+    assert (both.std(0, correction=0) - 1).abs().max() < 1e-5
+
+
+def test_validation_rows_have_no_part_in_the_statistics(files: Path) -> None:
+    one, other = ufs(files, val_fraction=0.1), ufs(files, val_fraction=0.3)
+    assert len(other.splits["train"]) < len(one.splits["train"])
+    assert not np.array_equal(one.scale.mean, other.scale.mean)
+    train = one.splits["train"].values.astype(np.float64)
+    assert one.scale.mean == pytest.approx(train.mean(0), rel=1e-12)
+
+
+@pytest.mark.parametrize("split", ["blocks", "time"])
+def test_splits_share_no_cell(files: Path, split: str) -> None:
+    found = ufs(files, split=split).splits
+    cells = {name: set(zip(r.cell, r.time, strict=True)) for name, r in found.items()}
+    assert sum(map(len, cells.values())) == len(set.union(*cells.values()))
+    if split == "time":
+        assert found["train"].time.max() < found["test"].time.min()
+
+
+def test_roles_can_be_swapped(files: Path) -> None:
+    task = ufs(files, inputs=["aice", "hi", "strocnx"], outputs=["sst", "tair"], mask_mode="both")
+    x, y, _ = tensors(task, "val")
+    model = task.build_model()
+    assert model(x).shape == y.shape == (len(x), 2)
+    assert set(task.evaluate(model, (x, y)).metrics) >= {"mse_sst", "mse_tair", "bias_tair"}
+
+
+def test_pairs_without_fluxes(files: Path) -> None:
+    names = [n for n in UfsConfig().inputs if n not in ("flwdn", "fswdn")]
+    config = UfsConfig(atmosphere=f"{files}/atm*", ocean=f"{files}/ocn*", inputs=names)
+    assert tensors(Ufs(config), "train")[0].shape[1] == 12
+
+
+def test_metrics_do_not_depend_on_how_validation_is_cut(files: Path) -> None:
+    task = ufs(files, jacobian_samples=10)
+    model, batch = task.build_model(), tensors(task, "val")
+    model.requires_grad_(False)
+    whole = task.evaluate(model, batch)
+    parts = [task.evaluate(model, part) for part in zip(*(t.split(40) for t in batch), strict=True)]
+    for name, (total, weight) in whole.metrics.items():
+        pairs = [part.metrics[name] for part in parts]
+        assert sum(w for _, w in pairs) == weight
+        assert float(sum(s for s, _ in pairs)) == pytest.approx(float(total), rel=1e-4, abs=1e-6)
+    assert whole.metrics["jacobian_norm"][1] == 1
+
+
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber"])
+def test_losses_are_sums_with_their_weight(files: Path, loss: str) -> None:
+    task = ufs(files, loss=loss)
+    x, y, _ = tensors(task, "val")
+    with torch.no_grad():
+        model = task.build_model()
+        error = (model(x) - y).abs()
+    expected = {
+        "mse": error**2,
+        "mae": error,
+        "huber": torch.where(error < 1, error**2 / 2, error - 0.5),
+    }[loss]
+    found = task.loss(model.requires_grad_(False), (x, y))
+    assert float(found.sum) == pytest.approx(float(expected.sum()), rel=1e-5)
+    assert found.weight == len(x)
+
+
+UNUSABLE = {
+    "inputs=[sst, sal]": r"inputs: unknown variable 'sal'; did you mean",
+    "inputs=[sst, aice]": r"inputs, outputs: aice is there twice",
+    "jacobian_samples=2000": r"jacobian_samples=2000 is more than eval_batch_size=1000",
+    "split=random": r"split='random'",
+    "thin_fraction=0": r"thin_fraction=0",
+}
+
+
+@pytest.mark.parametrize("override", UNUSABLE)
+def test_unusable_keys_are_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=UNUSABLE[override]):
+        config_module.override(UfsConfig(), [override])
+
+
+def test_the_config_survives_yaml(tmp_path: Path) -> None:
+    config = UfsConfig(history="a*.nc", cache_dir=tmp_path)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert config_module.load(UfsConfig, tmp_path / "config.yaml") == config
+    assert config.hash == UfsConfig().hash
+
+
+def test_without_netcdf4_the_message_says_what_to_install(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "netCDF4", None)
+    with pytest.raises(ConfigError, match=r'pip install "lockstep-train\[ufs\]"'):
+        ufs(files).dataset("train")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "runs"), [("2", 2), pytest.param("1,2,3", 4, marks=pytest.mark.slow)]
+)
+def test_ranks_do_not_matter(lockstep: Any, files: Path, ranks: str, runs: int) -> None:
+    done = lockstep("verify", "ufs", f"history={files}/iceh.*.nc", *SMALL, "--ranks", ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"equal: {runs} runs, one SHA-256" in done.stdout
+
+
+def test_bad_input_ends_a_run_with_one_message(here: Any, files: Path, tmp_path: Path) -> None:
+    path = tmp_path / "half.nc"
+    path.write_bytes((files / "iceh.000.nc").read_bytes()[:5000])
+    done = here("train", "ufs", f"history={path}", "--run-dir", "run")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {path}: is not NetCDF, or is truncated")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_run_can_start_from_the_best_network_of_another(
+    here: Any, files: Path, tmp_path: Path
+) -> None:
+    given = f"history={files}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "first").returncode == 0
+    first = ufs(files, hidden=[8], start_from=tmp_path / "first", val_fraction=0.3)
+    best = (tmp_path / "first" / "checkpoints" / "best").read_text().strip()
+    saved = load_file(tmp_path / "first" / "checkpoints" / best / "model.safetensors")
+    net = first.build_model()
+    for name, parameter in net.named_parameters():
+        assert torch.equal(parameter, saved[name])
+    assert not torch.equal(net.input_mean, saved["input_mean"])  # of this run's own rows
+    for source, message in {"first": "is of another model", "none": "holds no valid"}.items():
+        done = here("train", "ufs", given, *SMALL, "hidden=[4]", f"start_from={source}")
+        assert done.returncode == 2
+        assert f"start_from={source}: {message}" in done.stderr
+
+
+def test_a_settled_jacobian_ends_a_run(here: Any, files: Path, tmp_path: Path) -> None:
+    rule = "convergence=[{metric: jacobian_norm, window: 2, tolerance: 1.0}]"
+    done = here("train", "ufs", f"history={files}/iceh.*.nc", *SMALL, rule, "--run-dir", "run")
+    assert done.returncode == 0
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["reason"].startswith("converged: jacobian_norm within 1")
+    assert found["step"] == 12
+    again = here("eval", "run", "--split", "val", "--checkpoint", "best")
+    assert "jacobian_condition" in again.stdout
+    assert "mse_aice" in again.stdout
