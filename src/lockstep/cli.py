@@ -13,6 +13,7 @@ from rich.console import Console
 from lockstep.commands import chaos as chaos_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
+from lockstep.commands import quantum as quantum_command
 from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
@@ -27,6 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+quantum_app = typer.Typer(
+    help="What to do with a trained quantum transformer.", no_args_is_help=True
+)
+app.add_typer(quantum_app, name="quantum")
+
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value]...", help="Config keys and values.")
@@ -36,6 +42,7 @@ LauncherOption = Annotated[
     str | None,
     typer.Option("--launcher", help="python, mpi, local or torchrun; chosen if left out."),
 ]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
 
 
@@ -75,9 +82,7 @@ def resume(
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
-    ] = "latest",
+    checkpoint: Checkpoint = "latest",
 ) -> None:
     """Evaluate a checkpoint of a run on a split."""
     for line in evaluate_command.lines(run_dir, split, checkpoint):
@@ -148,6 +153,29 @@ def doctor(
         )
     console.print(doctor_command.render(checks))
     _exit(doctor_command.exit_code(checks))
+
+
+@quantum_app.command()
+def predict(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    prefix: Annotated[str, typer.Argument(help="The words so far.")],
+    checkpoint: Checkpoint = "latest",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many words to show.")] = 5,
+) -> None:
+    """Rank the vocabulary as next word."""
+    for line in quantum_command.predict(run_dir, prefix, checkpoint, top):
+        print(line)
+
+
+@quantum_app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Write parameters as .npz and the training log as CSV."""
+    for line in quantum_command.export(run_dir, output, checkpoint):
+        print(line)
 
 
 def main() -> NoReturn:

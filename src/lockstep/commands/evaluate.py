@@ -38,7 +38,7 @@ def evaluate(run_dir: Path, split: str, which: str) -> dict[str, float]:
     set_threads(config.threads, environment)
     device = choose_device(config.device, environment)
     task = make_task(kind, config)
-    snapshot = _snapshot(directory.checkpoints, which)
+    snapshot = find_snapshot(directory.checkpoints, which)
     transport = open_transport(environment, device, TIMEOUT_S)
     try:
         model = build_model(task, config, device)
@@ -60,7 +60,12 @@ def lines(run_dir: Path, split: str, which: str) -> list[str]:
     return [f"{name:16} {value:.6g}" for name, value in metrics.items()]
 
 
-def _snapshot(root: Path, which: str) -> Snapshot:
+def find_snapshot(root: Path, which: str) -> Snapshot:
+    """The checkpoint that `which` (best, latest, or a step's number) names.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if which == "latest":
         snapshot, _, skipped = checkpoint.newest_valid(root)
         if snapshot is None:

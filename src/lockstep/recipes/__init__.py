@@ -15,6 +15,7 @@ from lockstep.train.task import Task
 _RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "digits": "lockstep.recipes.digits:Digits",
+        "quantum": "lockstep.recipes.quantum:Quantum",
     }
 )
 
