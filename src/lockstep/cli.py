@@ -168,6 +168,17 @@ def predict(
 
 
 @quantum_app.command()
+def draw(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    sentence: Annotated[str, typer.Argument(help="Two words or more.")],
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Draw the circuit of a sentence."""
+    for line in quantum_command.draw(run_dir, sentence, checkpoint):
+        print(line)
+
+
+@quantum_app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,

@@ -16,6 +16,7 @@ from lockstep.quantum.interop import bound, drawing, from_qasm, from_qiskit, to_
 from lockstep.quantum.measure import PauliSum
 from lockstep.quantum.shift import shifted
 from lockstep.quantum.statevector import Simulator, statevector
+from lockstep.quantum.transformer import QuantumTransformer, Sentences
 
 qiskit = pytest.importorskip("qiskit")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the peers about themselves
@@ -149,3 +150,15 @@ def test_gradients_are_pennylanes(num_qubits: int) -> None:
     ours.grad = None
     shifted(simulator, ours, lambda s: observable.expectation(s)[:, None]).sum().backward()
     assert (ours.grad - theirs.grad).abs().max() < 1e-12
+
+
+def test_the_transformers_circuit_in_qiskit() -> None:
+    torch.manual_seed(0)
+    transformer = QuantumTransformer(["a", "b", "c", "d"], 4)
+    circuit = transformer.circuit([3, 1, 0, 2])
+    angles = transformer.angles.detach().flatten()
+    expected = state_of(to_qiskit(circuit), angles)
+    assert (statevector(circuit, angles) - expected).abs().max() < 1e-12
+    sentence = torch.tensor([[3, 1, 0, 2]]), torch.tensor([3]), torch.tensor([0])
+    found = transformer(Sentences(*sentence))
+    assert found.item() == pytest.approx(expected[0].abs().item() ** 2, abs=1e-12)

@@ -64,6 +64,31 @@ def test_the_amplitude_is_that_of_the_definition(dim: int, num_layers: int) -> N
         )
 
 
+@pytest.mark.parametrize("dim", [2, 4, 8])
+@pytest.mark.parametrize("shift", [False, True])
+def test_circuits_and_closed_form_agree(dim: int, shift: bool) -> None:
+    transformer = model(dim, restarts=2)
+    sentences = batch([0, 1], [2, 3, 4], [5, 5, 6, 7], [8, 9, 10, 11, 0, 1])
+    results = []
+    for found in (transformer(sentences), transformer.by_circuits(sentences, shift=shift)):
+        losses = loss(found)
+        (gradient,) = torch.autograd.grad(losses.sum(), transformer.angles)
+        results.append((losses, gradient))
+    (one, two), (three, four) = results
+    assert (one - three).abs().max() < 1e-12
+    assert (two - four).abs().max() < (1e-9 if shift else 1e-12)
+
+
+def test_the_circuit_is_the_guides_where_it_needs_a_power_of_two() -> None:
+    transformer = model()
+    circuit = transformer.circuit([1, 2, 3, 4, 5])
+    assert circuit.num_qubits == 2 + 2 + 2
+    assert circuit.num_parameters == 48
+    assert [g.name for g in circuit.gates[:2]] == ["h", "h"]
+    assert transformer.circuit([1, 2]).num_qubits == 4
+    assert [g.name for g in transformer.circuit([1, 2, 3, 4]).gates if g.name == "h"] == []
+
+
 def rotation(axis: str, angle: float) -> Tensor:
     paulis = {"x": [[0, 1], [1, 0]], "y": [[0, -1j], [1j, 0]], "z": [[1, 0], [0, -1]]}
     pauli = torch.tensor(paulis[axis], dtype=torch.complex128)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ from lockstep import config as config_module
 from lockstep.errors import ConfigError, DataError
 from lockstep.quantum.transformer import QuantumTransformer, Sentences
 from lockstep.recipes.quantum import Quantum, QuantumConfig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def quantum(**keys: Any) -> Quantum:
@@ -42,9 +51,13 @@ def test_the_defaults_are_the_guides() -> None:
     [
         ({"embedding_dim": 6}, r"embedding_dim=6: must be a power of two.* take 4 or 8"),
         ({"embedding_dim": 1}, "embedding_dim=1"),
-        ({"parts": 2}, "parts=2: needs deal"),
+        ({"parts": 2}, "parts=2: needs another deal"),
         ({"deal": "restarts", "parts": 2}, "1 restarts cannot be dealt out"),
         ({"shards": "strided", "data": {"shuffle": True}}, "needs data.shuffle=false"),
+        ({"grad": "shift"}, "grad=shift: needs backend=circuit"),
+        ({"shots": 9, "backend": "circuit"}, "shots=9: needs backend=circuit grad=shift"),
+        ({"deal": "shifts", "backend": "circuit"}, "deal=shifts: needs"),
+        ({"deal": "transitions", "backend": "circuit"}, "needs backend=closed_form"),
         ({"restarts": 2}, "set clip_norm=null"),
         ({"optimizer": {"name": "lbfgs"}}, "clip_norm=null"),
         ({"optimizer": {"name": "natural"}, "clip_norm": None, "restarts": 2}, "one restart"),
@@ -117,6 +130,7 @@ def test_restarts_train_as_if_alone() -> None:
         {"deal": "transitions", "parts": 3},
         {"deal": "restarts", "parts": 2, "restarts": 4, "clip_norm": None},
         {"restarts": 4, "clip_norm": None},
+        {"deal": "shifts", "parts": 5, "backend": "circuit", "grad": "shift"},
     ],
 )
 def test_dealing_out_parts_changes_neither_loss_nor_gradient(keys: dict[str, Any]) -> None:
@@ -136,6 +150,28 @@ def test_dealing_out_parts_changes_neither_loss_nor_gradient(keys: dict[str, Any
         results.append((sum_ / weight, made.angles.grad / weight))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-13)
     assert (results[0][1] - results[1][1]).abs().max() < 1e-13
+
+
+def test_the_three_backends_train_alike() -> None:
+    keys: dict[str, Any] = {"epochs": 3, "lr": 0.1, "restarts": 2, "clip_norm": None}
+    angles = [
+        train(quantum(**keys, **backend))[1].angles.detach()
+        for backend in ({}, {"backend": "circuit"}, {"backend": "circuit", "grad": "shift"})
+    ]
+    assert (angles[0] - angles[1]).abs().max() < 1e-12
+    assert (angles[0] - angles[2]).abs().max() < 1e-9
+
+
+def test_shots_are_noise_around_the_exact_loss() -> None:
+    exact = quantum()
+    noisy = quantum(backend="circuit", grad="shift", shots=20_000)
+    made = model(exact)
+    expected = exact.loss(made, whole(exact)).sum.item()
+    torch.manual_seed(1)
+    found = noisy.loss(made, whole(noisy)).sum
+    assert 0 < abs(found.item() - expected) < 0.5
+    torch.manual_seed(1)
+    assert found.item() == noisy.loss(made, whole(noisy)).sum.item()
 
 
 def test_strided_shards() -> None:
@@ -201,6 +237,7 @@ def test_any_number_of_ranks_gives_the_same_bits(here, lockstep, tmp_path) -> No
     "keys",
     [
         ["deal=transitions", "parts=3"],
+        ["deal=shifts", "parts=2", "backend=circuit", "grad=shift", "shots=1000"],
         ["deal=restarts", "parts=2", "restarts=4", "clip_norm=null"],
         ["optimizer.name=lbfgs", "lr=1", "clip_norm=null"],
         ["optimizer.name=natural", "lr=0.05", "clip_norm=null", "embedding_dim=8"],
@@ -236,5 +273,7 @@ def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     assert [row.partition(",")[0] for row in rows[1:]] == [str(i) for i in range(1, 21)]
     done = here("quantum", "predict", run, "The quick", "--top", "3")
     assert len(done.stdout.splitlines()) == 3
+    pytest.importorskip("qiskit")
+    assert "Rz(θ[47])" in here("quantum", "draw", run, "The cat flies").stdout
     done = here("quantum", "predict", run, "zebra")
     assert (done.returncode, "no vector for 'zebra'" in done.stderr) == (2, True)

@@ -14,6 +14,7 @@ from lockstep.commands.evaluate import find_snapshot
 from lockstep.config import load
 from lockstep.errors import ConfigError
 from lockstep.observe import read_events
+from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer import QuantumTransformer
 from lockstep.recipes.quantum import Quantum, QuantumConfig
 from lockstep.train.checkpoint import Snapshot
@@ -70,6 +71,20 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
     except OSError as error:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return [str(path), str(log)]
+
+
+def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
+    """The superposition circuit of a sentence, as Qiskit draws it.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, a word has no vector, there are fewer
+            than two, or Qiskit is not installed.
+    """
+    task, model, _ = _trained(run_dir, which)
+    rows = task.rows(model, sentence)
+    if len(rows) < 2:
+        raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
+    return drawing(model.circuit(rows), fold=100).split("\n")
 
 
 def training_log(events: list[dict[str, Any]]) -> str:

@@ -114,7 +114,9 @@ class _Fusion:
             others = dict.fromkeys([*block.controls, *controls])
             outside = [c for c in others if c not in every]
             most = max(MAX_CONTROLS, len(block.controls))
-            room = max(self._max_targets, len(block.targets))
+            room = self._max_targets
+            if all(number < 0 for _, number in found):  # its matrix is computed only once
+                room = max(room, len(block.targets))
             if len(every) <= room and len(outside) <= most:
                 block.take(found, every, outside)
                 return

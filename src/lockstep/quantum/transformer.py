@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.quantum.ansatz import angle_shape, unitaries
+from lockstep.quantum.circuit import Circuit
 from lockstep.quantum.closed_form import amplitudes, probability, transitions
 from lockstep.quantum.encoding import encode, positions, word_vectors
+from lockstep.quantum.shift import shifted
+from lockstep.quantum.statevector import Simulator
+from lockstep.quantum.superposition import superposition
+
+_MOST_SIMULATORS = 512
+"""Sentences whose circuits are kept ready."""
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -75,6 +82,7 @@ class QuantumTransformer(nn.Module):
             "vocabulary", torch.tensor(list("\n".join(words).encode()), dtype=torch.uint8)
         )
         self._positions = positions(0, dim)
+        self._simulators: dict[tuple[int, ...], Simulator] = {}
         self.register_load_state_dict_pre_hook(_check_vocabulary)  # type: ignore[no-untyped-call]
 
     @property
@@ -128,6 +136,62 @@ class QuantumTransformer(nn.Module):
         given = transitions(self.encode(batch.words), batch.transitions)
         return probability(amplitudes(matrices, given))
 
+    def by_circuits(
+        self,
+        batch: Sentences,
+        *,
+        shift: bool = False,
+        shots: int | None = None,
+        num_parts: int = 1,
+    ) -> Tensor:
+        """As `forward`, by simulating each sentence's superposition circuit.
+
+        Args:
+            batch: the sentences.
+            shift: gradients by the parameter-shift rule instead of adjoint differentiation.
+            shots: estimate each probability by so many measurements, with torch's generator;
+                needs `shift`.
+            num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
+                only, p·N/P .. (p + 1)·N/P of N.
+        """
+        assert shift or (shots is None and num_parts == 1)
+        angles = self.angles.flatten(1)
+        number = torch.arange(angles.shape[1])
+
+        def measure(states: Tensor) -> Tensor:
+            exact = probability(states[:, :1])
+            if shots is None:
+                return exact
+            counts = torch.binomial(torch.full_like(exact, shots), exact.clamp(0, 1))
+            return counts / shots
+
+        found = []
+        rows = zip(
+            batch.words.tolist(), batch.transitions.tolist(), batch.parts.tolist(), strict=True
+        )
+        for words, count, part in rows:
+            simulator = self._simulator(tuple(words[: count + 1]))
+            if shift:
+                only = number * num_parts // angles.shape[1] == part
+                found.append(shifted(simulator, angles, measure, only)[:, 0])
+            else:
+                found.append(measure(simulator.state(angles))[:, 0])
+        return torch.stack(found, dim=1)
+
+    def circuit(self, words: Sequence[int]) -> Circuit:
+        """The superposition circuit of a sentence, given as rows of the embeddings."""
+        states = self.encode(torch.tensor(words, device=self.angles.device))
+        return superposition(states, self.angles.shape[2])
+
+    def _simulator(self, words: tuple[int, ...]) -> Simulator:
+        if words not in self._simulators:
+            if len(self._simulators) == _MOST_SIMULATORS:
+                self._simulators.clear()
+            dtype = self.angles.dtype.to_complex()
+            made = Simulator(self.circuit(words), dtype, self.angles.device)
+            self._simulators[words] = made
+        return self._simulators[words]
+
     @torch.no_grad()
     def rank_next(self, prefix: Sequence[int], candidates: Tensor, restart: int = 0) -> Tensor:
         """|A|² of the prefix followed by each candidate.
@@ -157,3 +221,4 @@ def _check_vocabulary(module: nn.Module, state: dict[str, Any], prefix: str, *_:
             "vocabulary: the checkpoint's words are not those of the corpus; has the corpus "
             "changed? Train on it in a new run directory"
         )
+    module._simulators.clear()

@@ -79,7 +79,13 @@ class QuantumConfig(TrainConfig):
     """A text file, one sentence a line; without it, eight built-in sentences."""
     test_corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
     """The same for testing; without it and without `corpus`, four built-in sentences."""
-    deal: Literal["sentences", "transitions", "restarts"] = "sentences"
+    backend: Literal["closed_form", "circuit"] = "closed_form"
+    """Whether amplitudes are computed, or circuits simulated gate by gate."""
+    grad: Literal["exact", "shift"] = "exact"
+    """Gradients of circuits: by adjoint differentiation, or by the parameter-shift rule."""
+    shots: Positive | None = None
+    """Measurements that estimate each probability; exact without."""
+    deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
     """What is dealt out to the ranks: sentences, or parts of the work on each of them."""
     parts: Positive = 1
     """Parts of the work on a sentence, where `deal` is not `sentences`."""
@@ -112,7 +118,7 @@ class QuantumConfig(TrainConfig):
     @model_validator(mode="after")
     def _parts_fit(self) -> QuantumConfig:
         if self.deal == "sentences" and self.parts > 1:
-            raise ValueError(f"parts={self.parts}: needs deal=transitions or deal=restarts")
+            raise ValueError(f"parts={self.parts}: needs another deal than sentences")
         if self.deal == "restarts" and self.restarts % self.parts:
             raise ValueError(
                 f"parts={self.parts}: {self.restarts} restarts cannot be dealt out in so many "
@@ -120,6 +126,18 @@ class QuantumConfig(TrainConfig):
             )
         if self.shards == "strided" and self.data.shuffle:
             raise ValueError("shards=strided: needs data.shuffle=false")
+        return self
+
+    @model_validator(mode="after")
+    def _backend_fits(self) -> QuantumConfig:
+        if self.grad == "shift" and self.backend != "circuit":
+            raise ValueError("grad=shift: needs backend=circuit")
+        if self.shots is not None and self.grad != "shift":
+            raise ValueError(f"shots={self.shots}: needs backend=circuit grad=shift")
+        if self.deal == "shifts" and self.grad != "shift":
+            raise ValueError("deal=shifts: needs backend=circuit grad=shift")
+        if self.deal in ("transitions", "restarts") and self.backend != "closed_form":
+            raise ValueError(f"deal={self.deal}: needs backend=closed_form")
         return self
 
     @model_validator(mode="after")
@@ -197,7 +215,7 @@ class Quantum(Task):
         elif self.config.deal == "restarts":
             found = model.by_restarts(batch, parts)
         else:
-            found = model(batch)
+            found = self._found(model, batch, parts)
         total = loss(found).sum()
         # The value is a mean over restarts and parts, the gradient a sum.
         share = total / (len(found) * parts)
@@ -207,7 +225,8 @@ class Quantum(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """-ln |A|² of whole sentences; with several restarts, that of each as a metric."""
-        found = model(batch)
+        assert isinstance(model, QuantumTransformer)
+        found = self._found(model, batch, 1)
         losses, count = loss(found), len(batch.words)
         metrics = self._metrics(found, 1)
         if len(losses) > 1:
@@ -232,19 +251,28 @@ class Quantum(Task):
         Raises:
             ConfigError: the prefix is empty, or has a word that is not in the vocabulary.
         """
-        words = {word: row for row, word in enumerate(model.words)}
-        given = prefix.split()
-        unknown = [word for word in given if word not in words]
+        given = self.rows(model, prefix)
         if not given:
             raise ConfigError("the prefix has no word; give at least one")
+        known = dict.fromkeys(word for sentence in self._splits["train"] for word in sentence)
+        candidates = torch.tensor(self.rows(model, " ".join(known)), device=model.angles.device)
+        found = model.rank_next(given, candidates, restart).tolist()
+        return sorted(zip(known, found, strict=True), key=lambda pair: -pair[1])
+
+    @staticmethod
+    def rows(model: QuantumTransformer, text: str) -> list[int]:
+        """Rows of the embeddings for the words of a text.
+
+        Raises:
+            ConfigError: a word is not in the vocabulary.
+        """
+        rows = {word: row for row, word in enumerate(model.words)}
+        unknown = [word for word in text.split() if word not in rows]
         if unknown:
             raise ConfigError(
-                f"{prefix!r}: the model has no vector for {', '.join(map(repr, unknown))}"
+                f"{text!r}: the model has no vector for {', '.join(map(repr, unknown))}"
             )
-        known = dict.fromkeys(word for sentence in self._splits["train"] for word in sentence)
-        rows = torch.tensor([words[word] for word in known], device=model.angles.device)
-        found = model.rank_next([words[word] for word in given], rows, restart).tolist()
-        return sorted(zip(known, found, strict=True), key=lambda pair: -pair[1])
+        return [rows[word] for word in text.split()]
 
     @cached_property
     def vocabulary(self) -> dict[str, int]:
@@ -259,6 +287,15 @@ class Quantum(Task):
         if test is not None or corpus is None:
             splits["test"] = _sentences(test, TEST)
         return splits
+
+    def _found(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
+        """|A|² of whole sentences, [restarts, B], by the backend."""
+        config = self.config
+        if config.backend == "closed_form":
+            found: Tensor = model(batch)
+            return found
+        shift = config.grad == "shift"
+        return model.by_circuits(batch, shift=shift, shots=config.shots, num_parts=parts)
 
     def _metric(self, model: QuantumTransformer) -> Tensor:
         if "root" not in self.__dict__:
