@@ -22,15 +22,15 @@ import torch
 
 from lockstep.commands.start import rank_command, start
 from lockstep.front import Sitting
-from lockstep.quantum.circuit import Circuit, gate, parameter
 from lockstep.quantum.closed_form import loss
 from lockstep.quantum.measure import PauliSum
 from lockstep.quantum.statevector import Simulator
 from lockstep.recipes.quantum import Quantum, QuantumConfig
 from page import Section, duration, ratio
 from peers.lightning_circuits import gradient as lightning
-from processes import Spread
+from processes import Program, Spread, alternate
 from run import DOCS, machine
+from state_over_ranks import ring
 
 Work = Callable[[], Any]
 
@@ -49,6 +49,7 @@ def main() -> None:
     largest = 10 if args.quick else args.largest
     sections.append(rings([n for n in (10, 16, 18, 20, 22, 24) if n <= largest], rounds))
     sections.append(ranks(args.quick))
+    sections.append(split_state(12 if args.quick else args.largest, rounds))
     text = written(facts, sections)
     if args.quick:
         print(text)
@@ -132,17 +133,6 @@ def rings(sizes: list[int], rounds: int) -> Section:
     return section
 
 
-def ring(num_qubits: int, num_layers: int) -> Circuit:
-    gates, number = [], 0
-    for _ in range(num_layers):
-        for qubit in range(num_qubits):
-            for name in ("rx", "ry", "rz"):
-                gates.append(gate(name, qubit, angle=parameter(number)))
-                number += 1
-        gates += [gate("cx", q, (q + 1) % num_qubits) for q in range(num_qubits)]
-    return Circuit(num_qubits, gates)
-
-
 def expectation(simulator: Simulator, parameters: torch.Tensor) -> Work:
     observable = PauliSum({"I" * (simulator.circuit.num_qubits - 1) + "Z": 1.0})
 
@@ -188,6 +178,32 @@ def ranks(quick: bool) -> Section:
             section.rows.append([name, *row, f"{faster.median:.2f}"])
             if "parts" in name:
                 section.at_least(name, faster, 1.9)
+    return section
+
+
+def split_state(num_qubits: int, rounds: int) -> Section:
+    """One state over two ranks."""
+    args = ("--qubits", str(num_qubits))
+    script = "state_over_ranks.py"
+    programs = [
+        Program("1 rank", script, args),
+        Program("2 ranks", script, args, "mpirun", 2),
+    ]
+    results = alternate(programs, min(rounds, 3))
+    section = Section(
+        f"One state of {num_qubits} qubits over ranks, 4 layers, gradient of <Z_0>",
+        "The ring from above. `memory`: what the process's peak grew by on rank 0.",
+        ("", "time", "memory", "exchanges of a forward pass"),
+        raw=results,
+    )
+    for name, found in results.items():
+        memory = f"{found[0]['state_bytes'] / (1 << 20):,.0f} MiB"
+        spread = duration(Spread.of([r["seconds"] for r in found]))
+        section.rows.append([name, spread, memory, str(found[0]["exchanges"])])
+    seconds = [[r["seconds"] for r in found] for found in results.values()]
+    section.at_least("1 rank / 2 ranks", Spread.of_ratios(*seconds), 1.6)
+    part = results["2 ranks"][0]["state_bytes"] / results["1 rank"][0]["state_bytes"]
+    section.at_most("half the memory a rank", f"{part:.2f}", part < 0.6)
     return section
 
 

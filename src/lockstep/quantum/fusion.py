@@ -7,6 +7,10 @@ does at full speed, and reads and writes memory once for many gates.
 The state's axes are kept in whatever order the next block wants: its controls in front, its
 targets at the back. Applying a block moves its targets to the front at no cost, for a product can
 as well be written transposed. In circuits whose gates go around a ring no other movement is needed.
+
+Over several ranks, the first axes are the bits of the rank's number. A control there costs nothing:
+it says which matrix the rank takes. When a target is there, the ranks' axes change places with the
+local ones that are a target last: each rank sends every other one an equal part of its state.
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lockstep.errors import ConfigError
 from lockstep.quantum.circuit import Circuit, Gate
 
 MAX_TARGETS = 4
 """Of a fused block. A pass costs 2^targets products for each amplitude, and one trip to memory."""
 MAX_CONTROLS = 1
+
+Move = list[int] | None
+"""A permutation of the local axes, or None: the ranks' axes change places with the first ones."""
 
 
 @dataclass
@@ -30,14 +38,16 @@ class Block:
         targets: qubits, from the back of the state's axes, high bit first.
         controls: qubits, from the front, high bit first.
         after: the targets in the order in which they come to lie in front.
-        permutation: of the state's axes before the block is applied; None where they lie right.
+        moves: of the state's axes before the block is applied.
+        rank_controls: bits of the rank's number, from the high one, that are the first controls.
     """
 
     gates: list[tuple[Gate, int]] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     controls: list[int] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
-    permutation: list[int] | None = None
+    moves: list[Move] = field(default_factory=list)
+    rank_controls: list[int] = field(default_factory=list)
 
     def touches(self, qubits: Sequence[int]) -> bool:
         """Whether any of the qubits takes part."""
@@ -55,17 +65,26 @@ class Plan:
 
     Attributes:
         blocks: in the order in which they act.
-        permutation: of the axes after the last block, to the usual order.
+        moves: of the axes after the last block, to the usual order.
     """
 
     blocks: list[Block]
-    permutation: list[int] | None
+    moves: list[Move]
 
 
-def plan(circuit: Circuit, max_targets: int = MAX_TARGETS) -> Plan:
-    """Fuse a circuit's gates and find the order of axes for each block."""
+def plan(circuit: Circuit, max_targets: int = MAX_TARGETS, num_rank_axes: int = 0) -> Plan:
+    """Fuse a circuit's gates and find the order of axes for each block.
+
+    Args:
+        circuit: to plan.
+        max_targets: of a fused block.
+        num_rank_axes: the state is split over 2^num_rank_axes ranks.
+
+    Raises:
+        ConfigError: there are too many ranks for so few qubits.
+    """
     blocks = _Fusion(max_targets).run(circuit)
-    return _lay_out(blocks, circuit.num_qubits)
+    return _lay_out(blocks, circuit.num_qubits, num_rank_axes)
 
 
 class _Fusion:
@@ -141,20 +160,79 @@ def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
     return found
 
 
-def _lay_out(blocks: list[Block], num_qubits: int) -> Plan:
+def _lay_out(blocks: list[Block], num_qubits: int, num_rank_axes: int) -> Plan:
     usual = list(range(num_qubits - 1, -1, -1))
-    order = usual
+    axes = _Axes(usual[:num_rank_axes], usual[num_rank_axes:])
     for number, block in enumerate(blocks):
-        wanted = _wanted(order, block)
-        if wanted != order:
-            block.permutation = [order.index(q) for q in wanted]
+        following = blocks[number + 1 :]
+        if set(block.targets) & set(axes.ranks):
+            axes.exchange(_leaving(axes, blocks[number:]))
         size = len(block.targets)
-        block.targets = wanted[-size:]
-        block.controls = wanted[: len(block.controls)]
-        block.after = _order_after(block, blocks[number + 1 :])
-        order = [*block.after, *wanted[:-size]]
-    permutation = None if order == usual else [order.index(q) for q in usual]
-    return Plan(blocks, permutation)
+        axes.order(_wanted(axes.local, block))
+        block.moves = axes.take_moves()
+        block.targets = axes.local[-size:]
+        outside = [q for q in axes.ranks if q in block.controls]
+        block.rank_controls = [axes.ranks.index(q) for q in outside]
+        block.controls = [*outside, *(q for q in axes.local if q in block.controls)]
+        block.after = _order_after(block, following)
+        axes.local = [*block.after, *axes.local[:-size]]
+    home = usual[:num_rank_axes]
+    if axes.ranks != home:
+        if set(axes.ranks) & set(home):
+            axes.exchange([q for q in axes.local if q not in home][:num_rank_axes])
+        axes.exchange(home)
+    axes.order(usual[num_rank_axes:])
+    return Plan(blocks, axes.take_moves())
+
+
+class _Axes:
+    """Where each qubit's axis is, and the moves that brought it there.
+
+    Attributes:
+        ranks: the qubits whose bits make up the rank's number, high bit first.
+        local: the axes of each rank's part of the state.
+    """
+
+    def __init__(self, ranks: list[int], local: list[int]) -> None:
+        self.ranks = ranks
+        self.local = local
+        self._moves: list[Move] = []
+
+    def order(self, wanted: list[int]) -> None:
+        """Bring the local axes into this order."""
+        if wanted != self.local:
+            self._moves.append([self.local.index(q) for q in wanted])
+            self.local = wanted
+
+    def exchange(self, leaving: list[int]) -> None:
+        """Let these local qubits and those of the ranks change places."""
+        self.order([*leaving, *(q for q in self.local if q not in leaving)])
+        self._moves.append(None)
+        self.local = [*self.ranks, *self.local[len(leaving) :]]
+        self.ranks = leaving
+
+    def take_moves(self) -> list[Move]:
+        """The moves since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
+
+
+def _leaving(axes: _Axes, following: Sequence[Block]) -> list[int]:
+    """The local qubits that are a target last, the first of them in front where all is equal."""
+    count = len(axes.ranks)
+    free = [q for q in axes.local if q not in following[0].targets]
+    if len(free) < count:
+        raise ConfigError(
+            f"{1 << count} ranks are too many for {count + len(axes.local)} qubits: each needs "
+            f"{count} local ones to exchange, beside {len(following[0].targets)} of a block"
+        )
+
+    def next_use(qubit: int) -> int:
+        uses = (i for i, later in enumerate(following) if qubit in later.targets)
+        return next(uses, len(following))
+
+    chosen = sorted(free, key=lambda q: -next_use(q))[:count]
+    return [q for q in axes.local if q in chosen]
 
 
 def _wanted(order: list[int], block: Block) -> list[int]:

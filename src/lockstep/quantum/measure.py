@@ -68,7 +68,7 @@ class PauliSum:
         Raises:
             ConfigError: the states are of another number of qubits.
         """
-        self._check(states)
+        self.check(states.shape[-1].bit_length() - 1)
         total: Tensor | None = None
         mixed = [s for s in self.strings if set(s) & set("XY")]
         if len(mixed) < len(self.strings):
@@ -82,7 +82,7 @@ class PauliSum:
 
     def terms(self, states: Tensor) -> Tensor:
         """The expectation value of each string without its coefficient: [..., terms]."""
-        self._check(states)
+        self.check(states.shape[-1].bit_length() - 1)
         return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
 
     def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
@@ -97,11 +97,15 @@ class PauliSum:
         counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
 
-    def _check(self, states: Tensor) -> None:
-        if states.shape[-1] != 1 << self.num_qubits:
+    def check(self, num_qubits: int) -> None:
+        """Refuse states of another number of qubits.
+
+        Raises:
+            ConfigError: the strings have more or fewer letters.
+        """
+        if num_qubits != self.num_qubits:
             raise ConfigError(
-                f"Pauli strings of {self.num_qubits} letters for a state of "
-                f"{states.shape[-1].bit_length() - 1} qubits"
+                f"Pauli strings of {self.num_qubits} letters for a state of {num_qubits} qubits"
             )
 
     def _diagonal(self, states: Tensor) -> Tensor:

@@ -9,17 +9,18 @@ on the number of gates.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.blocks import BlockMatrices
 from lockstep.quantum.circuit import Circuit
-from lockstep.quantum.fusion import MAX_TARGETS, Plan, plan
+from lockstep.quantum.evolution import AddUp, Moving, added_up, matrix_gradient
+from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
 
 _COPIES = 2
 """States in memory while a circuit runs; with gradients, twice as many."""
@@ -35,6 +36,12 @@ class Simulator:
         dtype: complex64 or complex128.
         device: where to compute.
         max_targets: qubits of a fused block; 1 fuses only gates on one qubit.
+        transport: to other ranks, a power of two of them, that each hold an equal part of the
+            state: rank r has the amplitudes whose index has r for its high bits. All of them must
+            do the same. Without it, the state is whole.
+
+    Raises:
+        ConfigError: the number of ranks is not a power of two, or too great for so few qubits.
     """
 
     def __init__(
@@ -43,11 +50,21 @@ class Simulator:
         dtype: torch.dtype = torch.complex128,
         device: torch.device | str = "cpu",
         max_targets: int = MAX_TARGETS,
+        transport: Transport | None = None,
     ) -> None:
+        self.transport = transport or LocalTransport()
+        num_ranks = self.transport.size
+        if num_ranks & (num_ranks - 1):
+            raise ConfigError(
+                f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
+                "two"
+            )
         self.circuit = circuit
         self.dtype = dtype
         self.device = torch.device(device)
-        self.plan = plan(circuit, max_targets)
+        num_rank_axes = num_ranks.bit_length() - 1
+        self.plan = plan(circuit, max_targets, num_rank_axes)
+        self.num_local = circuit.num_qubits - num_rank_axes
         self.matrices = BlockMatrices(self.plan.blocks, dtype, self.device)
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -55,10 +72,11 @@ class Simulator:
 
         Args:
             parameters: [..., num_parameters], real; may be left out where there are none.
-            initial: [..., 2^n], complex, instead of |0…0>.
+            initial: [..., 2^n], complex, instead of |0…0>; this rank's part of it.
 
         Returns:
-            [..., 2^n], complex, differentiable in both. Qubit 0 is the lowest bit of an index.
+            [..., 2^n], complex, differentiable in both; with several ranks, this one's part of
+            it. Qubit 0 is the lowest bit of an index.
 
         Raises:
             ConfigError: the number of parameters is wrong, or the state does not fit into memory.
@@ -77,20 +95,38 @@ class Simulator:
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
-        check_memory(self.circuit.num_qubits, self.dtype, batch, grads)
+        num_ranks = self.transport.size
+        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks)
+        if num_ranks > 1 and batch > 1:
+            raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
         # Without a batch of angles, all states share their matrices.
         rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
         if len(rows) not in (1, batch):
             rows = angles.expand(*lead, -1).reshape(batch, -1)
         if initial is None:
-            start = torch.zeros(
-                batch, 1 << self.circuit.num_qubits, dtype=self.dtype, device=self.device
-            )
-            start[:, 0] = 1
+            start = torch.zeros(batch, 1 << self.num_local, dtype=self.dtype, device=self.device)
+            start[:, 0] = self.transport.rank == 0
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
         found: Tensor = _Evolve.apply(rows, start, self)  # type: ignore[no-untyped-call]
         return found.view(*lead, -1)
+
+    def add_up(self, local: Tensor) -> Tensor:
+        """The sum over all ranks of what each has found in its part of the state: [M], real.
+
+        Differentiable: the gradient goes to all of them.
+        """
+        found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        return found
+
+    def part(self, block: Block) -> slice:
+        """Which of a block's matrices are for this rank."""
+        count = 1 << (len(block.controls) - len(block.rank_controls))
+        high = self.transport.size.bit_length() - 2
+        value = 0
+        for axis in block.rank_controls:
+            value = 2 * value + (self.transport.rank >> (high - axis) & 1)
+        return slice(value * count, (value + 1) * count)
 
 
 def statevector(
@@ -151,15 +187,15 @@ class _Evolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator) -> Tensor:
         matrices = simulator.matrices(angles)
-        moving = _Moving(start)
+        moving = Moving(start, simulator.transport)
         ctx.kept = {}
         room = KEPT_BYTES // start.nbytes if ctx.needs_input_grad[0] else 0
-        for number, matrix in enumerate(matrices):
-            moving.permute(simulator.plan.blocks[number].permutation)
+        for number, block in enumerate(simulator.plan.blocks):
+            moving.move(block.moves)
             if len(ctx.kept) < room:
                 ctx.kept[number] = moving.keep()
-            moving.apply(matrix)
-        moving.permute(simulator.plan.permutation)
+            moving.apply(matrices[number][:, simulator.part(block)])
+        moving.move(simulator.plan.moves)
         state = moving.states.clone() if moving.states is start else moving.states
         ctx.simulator = simulator
         ctx.save_for_backward(angles, state)
@@ -169,14 +205,15 @@ class _Evolve(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         angles, state = ctx.saved_tensors
-        laid_out: Plan = ctx.simulator.plan
+        simulator: Simulator = ctx.simulator
+        laid_out, transport = simulator.plan, simulator.transport
         wants_angles, wants_start, _ = ctx.needs_input_grad
         with torch.enable_grad():
             variable = angles.detach().requires_grad_()
-            matrices = ctx.simulator.matrices(variable)
-        ket, bra = _Moving(state), _Moving(gradient.contiguous())
-        ket.permute(_inverse(laid_out.permutation))
-        bra.permute(_inverse(laid_out.permutation))
+            matrices = simulator.matrices(variable)
+        ket, bra = Moving(state, transport), Moving(gradient.contiguous(), transport)
+        ket.move_back(laid_out.moves)
+        bra.move_back(laid_out.moves)
         numbers = range(len(laid_out.blocks))
         trained = [wants_angles and matrices[n].requires_grad for n in numbers]
         first = trained.index(True) if any(trained) else len(numbers)
@@ -184,117 +221,26 @@ class _Evolve(torch.autograd.Function):
         for number in reversed(numbers):
             if number < first and not wants_start:
                 break
-            block, matrix = laid_out.blocks[number], matrices[number].detach()
-            back = _inverse(block.permutation)
+            block = laid_out.blocks[number]
+            part = simulator.part(block)
+            matrix = matrices[number].detach()[:, part]
             if number in ctx.kept:
-                ket = _Moving(ctx.kept[number])
+                ket = Moving(ctx.kept[number], transport)
             elif number >= first:
                 ket.undo(matrix)
             if trained[number]:
                 outputs.append(matrices[number])
-                gradients.append(_matrix_gradient(matrix, ket.states, bra.states))
+                whole = torch.zeros_like(matrices[number])
+                whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
+                gradients.append(whole)
             if number - 1 not in ctx.kept and number > first:
-                ket.permute(back)
+                ket.move_back(block.moves)
             bra.undo(matrix)
-            bra.permute(back)
+            bra.move_back(block.moves)
         found = None
         if wants_angles:
             found = torch.zeros_like(angles)
             if outputs:
                 (found,) = torch.autograd.grad(outputs, variable, gradients)
+            found = added_up(found.flatten(), transport).view_as(angles)
         return found, bra.states if wants_start else None, None
-
-
-class _Moving:
-    """States [B, 2^n] that blocks act on in turn, between two pieces of memory.
-
-    Attributes:
-        states: the present ones. Those given are not changed.
-    """
-
-    def __init__(self, states: Tensor) -> None:
-        self.states = states
-        self._given = states
-        self._spare: Tensor | None = None
-
-    def apply(self, matrix: Tensor) -> None:
-        """A block on states whose axes lie as it wants them: [B, C R K] becomes [B, K C R]."""
-        count, size = matrix.shape[1:3]
-        target = self._target()
-        before = self.states.view(len(target), count, -1, size)
-        after = target.view(len(target), size, count, -1)
-        for value in range(count):
-            _product(matrix[:, value], before[:, value].mT, after[:, :, value])
-        self._turn(target)
-
-    def keep(self) -> Tensor:
-        """The present states, whose memory is not used again."""
-        self._given = self.states
-        return self.states
-
-    def undo(self, matrix: Tensor) -> None:
-        """The inverse of `apply`: [B, K C R] becomes [B, C R K]."""
-        count, size = matrix.shape[1:3]
-        target = self._target()
-        after = self.states.view(len(target), size, count, -1)
-        before = target.view(len(target), count, -1, size)
-        conjugate = matrix.conj().resolve_conj()
-        for value in range(count):
-            _product(after[:, :, value].mT, conjugate[:, value], before[:, value])
-        self._turn(target)
-
-    def permute(self, permutation: Sequence[int] | None) -> None:
-        """Bring the n axes into another order."""
-        if permutation is None:
-            return
-        target = self._target()
-        shape = (len(target), *(2,) * len(permutation))
-        moved = self.states.view(shape).permute(0, *(p + 1 for p in permutation))
-        target.view(shape).copy_(moved)
-        self._turn(target)
-
-    def _target(self) -> Tensor:
-        return torch.empty_like(self.states) if self._spare is None else self._spare
-
-    def _turn(self, target: Tensor) -> None:
-        self._spare = None if self.states is self._given else self.states
-        self.states = target
-
-
-def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """The product left @ right into `out`, all of them [B or 1, rows, columns]."""
-    if len(out) == 1:
-        torch.mm(left[0], right[0], out=out[0])
-    else:
-        out.copy_(left @ right)
-
-
-def _matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
-    """The gradient in a block's matrix [b, C, K, K], b of 1 or B.
-
-    Args:
-        matrix: the block's.
-        ket: [B, C R K], what it was applied to.
-        bra: [B, K C R], the gradient of what came out.
-    """
-    batch, (count, size) = len(ket), matrix.shape[1:3]
-    after = bra.view(batch, size, count, -1)
-    before = ket.view(batch, count, -1, size)
-    found = torch.empty_like(matrix)
-    for value in range(count):
-        # As (ket braᴴ)ᴴ: BLAS conjugates only what it transposes.
-        left, right = before[:, value].mT, after[:, :, value].mH
-        if batch == 1:
-            found[0, value] = (left[0] @ right[0]).mH
-        elif len(matrix) == 1:
-            found[0, value] = (left @ right).sum(0).mH
-        else:
-            found[:, value] = (left @ right).mH
-    return found
-
-
-def _inverse(permutation: Sequence[int] | None) -> list[int] | None:
-    """What undoes a permutation of axes."""
-    if permutation is None:
-        return None
-    return sorted(range(len(permutation)), key=permutation.__getitem__)
