@@ -15,6 +15,7 @@ from lockstep.commands import data as data_command
 from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
 from lockstep.commands import export as export_command
+from lockstep.commands import quantum as quantum_command
 from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
@@ -31,6 +32,10 @@ app = typer.Typer(
 
 data = typer.Typer(help="Write the data that recipes use.", no_args_is_help=True)
 app.add_typer(data, name="data")
+quantum_app = typer.Typer(
+    help="What to do with a trained quantum transformer.", no_args_is_help=True
+)
+app.add_typer(quantum_app, name="quantum")
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -47,6 +52,7 @@ Replace = Annotated[
         "--replace", min=0, help="Start this many new processes at most for killed ranks."
     ),
 ]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
 
 
@@ -92,9 +98,7 @@ def resume(
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
-    ] = "latest",
+    checkpoint: Checkpoint = "latest",
     report: Annotated[
         Path | None, typer.Option("--report", help="A folder for tables and pictures.")
     ] = None,
@@ -108,9 +112,7 @@ def evaluate(
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", help="best, latest, or a step's number.")
-    ] = "latest",
+    checkpoint: Checkpoint = "latest",
 ) -> None:
     """Write a trained model for programs without Lockstep."""
     for line in export_command.export(run_dir, folder, checkpoint):
@@ -207,6 +209,40 @@ def ufs_synthetic(
 ) -> None:
     """Write sea ice with a known law, as CICE history files and as CF pairs."""
     for line in data_command.ufs_synthetic(folder, latitudes, longitudes, times, seed):
+        print(line)
+
+
+@quantum_app.command()
+def predict(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    prefix: Annotated[str, typer.Argument(help="The words so far.")],
+    checkpoint: Checkpoint = "latest",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many words to show.")] = 5,
+) -> None:
+    """Rank the vocabulary as next word."""
+    for line in quantum_command.predict(run_dir, prefix, checkpoint, top):
+        print(line)
+
+
+@quantum_app.command()
+def draw(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    sentence: Annotated[str, typer.Argument(help="Two words or more.")],
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Draw the circuit of a sentence."""
+    for line in quantum_command.draw(run_dir, sentence, checkpoint):
+        print(line)
+
+
+@quantum_app.command("export")
+def export_quantum(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Write parameters as .npz and the training log as CSV."""
+    for line in quantum_command.export(run_dir, output, checkpoint):
         print(line)
 
 

@@ -47,7 +47,7 @@ def evaluate(
     task = make_task(kind, config)
     if report is not None and not isinstance(task, Reports):
         raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
-    snapshot = snapshot_of(directory.checkpoints, which)
+    snapshot = find_snapshot(directory.checkpoints, which)
     transport = open_transport(environment, device, TIMEOUT_S)
     try:
         model = build_model(task, config, device)
@@ -86,7 +86,7 @@ def made(folder: Path, option: str) -> Path:
     return folder
 
 
-def snapshot_of(root: Path, which: str) -> Snapshot:
+def find_snapshot(root: Path, which: str) -> Snapshot:
     """The checkpoint that `--checkpoint` means.
 
     Args:

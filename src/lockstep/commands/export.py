@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.commands.evaluate import made, snapshot_of
+from lockstep.commands.evaluate import find_snapshot, made
 from lockstep.commands.target import make_task, task_class
 from lockstep.config import load
 from lockstep.errors import ConfigError
@@ -32,5 +32,5 @@ def export(run_dir: Path, folder: Path, which: str) -> list[str]:
     task = make_task(kind, load(kind.Config, run_dir / "config.yaml"))
     if not isinstance(task, Exports):
         raise ConfigError(f"{run_dir}: {task.name} has nothing to export")
-    snapshot = snapshot_of(directory.checkpoints, which)
+    snapshot = find_snapshot(directory.checkpoints, which)
     return task.export(snapshot.model, made(folder, "export to"))

@@ -16,6 +16,7 @@ _RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "digits": "lockstep.recipes.digits:Digits",
         "ufs": "lockstep.recipes.ufs.task:Ufs",
+        "quantum": "lockstep.recipes.quantum:Quantum",
     }
 )
 

@@ -1,0 +1,265 @@
+"""The quantum simulator and recipe; writes `docs/benchmarks/quantum.md` and `.json`.
+
+`--quick` shows that everything runs, and prints instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.commands.start import rank_command, start
+from lockstep.front import Sitting
+from lockstep.quantum.closed_form import loss
+from lockstep.quantum.measure import PauliSum
+from lockstep.quantum.statevector import Simulator
+from lockstep.recipes.quantum import Quantum, QuantumConfig
+from page import Section, duration, ratio
+from peers.lightning_circuits import gradient as lightning
+from processes import Program, Spread, alternate
+from run import DOCS, machine
+from state_over_ranks import ring
+
+Work = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--largest", type=int, default=22, help="qubits of the largest circuit")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = machine()
+    facts["pennylane"], facts["lightning"] = version("pennylane"), version("pennylane-lightning")
+    facts["command"] = f"`{shlex.join(['python', 'benchmarks/quantum.py', *sys.argv[1:]])}`"
+    rounds = 1 if args.quick else 7
+    sections = [sentences(rounds)]
+    largest = 10 if args.quick else args.largest
+    sections.append(rings([n for n in (10, 16, 18, 20, 22, 24) if n <= largest], rounds))
+    sections.append(ranks(args.quick))
+    sections.append(split_state(12 if args.quick else args.largest, rounds))
+    text = written(facts, sections)
+    if args.quick:
+        print(text)
+        return
+    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
+    (DOCS / "quantum.md").write_text(text, encoding="utf-8")
+    (DOCS / "quantum.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+def sentences(rounds: int) -> Section:
+    """Loss and gradient of the eight sentences."""
+    task = Quantum(QuantumConfig())
+    torch.manual_seed(0)
+    model = task.build_model()
+    dataset = task.dataset("val")
+    assert dataset is not None
+    batch = task.collate([dataset[i] for i in range(8)])
+
+    def ours(**keys: Any) -> Work:
+        def work() -> None:
+            found = model.by_circuits(batch, **keys) if keys else model(batch)
+            loss(found).sum().backward()
+            model.angles.grad = None
+
+        return work
+
+    angles = model.angles.detach().flatten()
+    theirs = [
+        lightning(model.circuit(words[: count + 1]), angles)
+        for words, count in zip(batch.words.tolist(), batch.transitions.tolist(), strict=True)
+    ]
+    times = timed(
+        {
+            "closed form": ours(),
+            "circuit, adjoint": ours(shift=False),
+            "circuit, parameter shift": ours(shift=True),
+            "lightning.qubit, adjoint": lambda: [f() for f in theirs],
+        },
+        rounds,
+    )
+    section = Section(
+        "The eight sentences, L = 1, d = 4",
+        "Mean loss and its gradient in 48 angles, one thread. Theirs is a little less: "
+        "the gradient of <Z_0> after the same eight circuits, from prepared states on; it has no "
+        "adjoint of P(0…0).",
+        ("", "time", "lightning.qubit / this"),
+        raw=dict(times),
+    )
+    add_rows(section, times, "lightning.qubit, adjoint")
+    closed = Spread.of(times["closed form"])
+    section.at_most("closed form < 1.5 ms", duration(closed), closed.median < 1.5e-3)
+    faster = Spread.of_ratios(times["lightning.qubit, adjoint"], times["closed form"])
+    section.at_least("closed form against lightning.qubit", faster, 50)
+    return section
+
+
+def rings(sizes: list[int], rounds: int) -> Section:
+    """The gradient of one expectation value."""
+    section = Section(
+        "One circuit, 4 layers, gradient of <Z_0>",
+        "RX, RY, RZ on each qubit and a ring of CNOTs in each layer, complex128, one thread. "
+        "`unfused`: the same simulator with blocks of one target.",
+        ("qubits", "Lockstep", "unfused", "lightning.qubit", "lightning.qubit / Lockstep"),
+    )
+    for num_qubits in sizes:
+        circuit = ring(num_qubits, 4)
+        parameters = torch.randn(circuit.num_parameters, dtype=torch.float64)
+        works = {
+            "Lockstep": expectation(Simulator(circuit), parameters),
+            "unfused": expectation(Simulator(circuit, max_targets=1), parameters),
+            "lightning.qubit": lightning(circuit, parameters),
+        }
+        gap = abs(works["Lockstep"]() - torch.tensor(works["lightning.qubit"]())).max()
+        assert gap < 1e-12, gap
+        times = timed(works, max(1, min(rounds, 60 >> max(0, num_qubits - 17))))
+        section.raw[str(num_qubits)] = times
+        spreads = [duration(Spread.of(found)) for found in times.values()]
+        faster = Spread.of_ratios(times["lightning.qubit"], times["Lockstep"])
+        section.rows.append([str(num_qubits), *spreads, ratio(faster)])
+        section.at_least(f"{num_qubits} qubits against lightning.qubit", faster, 2)
+    return section
+
+
+def expectation(simulator: Simulator, parameters: torch.Tensor) -> Work:
+    observable = PauliSum({"I" * (simulator.circuit.num_qubits - 1) + "Z": 1.0})
+
+    def work() -> torch.Tensor:
+        own = parameters.clone().requires_grad_()
+        observable.expectation(simulator.state(own)).backward()
+        assert own.grad is not None
+        return own.grad
+
+    return work
+
+
+def ranks(quick: bool) -> Section:
+    """The recipe on one rank and on two."""
+    section = Section(
+        "From 1 to 2 ranks",
+        "Seconds of a step in `lockstep train quantum`, medians without the first steps. `corpus`: "
+        "4,000 sentences of 4 to 11 words.",
+        ("what", "1 rank", "2 ranks", "1 rank / 2 ranks"),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.txt"
+        lines = (" ".join(f"w{i * j % 997}" for j in range(1, 5 + i % 8)) for i in range(4000))
+        corpus.write_text("\n".join(lines))
+        cases = {
+            "eight sentences, closed form": (),
+            "eight sentences, parameter shift": ("backend=circuit", "grad=shift"),
+            "one sentence, parameter shift, 2 parts": (
+                "backend=circuit", "grad=shift", "deal=shifts", "parts=2", "num_microbatches=2",
+                f"corpus={Path(folder) / 'one.txt'}",
+            ),
+            "corpus, d = 4": (f"corpus={corpus}",),
+            "corpus, d = 16": (f"corpus={corpus}", "embedding_dim=16"),
+        }  # fmt: skip
+        (Path(folder) / "one.txt").write_text("Every morning birds sing songs\n")
+        for name, keys in cases.items():
+            steps = 4 if quick else 14
+            found = {n: steps_s(n, keys, steps, Path(folder)) for n in (1, 2)}
+            times = {n: statistics.median(values[2:]) for n, values in found.items()}
+            section.raw[name] = found
+            faster = Spread.of([times[1] / times[2]])
+            row = [f"{times[n] * 1e3:.1f} ms" for n in (1, 2)]
+            section.rows.append([name, *row, f"{faster.median:.2f}"])
+            if "parts" in name:
+                section.at_least(name, faster, 1.9)
+    return section
+
+
+def split_state(num_qubits: int, rounds: int) -> Section:
+    """One state over two ranks."""
+    args = ("--qubits", str(num_qubits))
+    script = "state_over_ranks.py"
+    programs = [
+        Program("1 rank", script, args),
+        Program("2 ranks", script, args, "mpirun", 2),
+    ]
+    results = alternate(programs, min(rounds, 3))
+    section = Section(
+        f"One state of {num_qubits} qubits over ranks, 4 layers, gradient of <Z_0>",
+        "The ring from above. `memory`: what the process's peak grew by on rank 0.",
+        ("", "time", "memory", "exchanges of a forward pass"),
+        raw=results,
+    )
+    for name, found in results.items():
+        memory = f"{found[0]['state_bytes'] / (1 << 20):,.0f} MiB"
+        spread = duration(Spread.of([r["seconds"] for r in found]))
+        section.rows.append([name, spread, memory, str(found[0]["exchanges"])])
+    seconds = [[r["seconds"] for r in found] for found in results.values()]
+    section.at_least("1 rank / 2 ranks", Spread.of_ratios(*seconds), 1.6)
+    part = results["2 ranks"][0]["state_bytes"] / results["1 rank"][0]["state_bytes"]
+    section.at_most("half the memory a rank", f"{part:.2f}", part < 0.6)
+    return section
+
+
+def steps_s(num_ranks: int, keys: tuple[str, ...], steps: int, folder: Path) -> list[float]:
+    """Seconds of each step of a training."""
+    run_dir = Path(tempfile.mkdtemp(dir=folder))
+    config = (*keys, f"epochs={steps}", "eval_every=1000", "checkpoint.every=1000")
+    command = rank_command("mpi", num_ranks, "quantum", config)
+    sitting = Sitting(str(run_dir), False, (), False, "quantum")
+    ended = start(command, sitting, 1, on_row=lambda _: None, on_line=lambda _: None)
+    assert not ended.exit_code, ended.message
+    with (run_dir / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "train"]
+    busy = ("compute_s", "communication_s", "data_s", "checkpoint_s")
+    return [sum(float(row[key]) for key in busy) / num_ranks for row in rows]
+
+
+def timed(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each work, in turn; each round the mean over about a fifth of a second."""
+    counts = {}
+    for name, work in works.items():
+        work()
+        started = time.perf_counter()
+        work()
+        counts[name] = max(1, int(0.2 / (time.perf_counter() - started)))
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            started = time.perf_counter()
+            for _ in range(counts[name]):
+                work()
+            times[name].append((time.perf_counter() - started) / counts[name])
+    return times
+
+
+def add_rows(section: Section, times: Mapping[str, list[float]], reference: str) -> None:
+    for name, found in times.items():
+        faster = "" if name == reference else ratio(Spread.of_ratios(times[reference], found))
+        section.rows.append([name, duration(Spread.of(found)), faster])
+
+
+def written(facts: Mapping[str, str], sections: list[Section]) -> str:
+    head = [
+        "# Benchmarks of the quantum simulator",
+        "",
+        "Made by `benchmarks/quantum.py`; raw numbers are in `quantum.json`. What is compared runs "
+        "in turn in one process with one thread. A cell shows the median of the rounds and in "
+        "brackets the least and the greatest.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in facts.items()),
+        "",
+    ]
+    return "\n".join([*head, *(section.markdown() for section in sections)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The gradient of <Z_0> of a state split over the ranks; started by `quantum.py`.
+
+Prints one JSON line on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+
+import torch
+
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+from lockstep.quantum.circuit import Circuit, gate, parameter
+from lockstep.quantum.distributed import expectation
+from lockstep.quantum.statevector import Simulator
+
+
+def ring(num_qubits: int, num_layers: int) -> Circuit:
+    """RX, RY, RZ on each qubit and a ring of CNOTs, in each layer."""
+    gates, number = [], 0
+    for _ in range(num_layers):
+        for qubit in range(num_qubits):
+            for name in ("rx", "ry", "rz"):
+                gates.append(gate(name, qubit, angle=parameter(number)))
+                number += 1
+        gates += [gate("cx", q, (q + 1) % num_qubits) for q in range(num_qubits)]
+    return Circuit(num_qubits, gates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--qubits", type=int, default=22)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    transport = open_transport(detect(os.environ), torch.device("cpu"), 60)
+    circuit = ring(args.qubits, 4)
+    simulator = Simulator(circuit, transport=transport)
+    values = torch.linspace(-1, 1, circuit.num_parameters, dtype=torch.float64)
+    empty = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times, first = [], 0.0
+    for _ in range(args.repeats + 1):
+        parameters = values.clone().requires_grad_()
+        transport.barrier()
+        started = time.perf_counter()
+        state = simulator.state(parameters)
+        expectation(simulator, state, {"I" * (args.qubits - 1) + "Z": 1.0}).backward()
+        transport.barrier()
+        times.append(time.perf_counter() - started)
+        assert parameters.grad is not None
+        first = float(parameters.grad[0])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = {
+        "seconds": statistics.median(times[1:]),
+        "state_bytes": 1024 * (peak - empty),
+        "gradient_0": first,
+        "exchanges": sum(move is None for b in simulator.plan.blocks for move in b.moves),
+    }
+    if transport.rank == 0:
+        print(json.dumps(result))
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`lockstep quantum`: what to do with a trained quantum transformer."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.commands.evaluate import find_snapshot
+from lockstep.config import load
+from lockstep.errors import ConfigError
+from lockstep.observe import read_events
+from lockstep.quantum.interop import drawing
+from lockstep.quantum.transformer import QuantumTransformer
+from lockstep.recipes.quantum import Quantum, QuantumConfig
+from lockstep.train.checkpoint import Snapshot
+from lockstep.train.restore import check_fits
+from lockstep.train.rundir import RunDirectory
+from lockstep.train.setup import build_model
+
+_CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
+
+
+def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
+    """The training vocabulary ranked as next word: lines of word and probability.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or a word has no vector.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    ranked = task.predict(model, prefix, _best_restart(snapshot))
+    width = max(len(word) for word, _ in ranked[:top])
+    return [f"{word:{width}}  {probability:.4f}" for word, probability in ranked[:top]]
+
+
+def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
+    """Write `params`, `epoch`, `lr` and `seed` of a checkpoint as .npz, and the log as CSV.
+
+    The .npz has also `embeddings`, `words` and all restarts' angles as `restarts`; `params` are
+    those of the best restart, flat, V before W.
+
+    Returns:
+        Lines that say what was written.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or a file cannot be written.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    path = output or run_dir / f"quantum_epoch{snapshot.meta['sampler']['epoch']}.npz"
+    if path.suffix != ".npz":
+        raise ConfigError(f"--output {path}: must end in .npz")
+    angles = model.angles.detach().flatten(1).numpy()
+    log = path.with_suffix(".csv")
+    try:
+        with path.open("wb") as file:
+            np.savez(
+                file,
+                params=angles[_best_restart(snapshot)],
+                restarts=angles,
+                epoch=snapshot.meta["sampler"]["epoch"],
+                lr=task.config.lr,
+                seed=task.config.seed,
+                embeddings=model.embeddings.numpy(),
+                words=np.array(model.words),
+            )
+        log.write_text(training_log(read_events(run_dir / "events.jsonl")), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+    return [str(path), str(log)]
+
+
+def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
+    """The superposition circuit of a sentence, as Qiskit draws it.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, a word has no vector, there are fewer
+            than two, or Qiskit is not installed.
+    """
+    task, model, _ = _trained(run_dir, which)
+    rows = task.rows(model, sentence)
+    if len(rows) < 2:
+        raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
+    return drawing(model.circuit(rows), fold=100).split("\n")
+
+
+def training_log(events: list[dict[str, Any]]) -> str:
+    """A CSV of epoch (from 1), mean loss, gradient norm and seconds, one row for each epoch.
+
+    What was computed again after a resume is there once. The gradient norm is the last one's.
+    """
+    steps: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "RunStarted" and not event["continued"]:
+            steps = [step for step in steps if step["step"] <= event["step"]]
+        elif event["event"] == "StepDone":
+            steps.append(event)
+    epochs: dict[int, list[dict[str, Any]]] = {}
+    for step in steps:
+        epochs.setdefault(step["epoch"], []).append(step)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_CSV_COLUMNS)
+    for epoch, found in epochs.items():
+        samples = sum(step["samples"] for step in found)
+        mean = sum(step["loss"] * step["samples"] for step in found) / samples
+        seconds = sum(step["seconds"] for step in found)
+        writer.writerow([epoch + 1, repr(mean), repr(found[-1]["grad_norm"]), f"{seconds:.6f}"])
+    return text.getvalue()
+
+
+def _trained(run_dir: Path, which: str) -> tuple[Quantum, QuantumTransformer, Snapshot]:
+    directory = RunDirectory(run_dir)
+    target = directory.identity().target
+    if target != "quantum":
+        raise ConfigError(f"{run_dir}: is a run of {target or 'a script'}, not of quantum")
+    config = load(QuantumConfig, run_dir / "config.yaml")
+    task = Quantum(config)
+    model = build_model(task, config, torch.device("cpu"))
+    assert isinstance(model, QuantumTransformer)
+    snapshot = find_snapshot(directory.checkpoints, which)
+    check_fits(snapshot, model, str(directory.checkpoints))
+    model.load_state_dict(snapshot.model)
+    return task, model, snapshot
+
+
+def _best_restart(snapshot: Snapshot) -> int:
+    """The restart with the least loss in the last evaluation; 0 if there was none."""
+    metrics = snapshot.meta["progress"]["metrics"]
+    losses = {k: v for k, v in metrics.items() if k.startswith("val/restart_")}
+    return int(min(losses, key=losses.__getitem__).rpartition("_")[2]) if losses else 0

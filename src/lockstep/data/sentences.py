@@ -1,0 +1,52 @@
+"""Corpora: one sentence a line, words between white space, upper and lower case told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep.errors import DataError
+
+Sentence = tuple[str, ...]
+
+
+def read_sentences(path: Path | str) -> list[Sentence]:
+    """The sentences of a UTF-8 text file; empty lines are passed over.
+
+    Raises:
+        DataError: the file cannot be read, holds no sentence, or one of a single word, which has
+            no next word to learn.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text: {error.reason} at {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    return split_sentences(text.split("\n"), str(path))
+
+
+def split_sentences(lines: Iterable[str], source: str) -> list[Sentence]:
+    """The words of each line that has any.
+
+    Args:
+        lines: of text.
+        source: what errors call them.
+
+    Raises:
+        DataError: as `read_sentences`.
+    """
+    sentences = []
+    for number, line in enumerate(lines, start=1):
+        words = tuple(line.split())
+        if len(words) == 1:
+            raise DataError(
+                f"{source}: line {number}: {words[0]!r} is one word; a sentence needs at least "
+                "two, or there is no next word to learn"
+            )
+        if words:
+            sentences.append(words)
+    if not sentences:
+        raise DataError(f"{source}: holds no sentence; write one on each line")
+    return sentences

@@ -1,0 +1,1 @@
+"""Quantum circuits, their simulation and gradients, and a quantum transformer."""

@@ -1,0 +1,145 @@
+"""States on their way through a circuit's blocks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.comm.transport import Transport
+from lockstep.quantum.fusion import Move
+
+
+class Moving:
+    """States [B, 2^n] that blocks act on in turn, between two pieces of memory.
+
+    Attributes:
+        states: the present ones. Those given are not changed.
+    """
+
+    def __init__(self, states: Tensor, transport: Transport) -> None:
+        self.states = states
+        self._transport = transport
+        self._given = states
+        self._spare: Tensor | None = None
+
+    def apply(self, matrix: Tensor) -> None:
+        """A block on states whose axes lie as it wants them: [B, C R K] becomes [B, K C R]."""
+        count, size = matrix.shape[1:3]
+        target = self._target()
+        before = self.states.view(len(target), count, -1, size)
+        after = target.view(len(target), size, count, -1)
+        for value in range(count):
+            _product(matrix[:, value], before[:, value].mT, after[:, :, value])
+        self._turn(target)
+
+    def keep(self) -> Tensor:
+        """The present states, whose memory is not used again."""
+        self._given = self.states
+        return self.states
+
+    def undo(self, matrix: Tensor) -> None:
+        """The inverse of `apply`: [B, K C R] becomes [B, C R K]."""
+        count, size = matrix.shape[1:3]
+        target = self._target()
+        after = self.states.view(len(target), size, count, -1)
+        before = target.view(len(target), count, -1, size)
+        conjugate = matrix.conj().resolve_conj()
+        for value in range(count):
+            _product(after[:, :, value].mT, conjugate[:, value], before[:, value])
+        self._turn(target)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Bring the axes into another order."""
+        for move in moves:
+            self._exchange() if move is None else self._permute(move)
+
+    def move_back(self, moves: Sequence[Move]) -> None:
+        """The inverse of `move`."""
+        for move in reversed(moves):
+            self._exchange() if move is None else self._permute(_inverse(move))
+
+    def _exchange(self) -> None:
+        """Let the ranks' axes and the first local ones change places."""
+        target, size = self._target(), self._transport.size
+        send, recv = (torch.view_as_real(t).view(-1) for t in (self.states, target))
+        count = len(send) // size
+        counts = [count] * size
+        self._transport.all_to_all(send, counts, [r * count for r in range(size)], recv, counts)
+        self._turn(target)
+
+    def _permute(self, permutation: Sequence[int]) -> None:
+        target = self._target()
+        shape = (len(target), *(2,) * len(permutation))
+        moved = self.states.view(shape).permute(0, *(p + 1 for p in permutation))
+        target.view(shape).copy_(moved)
+        self._turn(target)
+
+    def _target(self) -> Tensor:
+        return torch.empty_like(self.states) if self._spare is None else self._spare
+
+    def _turn(self, target: Tensor) -> None:
+        self._spare = None if self.states is self._given else self.states
+        self.states = target
+
+
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """The product left @ right into `out`, all of them [B or 1, rows, columns]."""
+    if len(out) == 1:
+        torch.mm(left[0], right[0], out=out[0])
+    else:
+        out.copy_(left @ right)
+
+
+def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
+    """The gradient in a block's matrix [b, C, K, K], b of 1 or B.
+
+    Args:
+        matrix: the block's.
+        ket: [B, C R K], what it was applied to.
+        bra: [B, K C R], the gradient of what came out.
+    """
+    batch, (count, size) = len(ket), matrix.shape[1:3]
+    after = bra.view(batch, size, count, -1)
+    before = ket.view(batch, count, -1, size)
+    found = torch.empty_like(matrix)
+    for value in range(count):
+        # As (ket braᴴ)ᴴ: BLAS conjugates only what it transposes.
+        left, right = before[:, value].mT, after[:, :, value].mH
+        if batch == 1:
+            found[0, value] = (left[0] @ right[0]).mH
+        elif len(matrix) == 1:
+            found[0, value] = (left @ right).sum(0).mH
+        else:
+            found[:, value] = (left @ right).mH
+    return found
+
+
+class AddUp(torch.autograd.Function):
+    """The sum of all ranks' tensors [M]; its gradient is that of each."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transport: Transport) -> Tensor:  # noqa: D102
+        return added_up(local, transport)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        return gradient, None
+
+
+def added_up(local: Tensor, transport: Transport) -> Tensor:
+    """The sum of all ranks' tensors [M], in the order of ranks, the same on all."""
+    if transport.size == 1:
+        return local.clone()
+    everyone = local.new_empty(transport.size * len(local))
+    transport.all_gather(local.contiguous(), everyone, [len(local)] * transport.size)
+    return everyone.view(transport.size, -1).sum(0)
+
+
+def _inverse(permutation: Sequence[int]) -> list[int]:
+    """What undoes a permutation of axes."""
+    return sorted(range(len(permutation)), key=permutation.__getitem__)

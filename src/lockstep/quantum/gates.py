@@ -1,0 +1,117 @@
+"""The gates there are, as matrices and as functions of their angle.
+
+A gate has no angle, or one: its matrix is constant + cos(s φ) · cosine + sin(s φ) · sine.
+Controls are no part of a gate's kind: any gate can be controlled by any number of qubits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Matrix = Sequence[Sequence[complex]]
+
+_I: Matrix = ((1, 0), (0, 1))
+_X: Matrix = ((0, 1), (1, 0))
+_Y: Matrix = ((0, -1j), (1j, 0))
+_Z: Matrix = ((1, 0), (0, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What gates of one name do.
+
+    Attributes:
+        num_targets: qubits it acts on, controls aside.
+        constant: [2^targets, 2^targets], complex128; the whole matrix of a gate without angle.
+        cosine: what cos(frequency · φ) is multiplied with; None without an angle.
+        sine: the same for the sine.
+        frequency: s.
+    """
+
+    num_targets: int
+    constant: Tensor
+    cosine: Tensor | None = None
+    sine: Tensor | None = None
+    frequency: float = 0.0
+
+    @property
+    def has_angle(self) -> bool:
+        """Whether its matrix depends on an angle."""
+        return self.cosine is not None
+
+
+def _tensor(matrix: Any) -> Tensor:
+    return torch.tensor(matrix, dtype=torch.complex128)
+
+
+def _fixed(matrix: Matrix) -> Kind:
+    return Kind(len(matrix).bit_length() - 1, _tensor(matrix))
+
+
+def _rotation(*paulis: Matrix) -> Kind:
+    """exp(-i φ/2 P) = cos(φ/2) - i sin(φ/2) P."""
+    product = torch.ones(1, 1, dtype=torch.complex128)
+    for pauli in paulis:
+        product = torch.kron(product, _tensor(pauli))
+    identity = torch.eye(len(product), dtype=torch.complex128)
+    return Kind(len(paulis), torch.zeros_like(identity), identity, -1j * product, 0.5)
+
+
+_R = math.sqrt(0.5)
+_T = complex(_R, _R)
+_SX: Matrix = ((0.5 + 0.5j, 0.5 - 0.5j), (0.5 - 0.5j, 0.5 + 0.5j))
+_SXDG: Matrix = ((0.5 - 0.5j, 0.5 + 0.5j), (0.5 + 0.5j, 0.5 - 0.5j))
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "id": _fixed(_I),
+        "x": _fixed(_X),
+        "y": _fixed(_Y),
+        "z": _fixed(_Z),
+        "h": _fixed(((_R, _R), (_R, -_R))),
+        "s": _fixed(((1, 0), (0, 1j))),
+        "sdg": _fixed(((1, 0), (0, -1j))),
+        "t": _fixed(((1, 0), (0, _T))),
+        "tdg": _fixed(((1, 0), (0, _T.conjugate()))),
+        "sx": _fixed(_SX),
+        "sxdg": _fixed(_SXDG),
+        "swap": _fixed(((1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), (0, 0, 0, 1))),
+        "rx": _rotation(_X),
+        "ry": _rotation(_Y),
+        "rz": _rotation(_Z),
+        "rxx": _rotation(_X, _X),
+        "ryy": _rotation(_Y, _Y),
+        "rzz": _rotation(_Z, _Z),
+        "p": Kind(
+            1,
+            _tensor(((1, 0), (0, 0))),
+            _tensor(((0, 0), (0, 1))),
+            _tensor(((0, 0), (0, 1j))),
+            1.0,
+        ),
+    }
+)
+"""Name to kind. The names are Qiskit's; matrices of two qubits have the first one as low bit."""
+
+UNITARY = "unitary"
+"""The name of a gate that is given by its matrix."""
+
+
+def shift_rule(kind: Kind, controlled: bool) -> list[tuple[float, float]]:
+    """(coefficient, shift) with d f/dφ = Σ coefficient · f(φ + shift), f a probability.
+
+    Two terms where f has one frequency (Mitarai et al., Phys. Rev. A 98, 032309 (2018)), four for
+    controlled rotations, which have 1/2 and 1 (Anselmetti et al., New J. Phys. 23, 113010 (2021)).
+    """
+    quarter = math.pi / 2
+    if not controlled or kind.frequency == 1.0:
+        return [(0.5, quarter), (-0.5, -quarter)]
+    plus, minus = ((math.sqrt(2) + sign) / (4 * math.sqrt(2)) for sign in (1, -1))
+    return [(plus, quarter), (-plus, -quarter), (-minus, 3 * quarter), (minus, -3 * quarter)]

@@ -1,0 +1,153 @@
+"""What is measured of a state: probabilities, expectation values of Pauli sums, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+
+
+def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
+    """How likely each outcome is.
+
+    Args:
+        states: [..., 2^n], complex.
+        qubits: that are measured, the first being the low bit of an outcome; all if left out.
+
+    Returns:
+        [..., 2^len(qubits)], real.
+    """
+    squares = torch.view_as_real(states).square().sum(-1)
+    if qubits is None:
+        return squares
+    num_qubits = states.shape[-1].bit_length() - 1
+    lead = squares.dim() - 1
+    split = squares.view(*squares.shape[:-1], *(2,) * num_qubits)
+    axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
+    others = [lead + i for i in range(num_qubits) if lead + i not in axes]
+    split = split.permute(*range(lead), *axes, *others)
+    return split.reshape(*squares.shape[:-1], 1 << len(qubits), -1).sum(-1)
+
+
+class PauliSum:
+    """Σ coefficient · string, such as {"ZZI": 0.5, "IXY": -1.0}.
+
+    The last letter is for qubit 0, as in Qiskit.
+
+    Attributes:
+        num_qubits: letters of a string.
+        coefficients: one for each string.
+        strings: of I, X, Y and Z.
+    """
+
+    def __init__(self, terms: Mapping[str, float]) -> None:
+        """Check and keep the terms.
+
+        Raises:
+            ConfigError: there are none, or a string has other letters or another length.
+        """
+        self.strings = tuple(terms)
+        self.coefficients = tuple(terms.values())
+        if not terms:
+            raise ConfigError("a Pauli sum needs at least one term")
+        self.num_qubits = len(self.strings[0])
+        for string in self.strings:
+            if len(string) != self.num_qubits or set(string) - set("IXYZ"):
+                raise ConfigError(
+                    f"Pauli string {string!r}: must have {self.num_qubits} letters of I, X, Y, Z"
+                )
+        self._diagonals: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def expectation(self, states: Tensor) -> Tensor:
+        """<ψ|H|ψ> of states [..., 2^n]: [...], real and differentiable.
+
+        Raises:
+            ConfigError: the states are of another number of qubits.
+        """
+        self.check(states.shape[-1].bit_length() - 1)
+        total: Tensor | None = None
+        mixed = [s for s in self.strings if set(s) & set("XY")]
+        if len(mixed) < len(self.strings):
+            total = probabilities(states) @ self._diagonal(states)
+        for string, coefficient in zip(self.strings, self.coefficients, strict=True):
+            if string in mixed:
+                value = coefficient * _string_value(states, string)
+                total = value if total is None else total + value
+        assert total is not None
+        return total
+
+    def terms(self, states: Tensor) -> Tensor:
+        """The expectation value of each string without its coefficient: [..., terms]."""
+        self.check(states.shape[-1].bit_length() - 1)
+        return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
+
+    def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
+        """The mean of `shots` measurements of each string, weighted and added up: [...].
+
+        Args:
+            states: [..., 2^n].
+            shots: for each string.
+            generator: of the noise; torch's own if left out.
+        """
+        likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
+        counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
+        return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
+
+    def check(self, num_qubits: int) -> None:
+        """Refuse states of another number of qubits.
+
+        Raises:
+            ConfigError: the strings have more or fewer letters.
+        """
+        if num_qubits != self.num_qubits:
+            raise ConfigError(
+                f"Pauli strings of {self.num_qubits} letters for a state of {num_qubits} qubits"
+            )
+
+    def _diagonal(self, states: Tensor) -> Tensor:
+        key = (states.dtype.to_real(), states.device)
+        if key not in self._diagonals:
+            total = torch.zeros(1 << self.num_qubits, dtype=key[0], device=key[1])
+            for string, coefficient in zip(self.strings, self.coefficients, strict=True):
+                if not set(string) & set("XY"):
+                    signs = [total.new_tensor([1, -1 if c == "Z" else 1]) for c in string]
+                    total += coefficient * reduce(torch.kron, signs)
+            self._diagonals[key] = total
+        return self._diagonals[key]
+
+
+def _string_value(states: Tensor, string: str) -> Tensor:
+    lead = states.shape[:-1]
+    axes = states.view(*lead, *(2,) * len(string))
+    after = axes
+    for place, letter in enumerate(string):
+        after_bits = (1,) * (len(string) - 1 - place)
+        if letter in "XY":
+            after = after.flip(len(lead) + place)
+        if letter in "YZ":
+            signs = [1, -1] if letter == "Z" else [-1j, 1j]
+            after = after * torch.tensor(signs, dtype=states.dtype, device=states.device).view(
+                2, *after_bits
+            )
+    products = axes.conj() * after
+    return products.reshape(*lead, -1).sum(-1).real
+
+
+def sample_frequencies(
+    likely: Tensor, shots: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """How often each outcome came in `shots` measurements, divided by `shots`.
+
+    Args:
+        likely: [..., outcomes], probabilities.
+        shots: number of measurements.
+        generator: of the noise; torch's own if left out.
+    """
+    rows = likely.detach().reshape(-1, likely.shape[-1]).clamp(min=0)
+    drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
+    counts = torch.zeros_like(rows).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
+    return (counts / shots).view(likely.shape)

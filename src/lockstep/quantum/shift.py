@@ -1,0 +1,87 @@
+"""Gradients by shifted angles: what can be done where only measurements are to be had.
+
+The rule holds for what is linear in the state's density matrix: probabilities and expectation
+values. Functions of these, such as a logarithm, are differentiated by the chain rule around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.quantum.gates import shift_rule
+from lockstep.quantum.statevector import Simulator
+
+_AMPLITUDES = 1 << 22
+"""About the most amplitudes that are simulated at a time."""
+
+Measure = Callable[[Tensor], Tensor]
+"""Probabilities or expectation values [B, M] of states [B, 2^n]."""
+
+
+def shifted(
+    simulator: Simulator, parameters: Tensor, measure: Measure, only: Tensor | None = None
+) -> Tensor:
+    """What `measure` finds, with a gradient by the parameter-shift rule.
+
+    Two evaluations for each gate with an angle that depends on a parameter; four, where the gate is
+    a controlled rotation.
+
+    Args:
+        simulator: of the circuit.
+        parameters: [..., num_parameters].
+        measure: linear in the density matrix; may sample.
+        only: [num_parameters], bool, the parameters that get a gradient; all if left out.
+
+    Returns:
+        [..., M], differentiable once in the parameters.
+    """
+    angles = simulator.circuit.angles(parameters)
+    rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
+    found: Tensor = _Shift.apply(rows, simulator, measure, only)  # type: ignore[no-untyped-call]
+    return found.view(*angles.shape[:-1], -1)
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
+    ) -> Tensor:
+        ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
+        ctx.save_for_backward(angles)
+        return measure(simulator.state_at(angles))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (angles,) = ctx.saved_tensors
+        places, coefficients, shifts = _terms(ctx.simulator, ctx.only)
+        found = torch.zeros_like(angles)
+        chunk = max(1, _AMPLITUDES >> ctx.simulator.circuit.num_qubits)
+        for row in range(len(angles)):
+            for first in range(0, len(places), chunk):
+                own = slice(first, first + chunk)
+                moved = angles[row].repeat(len(places[own]), 1)
+                moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
+                values = ctx.measure(ctx.simulator.state_at(moved)) @ gradient[row]
+                found[row].index_add_(0, places[own], values * coefficients[own].to(values))
+        return found, None, None, None
+
+
+def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each evaluation, which angle is shifted, its coefficient and its shift."""
+    terms = []
+    for place, gate in enumerate(simulator.circuit.with_angle):
+        index = None if gate.angle is None else gate.angle.index
+        if index is not None and (only is None or only[index]):
+            rule = shift_rule(gate.kind, bool(gate.controls))
+            terms += [(place, coefficient, shift) for coefficient, shift in rule]
+    device = simulator.device
+    places = torch.tensor([t[0] for t in terms], dtype=torch.int64, device=device)
+    numbers = torch.tensor([t[1:] for t in terms], dtype=torch.float64, device=device)
+    coefficients, shifts = numbers.view(-1, 2).unbind(1)
+    return places, coefficients, shifts

@@ -1,0 +1,246 @@
+"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable.
+
+Gradients are found by adjoint differentiation (Jones and Gacon, arXiv:2009.02823): the backward
+pass undoes the circuit on the state and on its gradient side by side. Beside the last state it
+keeps a fixed number of bytes of earlier ones, which need not be undone; so memory does not depend
+on the number of gates.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.errors import ConfigError
+from lockstep.quantum.blocks import BlockMatrices
+from lockstep.quantum.circuit import Circuit
+from lockstep.quantum.evolution import AddUp, Moving, added_up, matrix_gradient
+from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
+
+_COPIES = 2
+"""States in memory while a circuit runs; with gradients, twice as many."""
+KEPT_BYTES = 64 << 20
+"""Of earlier states kept for the backward pass."""
+
+
+class Simulator:
+    """A circuit, ready to be run many times.
+
+    Args:
+        circuit: to simulate.
+        dtype: complex64 or complex128.
+        device: where to compute.
+        max_targets: qubits of a fused block; 1 fuses only gates on one qubit.
+        transport: to other ranks, a power of two of them, that each hold an equal part of the
+            state: rank r has the amplitudes whose index has r for its high bits. All of them must
+            do the same. Without it, the state is whole.
+
+    Raises:
+        ConfigError: the number of ranks is not a power of two, or too great for so few qubits.
+    """
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        dtype: torch.dtype = torch.complex128,
+        device: torch.device | str = "cpu",
+        max_targets: int = MAX_TARGETS,
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport = transport or LocalTransport()
+        num_ranks = self.transport.size
+        if num_ranks & (num_ranks - 1):
+            raise ConfigError(
+                f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
+                "two"
+            )
+        self.circuit = circuit
+        self.dtype = dtype
+        self.device = torch.device(device)
+        num_rank_axes = num_ranks.bit_length() - 1
+        self.plan = plan(circuit, max_targets, num_rank_axes)
+        self.num_local = circuit.num_qubits - num_rank_axes
+        self.matrices = BlockMatrices(self.plan.blocks, dtype, self.device)
+
+    def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
+        """The state after the circuit.
+
+        Args:
+            parameters: [..., num_parameters], real; may be left out where there are none.
+            initial: [..., 2^n], complex, instead of |0…0>; this rank's part of it.
+
+        Returns:
+            [..., 2^n], complex, differentiable in both; with several ranks, this one's part of
+            it. Qubit 0 is the lowest bit of an index.
+
+        Raises:
+            ConfigError: the number of parameters is wrong, or the state does not fit into memory.
+        """
+        real = torch.float64 if self.dtype == torch.complex128 else torch.float32
+        if parameters is None:
+            parameters = torch.zeros(self.circuit.num_parameters, dtype=real, device=self.device)
+        return self.state_at(self.circuit.angles(parameters.to(real)), initial)
+
+    def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
+        """As `state`, from the angles [..., G] of all gates that have one."""
+        lead = angles.shape[:-1]
+        if initial is not None:
+            lead = torch.broadcast_shapes(lead, initial.shape[:-1])  # type: ignore[no-untyped-call]
+        batch = lead.numel()
+        grads = torch.is_grad_enabled() and (
+            angles.requires_grad or (initial is not None and initial.requires_grad)
+        )
+        num_ranks = self.transport.size
+        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks)
+        if num_ranks > 1 and batch > 1:
+            raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
+        # Without a batch of angles, all states share their matrices.
+        rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
+        if len(rows) not in (1, batch):
+            rows = angles.expand(*lead, -1).reshape(batch, -1)
+        if initial is None:
+            start = torch.zeros(batch, 1 << self.num_local, dtype=self.dtype, device=self.device)
+            start[:, 0] = self.transport.rank == 0
+        else:
+            start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
+        found: Tensor = _Evolve.apply(rows, start, self)  # type: ignore[no-untyped-call]
+        return found.view(*lead, -1)
+
+    def add_up(self, local: Tensor) -> Tensor:
+        """The sum over all ranks of what each has found in its part of the state: [M], real.
+
+        Differentiable: the gradient goes to all of them.
+        """
+        found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        return found
+
+    def part(self, block: Block) -> slice:
+        """Which of a block's matrices are for this rank."""
+        count = 1 << (len(block.controls) - len(block.rank_controls))
+        high = self.transport.size.bit_length() - 2
+        value = 0
+        for axis in block.rank_controls:
+            value = 2 * value + (self.transport.rank >> (high - axis) & 1)
+        return slice(value * count, (value + 1) * count)
+
+
+def statevector(
+    circuit: Circuit, parameters: Tensor | None = None, dtype: torch.dtype = torch.complex128
+) -> Tensor:
+    """The state [..., 2^n] after a circuit, for parameters [..., num_parameters].
+
+    Raises:
+        ConfigError: as `Simulator.state`.
+    """
+    device = "cpu" if parameters is None else parameters.device
+    return Simulator(circuit, dtype, device).state(parameters)
+
+
+def check_memory(
+    num_qubits: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    gradients: bool = False,
+    num_ranks: int = 1,
+    available: int | None = None,
+) -> None:
+    """Refuse states that do not fit.
+
+    Args:
+        num_qubits: of the circuit.
+        dtype: of the amplitudes.
+        batch: number of states.
+        gradients: whether there will be a backward pass.
+        num_ranks: the state is split over.
+        available: bytes of a rank; of this machine, if left out.
+
+    Raises:
+        ConfigError: says how many bytes are needed, and how many ranks of this size would do.
+    """
+    have = memory_bytes() if available is None else available
+    need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
+    if need <= have * num_ranks:
+        return
+    enough = 1
+    while enough * have < need:
+        enough *= 2
+    states = f"{batch} states" if batch > 1 else "the state"
+    raise ConfigError(
+        f"{num_qubits} qubits: {states} and what it takes to compute with need {need:,} bytes, and "
+        f"a rank has {have:,}; {enough} ranks would do"
+    )
+
+
+def memory_bytes() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class _Evolve(torch.autograd.Function):
+    """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^n]."""
+
+    @staticmethod
+    def forward(ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator) -> Tensor:
+        matrices = simulator.matrices(angles)
+        moving = Moving(start, simulator.transport)
+        ctx.kept = {}
+        room = KEPT_BYTES // start.nbytes if ctx.needs_input_grad[0] else 0
+        for number, block in enumerate(simulator.plan.blocks):
+            moving.move(block.moves)
+            if len(ctx.kept) < room:
+                ctx.kept[number] = moving.keep()
+            moving.apply(matrices[number][:, simulator.part(block)])
+        moving.move(simulator.plan.moves)
+        state = moving.states.clone() if moving.states is start else moving.states
+        ctx.simulator = simulator
+        ctx.save_for_backward(angles, state)
+        return state
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        angles, state = ctx.saved_tensors
+        simulator: Simulator = ctx.simulator
+        laid_out, transport = simulator.plan, simulator.transport
+        wants_angles, wants_start, _ = ctx.needs_input_grad
+        with torch.enable_grad():
+            variable = angles.detach().requires_grad_()
+            matrices = simulator.matrices(variable)
+        ket, bra = Moving(state, transport), Moving(gradient.contiguous(), transport)
+        ket.move_back(laid_out.moves)
+        bra.move_back(laid_out.moves)
+        numbers = range(len(laid_out.blocks))
+        trained = [wants_angles and matrices[n].requires_grad for n in numbers]
+        first = trained.index(True) if any(trained) else len(numbers)
+        outputs, gradients = [], []
+        for number in reversed(numbers):
+            if number < first and not wants_start:
+                break
+            block = laid_out.blocks[number]
+            part = simulator.part(block)
+            matrix = matrices[number].detach()[:, part]
+            if number in ctx.kept:
+                ket = Moving(ctx.kept[number], transport)
+            elif number >= first:
+                ket.undo(matrix)
+            if trained[number]:
+                outputs.append(matrices[number])
+                whole = torch.zeros_like(matrices[number])
+                whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
+                gradients.append(whole)
+            if number - 1 not in ctx.kept and number > first:
+                ket.move_back(block.moves)
+            bra.undo(matrix)
+            bra.move_back(block.moves)
+        found = None
+        if wants_angles:
+            found = torch.zeros_like(angles)
+            if outputs:
+                (found,) = torch.autograd.grad(outputs, variable, gradients)
+            found = added_up(found.flatten(), transport).view_as(angles)
+        return found, bra.states if wants_start else None, None

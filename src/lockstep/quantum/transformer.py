@@ -1,0 +1,224 @@
+"""The quantum transformer: words in, the probability of their sentence out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError
+from lockstep.quantum.ansatz import angle_shape, unitaries
+from lockstep.quantum.circuit import Circuit
+from lockstep.quantum.closed_form import amplitudes, probability, transitions
+from lockstep.quantum.encoding import encode, positions, word_vectors
+from lockstep.quantum.shift import shifted
+from lockstep.quantum.statevector import Simulator
+from lockstep.quantum.superposition import superposition
+
+_MOST_SIMULATORS = 512
+"""Sentences whose circuits are kept ready."""
+
+START_SCALE = 0.1
+"""Angles start at 0.1 · N(0, 1)."""
+
+
+class Sentences(NamedTuple):
+    """A batch of B sentences.
+
+    Attributes:
+        words: [B, L], int64, rows of the embeddings; anything beyond a sentence's end.
+        transitions: [B], int64, number of words less one.
+        parts: [B], int64, which part of the work is wanted.
+    """
+
+    words: Tensor
+    transitions: Tensor
+    parts: Tensor
+
+
+class QuantumTransformer(nn.Module):
+    """V and W of one or more restarts, and the fixed vectors of words.
+
+    Attributes:
+        angles: [restarts, 2, *angle_shape], V and W; flat, those of a restart are 48L for d = 4.
+        embeddings: [words, d], drawn once from the seed and kept in checkpoints.
+        vocabulary: the words as bytes, one a line, so that a checkpoint says what its rows are.
+    """
+
+    angles: nn.Parameter
+    embeddings: Tensor
+    vocabulary: Tensor
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        dim: int,
+        num_layers: int = 1,
+        *,
+        restarts: int = 1,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        """Draw embeddings from the seed, and angles from torch's generator.
+
+        Args:
+            words: the vocabulary.
+            dim: of a word's state, a power of two from 2 on.
+            num_layers: of the ansatz.
+            restarts: independent sets of angles.
+            seed: of the embeddings.
+            dtype: of angles and embeddings; amplitudes are complex numbers of twice the bytes.
+        """
+        super().__init__()
+        assert dim >= 2
+        assert dim & (dim - 1) == 0
+        self.num_qubits = dim.bit_length() - 1
+        shape = (restarts, 2, *angle_shape(self.num_qubits, num_layers))
+        self.angles = nn.Parameter(START_SCALE * torch.randn(shape, dtype=dtype))
+        self.register_buffer("embeddings", word_vectors(words, dim, seed).to(dtype))
+        self.register_buffer(
+            "vocabulary", torch.tensor(list("\n".join(words).encode()), dtype=torch.uint8)
+        )
+        self._positions = positions(0, dim)
+        self._simulators: dict[tuple[int, ...], Simulator] = {}
+        self.register_load_state_dict_pre_hook(_check_vocabulary)  # type: ignore[no-untyped-call]
+
+    @property
+    def words(self) -> list[str]:
+        """The vocabulary, in the order of the embeddings."""
+        return bytes(self.vocabulary.tolist()).decode().split("\n")
+
+    @torch.no_grad()
+    def encode(self, words: Tensor) -> Tensor:
+        """The states [..., L, d] of words [..., L] at positions 0..L-1."""
+        length, dim = words.shape[-1], self.embeddings.shape[1]
+        if len(self._positions) < length:
+            self._positions = positions(length, dim).to(self.embeddings)
+        return encode(self.embeddings[words], self._positions[:length])
+
+    def unitaries(self, restarts: Tensor | None = None) -> Tensor:
+        """V and W of all restarts, or of some: [restarts, 2, d, d], complex."""
+        angles = self.angles if restarts is None else self.angles[restarts]
+        return unitaries(angles, self.num_qubits)
+
+    def forward(self, batch: Sentences) -> Tensor:
+        """|A|² of each sentence, for each restart: [restarts, B]."""
+        given = transitions(self.encode(batch.words), batch.transitions)
+        return probability(amplitudes(self.unitaries().unsqueeze(-3), given))
+
+    def by_transitions(self, batch: Sentences, num_parts: int) -> Tensor:
+        """As `forward`, but with gradients through some transitions of each sentence only.
+
+        Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
+        gradients of any function of the result is the gradient of that function.
+        """
+        states = self.encode(batch.words)
+        matrices = self.unitaries().unsqueeze(-3)
+        with torch.no_grad():
+            whole = amplitudes(matrices, transitions(states, batch.transitions))
+        first = batch.parts * batch.transitions // num_parts
+        last = (batch.parts + 1) * batch.transitions // num_parts
+        width = max(1, int((last - first).max()))
+        rows = first[:, None] + torch.arange(1, width + 1, device=first.device)
+        rows = rows * (rows <= last[:, None])
+        part = amplitudes(matrices, transitions(states, batch.transitions, rows))
+        return probability(whole + (part - part.detach()))
+
+    def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
+        """As `forward`, for a part of the restarts of each sentence: [restarts / P, B]."""
+        size = len(self.angles) // num_parts
+        chosen, index = torch.unique(batch.parts, return_inverse=True)
+        restarts = (chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
+        matrices = self.unitaries(restarts)
+        matrices = matrices.view(-1, size, *matrices.shape[1:])[index].permute(1, 2, 0, 3, 4)
+        given = transitions(self.encode(batch.words), batch.transitions)
+        return probability(amplitudes(matrices, given))
+
+    def by_circuits(
+        self,
+        batch: Sentences,
+        *,
+        shift: bool = False,
+        shots: int | None = None,
+        num_parts: int = 1,
+    ) -> Tensor:
+        """As `forward`, by simulating each sentence's superposition circuit.
+
+        Args:
+            batch: the sentences.
+            shift: gradients by the parameter-shift rule instead of adjoint differentiation.
+            shots: estimate each probability by so many measurements, with torch's generator;
+                needs `shift`.
+            num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
+                only, p·N/P .. (p + 1)·N/P of N.
+        """
+        assert shift or (shots is None and num_parts == 1)
+        angles = self.angles.flatten(1)
+        number = torch.arange(angles.shape[1])
+
+        def measure(states: Tensor) -> Tensor:
+            exact = probability(states[:, :1])
+            if shots is None:
+                return exact
+            counts = torch.binomial(torch.full_like(exact, shots), exact.clamp(0, 1))
+            return counts / shots
+
+        found = []
+        rows = zip(
+            batch.words.tolist(), batch.transitions.tolist(), batch.parts.tolist(), strict=True
+        )
+        for words, count, part in rows:
+            simulator = self._simulator(tuple(words[: count + 1]))
+            if shift:
+                only = number * num_parts // angles.shape[1] == part
+                found.append(shifted(simulator, angles, measure, only)[:, 0])
+            else:
+                found.append(measure(simulator.state(angles))[:, 0])
+        return torch.stack(found, dim=1)
+
+    def circuit(self, words: Sequence[int]) -> Circuit:
+        """The superposition circuit of a sentence, given as rows of the embeddings."""
+        states = self.encode(torch.tensor(words, device=self.angles.device))
+        return superposition(states, self.angles.shape[2])
+
+    def _simulator(self, words: tuple[int, ...]) -> Simulator:
+        if words not in self._simulators:
+            if len(self._simulators) == _MOST_SIMULATORS:
+                self._simulators.clear()
+            dtype = self.angles.dtype.to_complex()
+            made = Simulator(self.circuit(words), dtype, self.angles.device)
+            self._simulators[words] = made
+        return self._simulators[words]
+
+    @torch.no_grad()
+    def rank_next(self, prefix: Sequence[int], candidates: Tensor, restart: int = 0) -> Tensor:
+        """|A|² of the prefix followed by each candidate.
+
+        Args:
+            prefix: rows of the embeddings, at least one.
+            candidates: [C], int64.
+            restart: whose angles.
+
+        Returns:
+            [C], in the order of the candidates.
+        """
+        start = torch.tensor(prefix, device=candidates.device).expand(len(candidates), -1)
+        words = torch.cat([start, candidates[:, None]], dim=1)
+        count = torch.full_like(candidates, len(prefix))
+        given = transitions(self.encode(words), count)
+        one = torch.tensor([restart], device=candidates.device)
+        return probability(amplitudes(self.unitaries(one).unsqueeze(-3), given))[0]
+
+
+def _check_vocabulary(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse the parameters of another vocabulary, whose rows would mean other words."""
+    assert isinstance(module, QuantumTransformer)
+    theirs = state.get(prefix + "vocabulary")
+    if theirs is not None and not torch.equal(theirs.cpu(), module.vocabulary.cpu()):
+        raise CheckpointError(
+            "vocabulary: the checkpoint's words are not those of the corpus; has the corpus "
+            "changed? Train on it in a new run directory"
+        )
+    module._simulators.clear()
