@@ -282,7 +282,7 @@ def long_references(tmp_path_factory):
     return get
 
 
-LONG = ("steps=5000", "stop_at_step=1500", "eval_every=100", "checkpoint.every=400", "log_every=7")
+LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=150", "log_every=7")
 
 
 @pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
@@ -291,8 +291,8 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
     run_dir = tmp_path / "run"
     options = ("--replace", 2)
-    faults = [Fault(1, 10, "compute"), Fault(0, 1400, "reduced")]
-    slower = [Fault(2, step, "compute", "slow") for step in range(20, 50)]
+    faults = [Fault(1, 10, "compute"), Fault(0, 370, "reduced")]
+    slower = [Fault(2, step, "compute", "slow") for step in range(20, 34)]
     done = train(run_dir, 3, *LONG, *overrides, *options, faults=[*faults, *slower])
     assert done.returncode == 0, done.stderr
     assert result(run_dir)["params_sha256"] == long_references(overrides)
@@ -302,7 +302,7 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     assert sizes == [2, 3, 2]
     steps = [r["step"] for r in rows if r["event"] == "StepDone"]
     assert len(steps) == len(set(steps))
-    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 1500
+    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
 
 
 @pytest.mark.parametrize("launcher", ["mpi", slow("torchrun")])
