@@ -133,6 +133,26 @@ def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
+@ALWAYS
+@pytest.mark.slow
+def test_a_spare_steps_in(train, tmp_path):
+    """Of three ranks with two microbatches, one has nothing to do until another dies."""
+    overrides = ("num_microbatches=2",)
+    alone = train(tmp_path / "alone", 1, *overrides)
+    done = train(tmp_path / "run", 3, *overrides, faults=[Fault(0, 10, "reduced")])
+    assert (alone.returncode, done.returncode) == (0, 0), done.stderr
+    assert result(tmp_path / "run")["params_sha256"] == result(tmp_path / "alone")["params_sha256"]
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    spent = {
+        (len(row["ranks"]), times["rank"]): times["compute_s"]
+        for row in rows
+        if row["event"] == "StepDone" and row["step"] in (5, 20)
+        for times in row["ranks"]
+    }
+    assert spent[3, 2] < spent[3, 1] / 4
+    assert spent[2, 1] > spent[3, 2] * 4
+
+
 @SLOW_ON_MPI
 def test_down_to_one_rank(train, tmp_path, reference):
     faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
