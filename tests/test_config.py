@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, LockstepError
 NO_OUTCOME = {
     "balance_every",
     "optimizer.sharded",
+    "optimizer.buddy",
     "stop_at_step",
     "checkpoint.every",
     "checkpoint.keep",

@@ -133,6 +133,26 @@ def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
+@ALWAYS
+@pytest.mark.slow
+def test_a_spare_steps_in(train, tmp_path):
+    """Of three ranks with two microbatches, one has nothing to do until another dies."""
+    overrides = ("num_microbatches=2",)
+    alone = train(tmp_path / "alone", 1, *overrides)
+    done = train(tmp_path / "run", 3, *overrides, faults=[Fault(0, 10, "reduced")])
+    assert (alone.returncode, done.returncode) == (0, 0), done.stderr
+    assert result(tmp_path / "run")["params_sha256"] == result(tmp_path / "alone")["params_sha256"]
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    spent = {
+        (len(row["ranks"]), times["rank"]): times["compute_s"]
+        for row in rows
+        if row["event"] == "StepDone" and row["step"] in (5, 20)
+        for times in row["ranks"]
+    }
+    assert spent[3, 2] < spent[3, 1] / 4
+    assert spent[2, 1] > spent[3, 2] * 4
+
+
 @SLOW_ON_MPI
 def test_down_to_one_rank(train, tmp_path, reference):
     faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
@@ -282,7 +302,7 @@ def long_references(tmp_path_factory):
     return get
 
 
-LONG = ("steps=5000", "stop_at_step=1500", "eval_every=100", "checkpoint.every=400", "log_every=7")
+LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=150", "log_every=7")
 
 
 @pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
@@ -291,8 +311,8 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
     run_dir = tmp_path / "run"
     options = ("--replace", 2)
-    faults = [Fault(1, 10, "compute"), Fault(0, 1400, "reduced")]
-    slower = [Fault(2, step, "compute", "slow") for step in range(20, 50)]
+    faults = [Fault(1, 10, "compute"), Fault(0, 370, "reduced")]
+    slower = [Fault(2, step, "compute", "slow") for step in range(20, 34)]
     done = train(run_dir, 3, *LONG, *overrides, *options, faults=[*faults, *slower])
     assert done.returncode == 0, done.stderr
     assert result(run_dir)["params_sha256"] == long_references(overrides)
@@ -302,7 +322,7 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     assert sizes == [2, 3, 2]
     steps = [r["step"] for r in rows if r["event"] == "StepDone"]
     assert len(steps) == len(set(steps))
-    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 1500
+    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
 
 
 @pytest.mark.parametrize("launcher", ["mpi", slow("torchrun")])

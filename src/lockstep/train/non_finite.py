@@ -24,14 +24,15 @@ def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]
     """
     bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
     everyone = transport.gather_json(bad)
-    places = ", ".join(
+    places = [
         f"{value} in microbatch {m} (rank {rank})"
         for rank, found in enumerate(everyone)
         for m, value in found
-    )
+    ]
+    rest = f" and {len(places) - 3} others" if len(places) > 3 else ""
     return NonFiniteError(
-        f"step {step}: the loss is {places}; {_UNCHANGED}. Lower lr, set clip_norm, or look at "
-        "the data of this step"
+        f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
+        "set clip_norm, or look at the data of this step"
     )
 
 
