@@ -25,7 +25,7 @@ PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "netCDF4")
 
 def one_rank(effort: Effort) -> Section:
     """What the loop costs where there is nobody to talk to."""
-    length = effort.length(300, 50, 5)
+    length = effort.length(200, 40, 5)
     programs = [
         Program("Lockstep", "ufs_train.py", length),
         Program("DataLoader loop", "peers/ufs_loop.py", (*length, "--loader")),
@@ -38,12 +38,12 @@ def one_rank(effort: Effort) -> Section:
         "is torch's with its defaults, as most scripts have it; the tensor loops gather batches "
         "with one index operation. Adam is torch's default in the peers, but for the last.",
     )
-    return _compared(section, programs, effort.rounds(5), {1: 4.0, 2: 0.95})
+    return _compared(section, programs, effort.rounds(3), {1: 4.0, 2: 0.95})
 
 
 def two_ranks(effort: Effort) -> Section:
     """What two ranks gain."""
-    length = effort.length(300, 50, 5)
+    length = effort.length(200, 40, 5)
     programs = [
         Program("Lockstep, 2 ranks (MPI)", "ufs_train.py", length, "mpirun", 2),
         Program("Lockstep, 1 rank", "ufs_train.py", length),
@@ -63,7 +63,7 @@ def two_ranks(effort: Effort) -> Section:
         "Samples of both ranks. The last two rows train models of their own and exchange nothing: "
         "what two processes of torch gain over one on this machine at best.",
     )
-    found = _compared(section, programs, effort.rounds(5), {1: 1.8, 2: 8.0})
+    found = _compared(section, programs, effort.rounds(3), {1: 1.8, 2: 8.0})
     found.verdicts.append(
         "- Without any exchange and any engine, two processes are "
         f"{ratio(_gain(found, programs[4], programs[5]))} of one, and "
@@ -89,7 +89,7 @@ def time_to_target(effort: Effort) -> Section:
         for n in (1, 2, 4)
         if n <= usable_cores()
     ]
-    results = alternate(programs, effort.rounds(5))
+    results = alternate(programs, effort.rounds(3))
     first = [r["seconds"] for r in results[programs[0].name]]
     for program in programs:
         seconds = [r["seconds"] for r in results[program.name]]
@@ -108,7 +108,7 @@ def jacobians(effort: Effort) -> Section:
         "(`jacobian.physical`) and with `torch.autograd.grad` a row at a time.",
         ("", "rows/s"),
     )
-    results = alternate([Program("Jacobians", "ufs_jacobians.py")], effort.rounds(5))["Jacobians"]
+    results = alternate([Program("Jacobians", "ufs_jacobians.py")], effort.rounds(3))["Jacobians"]
     for name in ("batched", "loop"):
         section.rows.append((name, number(Spread.of([r[name] for r in results]))))
     pairs = [r["batched"] for r in results], [r["loop"] for r in results]
@@ -135,7 +135,7 @@ def reading(effort: Effort) -> Section:
             Program("read(2)", "ufs_reading.py", (folder, "--raw")),
             Program("netCDF4 alone", "ufs_reading.py", (folder, "--netcdf")),
         ]
-        results = alternate(programs, effort.rounds(5))
+        results = alternate(programs, effort.rounds(3))
     for program in programs:
         found = results[program.name]
         memory = Spread.of([r["mib_peak"] - r["mib_before"] for r in found])
