@@ -25,7 +25,7 @@ from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
 _COPIES = 2
 """States in memory while a circuit runs; with gradients, twice as many."""
 KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass."""
+"""Of earlier states kept for the backward pass, on all ranks together."""
 
 
 class Simulator:
@@ -189,7 +189,8 @@ class _Evolve(torch.autograd.Function):
         matrices = simulator.matrices(angles)
         moving = Moving(start, simulator.transport)
         ctx.kept = {}
-        room = KEPT_BYTES // start.nbytes if ctx.needs_input_grad[0] else 0
+        room = KEPT_BYTES // (start.nbytes * simulator.transport.size)
+        room = room if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(simulator.plan.blocks):
             moving.move(block.moves)
             if len(ctx.kept) < room:
