@@ -186,7 +186,10 @@ class _Evolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator) -> Tensor:
-        matrices = simulator.matrices(angles)
+        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+            ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
+            ctx.matrices = simulator.matrices(ctx.variable)
+        matrices = [matrix.detach() for matrix in ctx.matrices]
         moving = Moving(start, simulator.transport)
         ctx.kept = {}
         room = KEPT_BYTES // (start.nbytes * simulator.transport.size)
@@ -199,19 +202,17 @@ class _Evolve(torch.autograd.Function):
         moving.move(simulator.plan.moves)
         state = moving.states.clone() if moving.states is start else moving.states
         ctx.simulator = simulator
-        ctx.save_for_backward(angles, state)
+        ctx.save_for_backward(state)
         return state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        angles, state = ctx.saved_tensors
+        (state,) = ctx.saved_tensors
         simulator: Simulator = ctx.simulator
         laid_out, transport = simulator.plan, simulator.transport
         wants_angles, wants_start, _ = ctx.needs_input_grad
-        with torch.enable_grad():
-            variable = angles.detach().requires_grad_()
-            matrices = simulator.matrices(variable)
+        matrices = ctx.matrices
         ket, bra = Moving(state, transport), Moving(gradient.contiguous(), transport)
         ket.move_back(laid_out.moves)
         bra.move_back(laid_out.moves)
@@ -240,8 +241,8 @@ class _Evolve(torch.autograd.Function):
             bra.move_back(block.moves)
         found = None
         if wants_angles:
-            found = torch.zeros_like(angles)
+            found = torch.zeros_like(ctx.variable)
             if outputs:
-                (found,) = torch.autograd.grad(outputs, variable, gradients)
-            found = added_up(found.flatten(), transport).view_as(angles)
+                (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
+            found = added_up(found.flatten(), transport).view_as(found)
         return found, bra.states if wants_start else None, None
