@@ -88,6 +88,8 @@ class Simulator:
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
         """As `state`, from the angles [..., G] of all gates that have one."""
+        if not torch.is_grad_enabled():
+            angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = angles.shape[:-1]
         if initial is not None:
             lead = torch.broadcast_shapes(lead, initial.shape[:-1])  # type: ignore[no-untyped-call]
@@ -96,7 +98,8 @@ class Simulator:
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
         num_ranks = self.transport.size
-        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks)
+        available = memory_bytes(self.device)
+        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks, available)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
         # Without a batch of angles, all states share their matrices.
@@ -176,8 +179,10 @@ def check_memory(
     )
 
 
-def memory_bytes() -> int:
-    """Bytes of memory of this machine."""
+def memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes of memory of this machine, or of a GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
