@@ -25,7 +25,8 @@ from lockstep.front import Sitting
 from lockstep.quantum.closed_form import loss
 from lockstep.quantum.measure import PauliSum
 from lockstep.quantum.statevector import Simulator
-from lockstep.recipes.quantum import Quantum, QuantumConfig
+from lockstep.recipes.quantum import Quantum
+from lockstep.recipes.quantum_config import QuantumConfig
 from page import Section, duration, ratio
 from peers.lightning_circuits import gradient as lightning
 from processes import Program, Spread, alternate

@@ -12,7 +12,8 @@ from tests.conftest import result
 from lockstep import config as config_module
 from lockstep.errors import ConfigError, DataError
 from lockstep.quantum.transformer import QuantumTransformer, Sentences
-from lockstep.recipes.quantum import Quantum, QuantumConfig
+from lockstep.recipes.quantum import Quantum
+from lockstep.recipes.quantum_config import QuantumConfig
 
 
 @pytest.fixture(autouse=True, scope="module")

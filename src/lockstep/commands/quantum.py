@@ -16,7 +16,8 @@ from lockstep.errors import ConfigError
 from lockstep.observe import read_events
 from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer import QuantumTransformer
-from lockstep.recipes.quantum import Quantum, QuantumConfig
+from lockstep.recipes.quantum import Quantum
+from lockstep.recipes.quantum_config import QuantumConfig
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.restore import check_fits
 from lockstep.train.rundir import RunDirectory

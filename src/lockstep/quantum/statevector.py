@@ -25,7 +25,7 @@ from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
 _COPIES = 2
 """States in memory while a circuit runs; with gradients, twice as many."""
 KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass."""
+"""Of earlier states kept for the backward pass, on all ranks together."""
 
 
 class Simulator:
@@ -88,6 +88,8 @@ class Simulator:
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
         """As `state`, from the angles [..., G] of all gates that have one."""
+        if not torch.is_grad_enabled():
+            angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = angles.shape[:-1]
         if initial is not None:
             lead = torch.broadcast_shapes(lead, initial.shape[:-1])  # type: ignore[no-untyped-call]
@@ -96,7 +98,8 @@ class Simulator:
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
         num_ranks = self.transport.size
-        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks)
+        available = memory_bytes(self.device)
+        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks, available)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
         # Without a batch of angles, all states share their matrices.
@@ -176,8 +179,10 @@ def check_memory(
     )
 
 
-def memory_bytes() -> int:
-    """Bytes of memory of this machine."""
+def memory_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes of memory of this machine, or of a GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -186,10 +191,14 @@ class _Evolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator) -> Tensor:
-        matrices = simulator.matrices(angles)
+        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+            ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
+            ctx.matrices = simulator.matrices(ctx.variable)
+        matrices = [matrix.detach() for matrix in ctx.matrices]
         moving = Moving(start, simulator.transport)
         ctx.kept = {}
-        room = KEPT_BYTES // start.nbytes if ctx.needs_input_grad[0] else 0
+        room = KEPT_BYTES // (start.nbytes * simulator.transport.size)
+        room = room if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(simulator.plan.blocks):
             moving.move(block.moves)
             if len(ctx.kept) < room:
@@ -198,19 +207,17 @@ class _Evolve(torch.autograd.Function):
         moving.move(simulator.plan.moves)
         state = moving.states.clone() if moving.states is start else moving.states
         ctx.simulator = simulator
-        ctx.save_for_backward(angles, state)
+        ctx.save_for_backward(state)
         return state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        angles, state = ctx.saved_tensors
+        (state,) = ctx.saved_tensors
         simulator: Simulator = ctx.simulator
         laid_out, transport = simulator.plan, simulator.transport
         wants_angles, wants_start, _ = ctx.needs_input_grad
-        with torch.enable_grad():
-            variable = angles.detach().requires_grad_()
-            matrices = simulator.matrices(variable)
+        matrices = ctx.matrices
         ket, bra = Moving(state, transport), Moving(gradient.contiguous(), transport)
         ket.move_back(laid_out.moves)
         bra.move_back(laid_out.moves)
@@ -239,8 +246,8 @@ class _Evolve(torch.autograd.Function):
             bra.move_back(block.moves)
         found = None
         if wants_angles:
-            found = torch.zeros_like(angles)
+            found = torch.zeros_like(ctx.variable)
             if outputs:
-                (found,) = torch.autograd.grad(outputs, variable, gradients)
-            found = added_up(found.flatten(), transport).view_as(angles)
+                (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
+            found = added_up(found.flatten(), transport).view_as(found)
         return found, bra.states if wants_start else None, None

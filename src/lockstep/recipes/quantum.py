@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lockstep.config import (
-    NO_OUTCOME,
-    CheckpointConfig,
-    Count,
-    DataConfig,
-    NonNegativeFloat,
-    OptimizerConfig,
-    Positive,
-    PositiveFloat,
-    TrainConfig,
-)
 from lockstep.data.sentences import Sentence, read_sentences
 from lockstep.errors import ConfigError
 from lockstep.optim.lbfgs import LBFGS
@@ -31,6 +19,7 @@ from lockstep.optim.natural import NaturalGradient
 from lockstep.quantum.closed_form import loss
 from lockstep.quantum.metric import context_root, fubini_study
 from lockstep.quantum.transformer import QuantumTransformer, Sentences
+from lockstep.recipes.quantum_config import QuantumConfig
 from lockstep.train.task import Loss, Task
 
 TRAIN = (
@@ -51,110 +40,6 @@ TEST = (
     "come and play",
 )
 """What is tested with, without a corpus of one's own."""
-
-
-class QuantumOptimizerConfig(OptimizerConfig):
-    """Gradient descent unless another is named."""
-
-    name: Literal["sgd", "adam", "adamw", "lbfgs", "natural"] = "sgd"  # type: ignore[assignment]
-    history: Positive = 10
-    """Pairs of steps and gradient changes that are kept (lbfgs)."""
-    max_step: PositiveFloat = 1.0
-    """Longest step, Euclidean (lbfgs)."""
-    damping: PositiveFloat = 1e-3
-    """Added to the metric's diagonal (natural)."""
-
-
-class QuantumConfig(TrainConfig):
-    """The keys of the model and its corpus, and the defaults of the MPI training guide."""
-
-    embedding_dim: Annotated[int, Field(ge=2)] = 4
-    """d, a power of two: a word is a state of log2 d qubits."""
-    num_layers: Positive = 1
-    """Of the ansatz."""
-    dtype: Literal["complex64", "complex128"] = "complex128"
-    restarts: Positive = 1
-    """Independent sets of angles that are trained side by side."""
-    corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """A text file, one sentence a line; without it, eight built-in sentences."""
-    test_corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """The same for testing; without it and without `corpus`, four built-in sentences."""
-    backend: Literal["closed_form", "circuit"] = "closed_form"
-    """Whether amplitudes are computed, or circuits simulated gate by gate."""
-    grad: Literal["exact", "shift"] = "exact"
-    """Gradients of circuits: by adjoint differentiation, or by the parameter-shift rule."""
-    shots: Positive | None = None
-    """Measurements that estimate each probability; exact without."""
-    deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
-    """What is dealt out to the ranks: sentences, or parts of the work on each of them."""
-    parts: Positive = 1
-    """Parts of the work on a sentence, where `deal` is not `sentences`."""
-    shards: Literal["split", "strided"] = "split"
-    """Whether a microbatch gets neighbouring sentences or every so many-th."""
-
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
-    epochs: Positive = 50
-    lr: NonNegativeFloat = 0.01
-    optimizer: QuantumOptimizerConfig = QuantumOptimizerConfig()
-    clip_norm: PositiveFloat | None = 1.0
-    batch_size: Positive = 1 << 20
-    """The whole corpus, up to this size: a step is an epoch."""
-    data: DataConfig = DataConfig(shuffle=False)
-    checkpoint: CheckpointConfig = CheckpointConfig(every=10)
-    eval_every: Count = 10
-    log_every: Positive = Field(1, json_schema_extra=NO_OUTCOME)
-
-    @field_validator("embedding_dim")
-    @classmethod
-    def _power_of_two(cls, dim: int) -> int:
-        if dim & (dim - 1):
-            below = 1 << (dim.bit_length() - 1)
-            raise ValueError(
-                f"must be a power of two, for a word is a state of qubits; take {below} or "
-                f"{2 * below}"
-            )
-        return dim
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> QuantumConfig:
-        if self.deal == "sentences" and self.parts > 1:
-            raise ValueError(f"parts={self.parts}: needs another deal than sentences")
-        if self.deal == "restarts" and self.restarts % self.parts:
-            raise ValueError(
-                f"parts={self.parts}: {self.restarts} restarts cannot be dealt out in so many "
-                "equal parts"
-            )
-        if self.shards == "strided" and self.data.shuffle:
-            raise ValueError("shards=strided: needs data.shuffle=false")
-        return self
-
-    @model_validator(mode="after")
-    def _backend_fits(self) -> QuantumConfig:
-        if self.grad == "shift" and self.backend != "circuit":
-            raise ValueError("grad=shift: needs backend=circuit")
-        if self.shots is not None and self.grad != "shift":
-            raise ValueError(f"shots={self.shots}: needs backend=circuit grad=shift")
-        if self.deal == "shifts" and self.grad != "shift":
-            raise ValueError("deal=shifts: needs backend=circuit grad=shift")
-        if self.deal in ("transitions", "restarts") and self.backend != "closed_form":
-            raise ValueError(f"deal={self.deal}: needs backend=closed_form")
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_fits(self) -> QuantumConfig:
-        name = self.optimizer.name
-        if self.clip_norm is not None and self.restarts > 1:
-            raise ValueError(
-                f"restarts={self.restarts}: clip_norm={self.clip_norm} is for the gradient of all "
-                "restarts together, which would then depend on one another; set clip_norm=null"
-            )
-        if name not in ("lbfgs", "natural"):
-            return self
-        if self.clip_norm is not None:
-            raise ValueError(f"optimizer.name={name}: needs gradients as they are; clip_norm=null")
-        if self.restarts > 1:
-            raise ValueError(f"optimizer.name={name}: works on one restart, not {self.restarts}")
-        return self
 
 
 class Quantum(Task):
