@@ -18,7 +18,7 @@ train: venv
 	$(BIN)/lockstep train digits -n 2
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not slurm"
+	$(BIN)/python -m pytest -m "not slow and not slurm" --durations=25
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm"

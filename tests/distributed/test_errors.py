@@ -39,7 +39,7 @@ def refused(done, *parts, code=2):
         (["digits", "data_dir=/nowhere"], ["/nowhere"]),
         (["digits", "-n", "0"], ["-n 0"]),
         (["digits", "-n", "2", "--launcher", "python"], ["--launcher python", "one rank"]),
-        (["digits", "--launcher", "bus"], ["--launcher bus", "python, mpi, torchrun"]),
+        (["digits", "--launcher", "bus"], ["--launcher bus", "python, local, mpi, torchrun"]),
         (["digits", "device=cuda"], ["device='cuda'", "0 GPUs"]),
         (["digits", "activation_checkpointing=[nosuch]"], ["nosuch", "no module"]),
         (["digits", "watch=f1", "steps=12"], ["watch='f1'", "accuracy, loss"]),

@@ -219,8 +219,9 @@ def test_sharded_state_survives_the_loss_of_ranks(train, tmp_path, sharded_refer
     check(tmp_path / "run", sharded_reference, num_left=1, num_lost=3)
 
 
-@SLOW_ON_LOCAL
-@pytest.mark.parametrize("moment", [slow("reduced"), "optimizer", slow("gather")])
+@ALWAYS
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["reduced", "optimizer", "gather"])
 def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_reference, moment):
     faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
     done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
@@ -325,9 +326,10 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
 
 
-@pytest.mark.parametrize("launcher", ["mpi", slow("torchrun")])
-def test_ranks_that_cannot_be_replaced(train, tmp_path, launcher):
-    done = train(tmp_path / "run", 2, "--replace", 1)
+@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+def test_ranks_that_cannot_be_replaced(here, tmp_path, launcher):
+    options = ("--launcher", launcher, "--replace", "1", "--run-dir", "run")
+    done = here("train", "digits", "-n", "2", *options)
     assert done.returncode == 2
     assert f"--replace 1: the launcher {launcher} cannot replace ranks" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -341,8 +343,8 @@ def test_more_ranks_are_wanted_than_there_are(train, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["hang_timeout_s=-1", "min_ranks=0"])
-def test_impossible_limits(train, tmp_path, key):
-    done = train(tmp_path / "run", 2, key)
+def test_impossible_limits(here, key):
+    done = here("train", "digits", "-n", "2", key)
     assert done.returncode == 2
     assert key.partition("=")[0] in done.stderr
 
