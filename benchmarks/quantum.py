@@ -39,7 +39,8 @@ Work = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
-    parser.add_argument("--largest", type=int, default=22, help="qubits of the largest circuit")
+    parser.add_argument("--largest", type=int, default=20, help="qubits of the largest circuit")
+    parser.add_argument("--split", type=int, default=22, help="qubits of the state over ranks")
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = machine()
@@ -50,7 +51,7 @@ def main() -> None:
     largest = 10 if args.quick else args.largest
     sections.append(rings([n for n in (10, 16, 18, 20, 22, 24) if n <= largest], rounds))
     sections.append(ranks(args.quick))
-    sections.append(split_state(12 if args.quick else args.largest, rounds))
+    sections.append(split_state(12 if args.quick else args.split, rounds))
     text = written(facts, sections)
     if args.quick:
         print(text)
@@ -125,7 +126,7 @@ def rings(sizes: list[int], rounds: int) -> Section:
         }
         gap = abs(works["Lockstep"]() - torch.tensor(works["lightning.qubit"]())).max()
         assert gap < 1e-12, gap
-        times = timed(works, max(1, min(rounds, 60 >> max(0, num_qubits - 17))))
+        times = timed(works, max(1, min(rounds, 24 >> max(0, num_qubits - 17))))
         section.raw[str(num_qubits)] = times
         spreads = [duration(Spread.of(found)) for found in times.values()]
         faster = Spread.of_ratios(times["lightning.qubit"], times["Lockstep"])
