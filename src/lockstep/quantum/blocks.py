@@ -72,8 +72,8 @@ class _Group:
         if rows is not None:
             identity = torch.eye(1 << self._num_bits, dtype=torch.complex128)
             add_constant(steps, identity[rows].expand(self._num_values, -1, -1))
-        self.steps = [moved(step, dtype, device) for step in steps]
-        self._runs = _Runs([s for s in self.steps if s.is_run], dtype, device)
+        self._steps = [moved(step, dtype, device) for step in steps]
+        self._runs = _Runs([s for s in self._steps if s.is_run], dtype, device)
 
     def __call__(self, angles: Tensor) -> Tensor:
         """[B, members, C, K, K]."""
@@ -84,15 +84,13 @@ class _Group:
         runs = iter(self._runs(own))
         product: Tensor | None = None
         wave: dict[int, Tensor] = {}
-        for step in self.steps:
-            if step.is_run and all(step.selected) and step.bits[0] not in wave:
+        for step in self._steps:
+            in_wave = step.is_run and all(step.selected)
+            if not in_wave or step.bits[0] in wave:
+                product, wave = self._after_wave(wave, product), {}
+            if in_wave:
                 wave[step.bits[0]] = next(runs)
                 continue
-            product = self._after_wave(wave, product)
-            if step.is_run and all(step.selected):
-                wave = {step.bits[0]: next(runs)}
-                continue
-            wave = {}
             if step.constant is not None:
                 product = step.constant[None, None] if product is None else step.constant @ product
             else:
