@@ -107,7 +107,8 @@ def test_a_killed_rank(train, tmp_path, reference, slot, moment):
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
-@SLOW_ON_LOCAL
+@ALWAYS
+@pytest.mark.slow
 def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
     done = train(tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
@@ -123,9 +124,10 @@ def test_two_ranks_at_once(train, tmp_path, reference):
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
 
 
-@SLOW_ON_LOCAL
-@pytest.mark.parametrize("moment", [slow("regroup"), "catch_up"])
-@pytest.mark.parametrize("slot", [0, slow(3)])
+@ALWAYS
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["regroup", "catch_up"])
+@pytest.mark.parametrize("slot", [0, 3])
 def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment, slot):
     faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
     done = train(tmp_path / "run", 4, faults=faults)
@@ -171,7 +173,8 @@ def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
     assert "step.py" in reason  # where it stood
 
 
-@SLOW_ON_LOCAL
+@ALWAYS
+@pytest.mark.slow
 def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference):
     done = train(tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
     assert done.returncode == 0, done.stderr
@@ -264,7 +267,8 @@ def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(train, tmp_p
     assert curves(tmp_path / "run") == reference[1]
 
 
-@SLOW_ON_LOCAL
+@ALWAYS
+@pytest.mark.slow
 def test_all_ranks_die_and_are_started_again(train, tmp_path, reference):
     faults = [Fault(slot, 12, "committed") for slot in range(2)]
     done = train(tmp_path / "run", 2, faults=faults)
@@ -377,6 +381,7 @@ def test_a_kill_from_outside(lockstep, tmp_path, reference, launcher):
     assert json.loads((run_dir / "result.json").read_text())["exit_code"] == 0
 
 
+@pytest.mark.slow
 def test_a_slow_rank_gets_fewer_microbatches(train, tmp_path, reference):
     faults = [Fault(1, step, "compute", "slow") for step in range(2, 8)]
     done = train(tmp_path / "run", 2, "balance_every=4", faults=faults)
