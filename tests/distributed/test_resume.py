@@ -81,7 +81,10 @@ def test_a_damaged_checkpoint_is_passed_over(lockstep, whole, tmp_path):
     assert (root / "damaged_step_00000060").exists()
 
 
-@pytest.mark.parametrize(("launcher", "num_ranks"), [("python", 1), ("mpi", 2), ("torchrun", 2)])
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"),
+    [("python", 1), ("mpi", 2), pytest.param("torchrun", 2, marks=pytest.mark.slow)],
+)
 def test_ctrl_c_stops_with_a_checkpoint(lockstep, tmp_path, launcher, num_ranks):
     arguments = ("steps=3000", "checkpoint.every=100000", "eval_every=100000")
     argv = [sys.executable, "-m", "lockstep", "train", target(), "--run-dir", "cut", *arguments]

@@ -161,7 +161,7 @@ class Trainer:
 
     def _is_digest_due(self) -> bool:
         every = self._config.digest_every
-        return every > 0 and self._progress.step % every == 0
+        return every > 0 and self._progress.step > 0 and self._progress.step % every == 0
 
     def _evaluate(self, split_name: str) -> None:
         started = perf_counter()
