@@ -42,6 +42,7 @@ def submit(cluster, folder, name, target, *keys, **env):
     return done.stdout.split()[-1]
 
 
+@pytest.mark.slow
 def test_the_modes_train_to_the_same_bits(cluster, alone, cache, tmp_path):
     modes = {"one-node": 1, "two-nodes": 2, "four-nodes": 4}
     jobs = {n: submit(cluster, tmp_path / n, n, "ufs", *KEYS, **cache) for n in modes}
