@@ -28,12 +28,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from mpi4py import MPI
 from torch._C._distributed_c10d import Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lockstep.comm.mpi_group import BACKEND_NAME
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_movements import Movements
 from lockstep.comm.mpi_reductions import Reductions
 from lockstep.comm.mpi_world import MpiWorld, create_store

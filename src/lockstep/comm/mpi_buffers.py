@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_shapes import displacements
 
 BufferSpec: TypeAlias = list[Any]

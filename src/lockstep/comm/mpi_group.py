@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from lockstep.comm.mpi_buffers import on_current_stream
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_work import MpiWork, SourcedWork
 from lockstep.comm.mpi_world import MAX_TAG, MpiWorld
 

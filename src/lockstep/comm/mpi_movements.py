@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mpi4py import MPI
 from torch import Tensor
 
 from lockstep.comm.mpi_buffers import (
@@ -33,6 +32,7 @@ from lockstep.comm.mpi_buffers import (
     writable,
 )
 from lockstep.comm.mpi_group import MpiGroup
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_shapes import check_dtypes, check_parts, check_whole, only, split_counts
 from lockstep.comm.mpi_work import MpiWork
 

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from mpi4py import MPI
 from torch import Tensor
 
 from lockstep.comm.mpi_buffers import pack, reduction, unaliased
 from lockstep.comm.mpi_group import MpiGroup
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_shapes import check_dtypes, check_parts, check_whole, only
 from lockstep.comm.mpi_work import MpiWork
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from mpi4py import MPI
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from lockstep.comm.mpi_library import MPI
 from lockstep.comm.mpi_work import Progress
 
 # The largest tag that every MPI library has.

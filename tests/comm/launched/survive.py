@@ -14,10 +14,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.mpi_backend import MpiProcessGroup, init_process_group
+from lockstep.comm.mpi_library import MPI
 
 
 def main() -> None:
