@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lockstep.launch.job import GRACE_S
+from lockstep.launch.processes import children
 
 SCRIPTS = Path(__file__).parent / "launched"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -27,13 +31,21 @@ def run(command: list[str], timeout_s: float, **variables: str) -> subprocess.Co
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            # mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
-            process.terminate()
-            output, _ = process.communicate(timeout=20)
-            pytest.fail(f"{command} did not end within {timeout_s} s:\n{output}")
+        deadline, idle_s = time.monotonic() + timeout_s, 0
+        while True:
+            try:
+                output, _ = process.communicate(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                # With a rank lost, mpirun may outlive all others for good.
+                idle_s = 0 if children(process.pid) else idle_s + 1
+            if idle_s > GRACE_S or time.monotonic() > deadline:
+                # mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
+                process.terminate()
+                output, _ = process.communicate(timeout=20)
+                if idle_s <= GRACE_S:
+                    pytest.fail(f"{command} did not end within {timeout_s} s:\n{output}")
+                break
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
