@@ -69,6 +69,7 @@ def test_survivors_of_a_killed_rank_regroup(mpirun: Launch) -> None:
     ], done.stdout
 
 
+@pytest.mark.slow
 def test_ddp_says_what_failed_and_processes_end(mpirun: Launch) -> None:
     done = mpirun("survive.py", 3, "ddp", options=("--with-ft", "ulfm"))
     assert reports(done) == [{"was": 0, "named": True}, {"was": 2, "named": True}], done.stdout

@@ -14,7 +14,9 @@ import mpi4py
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-__all__ = ["MPI", "has_fault_tolerance"]
+__all__ = ["MPI", "has_fault_tolerance", "note_loss"]
+
+_losses: list[str] = []
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` tells its ranks."""
@@ -31,8 +33,16 @@ def has_fault_tolerance() -> bool:
     return True
 
 
+def note_loss(name: str) -> None:
+    """Remember that a communicator is damaged: `MPI_Finalize` is then never called.
+
+    A rank that was told to give up by another one may not know of any death itself.
+    """
+    _losses.append(name)
+
+
 def _finalize() -> None:
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or _losses:
         return
     if not (has_fault_tolerance() and MPI.COMM_WORLD.Get_failed().size):
         MPI.Finalize()

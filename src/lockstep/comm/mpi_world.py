@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from lockstep.comm.mpi_library import MPI
+from lockstep.comm.mpi_library import MPI, note_loss
 from lockstep.comm.mpi_work import Progress
 
 # The largest tag that every MPI library has.
@@ -101,6 +101,7 @@ def _retire(comm: MPI.Comm) -> None:
     if not _is_damaged(comm):
         comm.Free()
         return
+    note_loss(comm.name)
     with contextlib.suppress(NotImplementedError, MPI.Exception):
         comm.Revoke()
 
