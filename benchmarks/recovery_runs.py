@@ -130,9 +130,9 @@ def interrupted(seconds: float, every_s: float) -> dict[str, Any]:
 
 def hogged(seconds: float) -> dict[str, Any]:
     """Two ranks with an impatient watchdog, and a busy process for each core."""
-    trial, _, _ = train("mpi", 2, ["steps=400"], [])
-    steps = int(seconds / _median_step(trial) / 3)
     with _hogs():
+        trial, _, _ = train("mpi", 2, ["steps=60"], [])
+        steps = 60 + int(seconds * 40 / _train_seconds(trial))  # 40 of the trial's are counted
         rows, _, _ = train("mpi", 2, [f"steps={steps}", "hang_timeout_s=1"], [])
     longest = max(r["seconds"] for r in rows if r["event"] == "StepDone")
     return {

@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--replica", type=int, required=True)
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--lighthouse", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--kill-at", type=int, default=-1, help="SIGKILL itself after this step")
+    parser.add_argument("--steps", type=int, required=True, help="once all replicas take part")
+    parser.add_argument("--kill-at", type=int, default=-1, help="SIGKILL itself after this one")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -62,7 +62,8 @@ def main() -> None:
     parallel = DistributedDataParallel(manager, model)
     stepper = Optimizer(manager, optimizer)
     share = BATCH // args.replicas
-    while manager.current_step() < args.steps:
+    done = 0
+    while done < args.steps:
         step = manager.current_step()
         first = (step * BATCH + args.replica * share) % (len(x) - share)
         stepper.zero_grad()
@@ -73,9 +74,10 @@ def main() -> None:
         stepper.step()
         if manager.current_step() > step:
             told = {"step": manager.current_step(), "time": time.time()}
-            told["replicas"] = manager.num_participants()
             print(json.dumps(told), flush=True)
-        if step == args.kill_at:
+            # Replicas start at different times, and do not wait for each other.
+            done += done > 0 or manager.num_participants() == args.replicas
+        if done == args.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
     manager.shutdown(wait=False)
     os._exit(0)

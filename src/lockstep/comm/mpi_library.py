@@ -16,7 +16,7 @@ from mpi4py import MPI  # noqa: E402
 
 __all__ = ["MPI", "has_fault_tolerance", "note_loss"]
 
-_losses: list[str] = []
+_is_damaged = False
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 """What `mpirun --with-ft ulfm` tells its ranks."""
@@ -33,16 +33,17 @@ def has_fault_tolerance() -> bool:
     return True
 
 
-def note_loss(name: str) -> None:
+def note_loss() -> None:
     """Remember that a communicator is damaged: `MPI_Finalize` is then never called.
 
     A rank that was told to give up by another one may not know of any death itself.
     """
-    _losses.append(name)
+    global _is_damaged
+    _is_damaged = True
 
 
 def _finalize() -> None:
-    if MPI.Is_finalized() or _losses:
+    if MPI.Is_finalized() or _is_damaged:
         return
     if not (has_fault_tolerance() and MPI.COMM_WORLD.Get_failed().size):
         MPI.Finalize()

@@ -101,7 +101,7 @@ def _retire(comm: MPI.Comm) -> None:
     if not _is_damaged(comm):
         comm.Free()
         return
-    note_loss(comm.name)
+    note_loss()
     with contextlib.suppress(NotImplementedError, MPI.Exception):
         comm.Revoke()
 

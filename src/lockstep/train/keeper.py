@@ -66,7 +66,9 @@ class Keeper:
         started = perf_counter()
         self.check_replicas(progress)
         parts, is_first = self._parts, self._runtime.is_first
-        state = whole_state(self._transport, parts.step)
+        # A whole optimizer is on rank 0 already; slices of one are with everyone.
+        if is_first or parts.step.sharded:
+            state = whole_state(self._transport, parts.step)
         if is_first:
             make = capture(parts.step, parts.model, progress, self._meta(progress), state)
             self._saver.save(make, best, started)
