@@ -405,6 +405,25 @@ open_transport(place, torch.device("cpu"), 60.0)
 """
 
 
+AGAIN = """
+import os, torch
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+for number in range(3):
+    transport = open_transport(detect(os.environ), torch.device("cpu"), 60.0)
+    os.write(1, f"{sum(transport.gather_json(transport.rank + number))}\\n".encode())
+    transport.agree()
+    transport.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["local", "mpi"])
+def test_ranks_meet_again_for_a_scripts_next_training(tmp_path: Path, kind: str) -> None:
+    outcome, lines, _ = run(ranks_of(kind, code(AGAIN)), tmp_path)
+    assert outcome.exit_code == 0, outcome.stderr_tail
+    assert sorted(lines) == ["1", "1", "3", "3", "5", "5"]
+
+
 def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:
     text = MEETING.format(end="os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(LaunchError, match=r"a rank ended before all had started(.|\n)*rank 1"):

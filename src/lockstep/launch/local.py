@@ -201,6 +201,8 @@ class Supervisor:
             self._break()
         elif rank.phase == "starting":
             self._tell(self._members, newcomer=True)
+        if rank.phase == "out":  # the first training of a script, or one after another
+            self._is_over = False
         rank.phase = "waiting"
         self._form()
 
