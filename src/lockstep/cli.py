@@ -139,9 +139,12 @@ def chaos(
     faults: Annotated[int, typer.Option("--faults", help="How many things go wrong.")] = 20,
     seed: Annotated[int, typer.Option("--seed", help="Which ones.")] = 0,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep the runs here.")] = None,
+    launcher: Annotated[str, typer.Option("--launcher", help="mpi or local.")] = "mpi",
+    replace: Replace = 0,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
-    _exit(chaos_command.chaos(target, overrides or [], ranks, faults, seed, keep, Console()))
+    victims = chaos_command.Ranks(ranks, launcher, replace)
+    _exit(chaos_command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
 
 
 @app.command()

@@ -61,14 +61,16 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate changes: linear warmup to `lr`, then `name`."""
 
-    name: Literal["constant", "linear", "cosine", "step"] = "constant"
+    name: Literal["constant", "linear", "cosine", "step", "plateau"] = "constant"
     warmup_steps: Count = 0
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the last step, as a part of `lr` (linear and cosine)."""
+    """Learning rate at the last step, or the least (plateau), as a part of `lr`."""
     step_size: Positive = 1000
     """Steps between two decays (step)."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Factor of each decay (step)."""
+    """Factor of each decay (step, plateau)."""
+    patience: Count = 10
+    """Evaluations without a better watched metric before the next one decays (plateau)."""
 
 
 class PrecisionConfig(Section):

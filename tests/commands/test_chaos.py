@@ -96,6 +96,8 @@ def test_times_of_a_killed_rank():
         (("-n", "1"), "-n 1: must be at least 2"),
         (("--faults", "0"), "--faults 0: must be at least 1"),
         (("stepz=3",), "unknown key 'stepz'"),
+        (("--launcher", "torchrun"), "--launcher torchrun: must be one of mpi, local"),
+        (("--replace", "1"), "--replace 1: the launcher mpi cannot replace ranks"),
     ],
 )
 def test_bad_arguments(here, arguments, message):
@@ -105,11 +107,15 @@ def test_bad_arguments(here, arguments, message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 5])
-def test_twenty_faults_do_not_change_the_result(lockstep, seed):
+@pytest.mark.parametrize(
+    ("seed", "arguments"),
+    [(4, ()), (5, ()), (6, ("--launcher", "local")), (7, ("--launcher", "local", "--replace", 2))],
+)
+def test_twenty_faults_do_not_change_the_result(lockstep, seed, arguments):
     done = lockstep(
-        "chaos", "digits", "-n", 4, "--faults", 20, "--seed", seed, "steps=200", timeout=600
-    )
+        "chaos", "digits", "-n", 4, "--faults", 20, "--seed", seed, *arguments, "steps=200",
+        timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each of 200 was committed once" in done.stdout
     assert "without and with faults" in done.stdout

@@ -39,6 +39,7 @@ CASES = {
     "sliced-sharded": ["wide=900", "steps=5", "optimizer.sharded=true"],
     "recompute": ["activation_checkpointing=['0','1']"],
     "early-stopping": ["early_stopping.patience=2", "lr=0.2", "eval_every=2", "steps=40"],
+    "plateau": ["schedule.name=plateau", "schedule.patience=0", "lr=0.2", "eval_every=2"],
     "step-decay": ["schedule.name=step", "schedule.step_size=4", "schedule.gamma=0.5"],
     "linear": ["schedule.name=linear", "schedule.warmup_steps=14", "digest_every=3"],
 }

@@ -353,15 +353,21 @@ def test_impossible_limits(here, key):
     assert key.partition("=")[0] in done.stderr
 
 
-@SLOW_ON_LOCAL
-def test_a_kill_from_outside(lockstep, tmp_path, reference, launcher):
-    """kill -9 of a rank whose pid is in events.jsonl, at a moment nobody chose."""
+OUTSIDE = [
+    ("KILL", 0, 0.0), slow(("KILL", 2, 0.1)), slow(("STOP", 0, 0.2)), slow(("STOP", 1, 0.05)),
+]  # fmt: skip
+
+
+@ALWAYS
+@pytest.mark.parametrize(("name", "slot", "delay_s"), OUTSIDE)
+def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, slot, delay_s):
+    """kill -9 and kill -STOP of a rank whose pid is in events.jsonl, at moments nobody chose."""
     run_dir = tmp_path / "run"
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "3", "--run-dir", run_dir]
     argv += ["--launcher", launcher]
-    slow = to_env([Fault(2, step, "compute", "slow") for step in (6, 7, 8)])
+    slower = to_env([Fault(2, step, "compute", "slow") for step in range(6, 13)])
     child = subprocess.Popen(
-        [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slow},
+        [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slower},
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -372,8 +378,9 @@ def test_a_kill_from_outside(lockstep, tmp_path, reference, launcher):
             if (run_dir / "events.jsonl").exists():
                 rows = read_events(run_dir / "events.jsonl")
                 if any(r["event"] == "StepDone" for r in rows):
-                    pid = next(r["pid"] for r in rows if r.get("slot") == 0)
-        os.kill(pid, signal.SIGKILL)
+                    pid = next(r["pid"] for r in rows if r.get("slot") == slot)
+        time.sleep(delay_s)
+        os.kill(pid, signal.Signals[f"SIG{name}"])
         assert child.wait(60) == 0
     finally:
         child.kill()

@@ -1,6 +1,8 @@
 """Training on a real SLURM cluster: whatever happens to the job, one process's SHA-256."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -87,6 +89,18 @@ def test_a_requeue_from_outside(submit, cluster, expected, tmp_path):
     wait_for_training(tmp_path)
     cluster.run("scontrol", "requeue", job)
     check(cluster, job, tmp_path, expected, restarts=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
+def test_a_rank_is_killed_or_stopped(submit, cluster, expected, tmp_path, signum, victim):
+    options = ("--nodes", "2", "--ntasks-per-node", "2", "--time", "10", "hang_timeout_s=2")
+    job = submit(tmp_path, SLOW, *options, SLOW_S="0.1")
+    wait_for_training(tmp_path)
+    os.kill(next(r["pid"] for r in events(tmp_path, "Joined") if r["slot"] == victim), signum)
+    check(cluster, job, tmp_path, expected, restarts=0)
+    assert [row["slot"] for row in events(tmp_path, "RankLost")] == [victim]
+    assert result(tmp_path / "run")["world_size"] == 3
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError
 from lockstep.train.progress import Progress
+from lockstep.train.setup import check_judged
 
 NAN, INF = math.nan, math.inf
 
@@ -27,6 +28,18 @@ def judged(values: list[float], **keys: Any) -> tuple[list[bool], Progress]:
         progress.step += 10
         found.append(progress.judge(config(**keys), {"loss": value, "other": 0.0}))
     return found, progress
+
+
+def test_what_goes_by_evaluations_needs_some() -> None:
+    for keys, name in [
+        ({"patience": 1}, "early_stopping.patience"),
+        ({"schedule": {"name": "plateau"}}, "schedule.name='plateau'"),
+        ({"convergence": [{"metric": "loss", "window": 2}]}, "convergence"),
+    ]:
+        check_judged(config(**keys), ["val"])
+        with pytest.raises(ConfigError, match=f"{name}: goes by evaluations"):
+            check_judged(config(**keys), ["test"])
+    check_judged(config(), [])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
-from lockstep.config import ScheduleConfig
+from lockstep.config import ScheduleConfig, TrainConfig
+from lockstep.train.progress import Progress
 from lockstep.train.schedule import lr_factor
 
 LR, STEPS = 0.3, 40
@@ -37,7 +45,7 @@ def torchs(make: Any) -> list[float]:
 @st.composite
 def schedules(draw: st.DrawFn) -> ScheduleConfig:
     return ScheduleConfig(
-        name=draw(st.sampled_from(["constant", "linear", "cosine", "step"])),
+        name=draw(st.sampled_from(["constant", "linear", "cosine", "step", "plateau"])),
         warmup_steps=draw(st.integers(0, 300)),
         min_ratio=draw(st.floats(0, 1)),
         step_size=draw(st.integers(1, 300)),
@@ -111,6 +119,24 @@ def test_beyond_the_end_the_rate_stays_at_its_lowest(name: str, min_ratio: float
     for step in (10, 11, 10_000):
         schedule = ScheduleConfig(name=name, min_ratio=min_ratio)
         assert lr_factor(schedule, step, 10) == pytest.approx(min_ratio, abs=1e-15)
+
+
+def test_plateau_is_torchs() -> None:
+    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.0, 3.2, 3.1, 3.3, 3.4, 3.5, 2.9, 3.0, *[4.0] * 12]
+    optimizer = SGD([torch.zeros(1)], lr=LR)
+    theirs = ReduceLROnPlateau(optimizer, factor=0.5, patience=2, threshold=0.0, min_lr=0.1 * LR)
+    config = TrainConfig(
+        watch="loss",
+        schedule=ScheduleConfig(name="plateau", gamma=0.5, patience=2, min_ratio=0.1),
+    )
+    progress = Progress()
+    for step, loss in enumerate(losses, start=1):
+        theirs.step(loss)
+        progress.step = step
+        progress.judge(config, {"loss": loss})
+        found = lr_factor(config.schedule, step, len(losses), progress.decays)
+        assert found == pytest.approx(optimizer.param_groups[0]["lr"] / LR, abs=1e-15)
+    assert found == 0.1
 
 
 def test_cosine_is_torchs() -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from lockstep.commands.chaos_plan import Blow, draw
 from lockstep.commands.chaos_table import Effect, Row, effect_of, render, started_again
-from lockstep.commands.start import rank_command, start
+from lockstep.commands.start import check_replacements, rank_command, start
 from lockstep.commands.target import absolute, configured, is_script
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting
@@ -24,11 +25,44 @@ from lockstep.train import checkpoint, faults
 
 HANG_TIMEOUT_S = 2.0
 
+LAUNCHERS = ("mpi", "local")
+"""Those under which survivors go on."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What faults strike.
+
+    Attributes:
+        number: of processes at the start of each sitting.
+        launcher: what starts them.
+        replacements: how many killed ones it may replace in a sitting.
+    """
+
+    number: int
+    launcher: str = "mpi"
+    replacements: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            LaunchError: too few ranks, or a launcher under which none would survive.
+        """
+        if self.number < 2:
+            raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
+        if self.launcher not in LAUNCHERS:
+            raise LaunchError(
+                f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}; under others "
+                "no rank survives the loss of another"
+            )
+        check_replacements(self.launcher, self.replacements)
+
 
 def chaos(
     target: str,
     overrides: Sequence[str],
-    num_ranks: int,
+    ranks: Ranks,
     num_faults: int,
     seed: int,
     keep: Path | None,
@@ -42,8 +76,7 @@ def chaos(
     Raises:
         LockstepError: something given does not work, or a run failed.
     """
-    if num_ranks < 2:
-        raise LaunchError(f"-n {num_ranks}: must be at least 2, for some have to survive")
+    ranks.check()
     if num_faults < 1:
         raise ConfigError(f"--faults {num_faults}: must be at least 1")
     if not is_script(target):
@@ -53,11 +86,11 @@ def chaos(
             folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             keep = Path(folder)
-        runs = _Runs(target, overrides, num_ranks)
+        runs = _Runs(target, overrides, ranks)
         with console.status("training without faults"):
             runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
-        plan = draw(num_faults, num_ranks, int(reference["step"]), seed)
+        plan = draw(num_faults, ranks.number, int(reference["step"]), seed)
         effects: list[Effect] = []
         before: list[Row] = []
         for blows in plan:
@@ -74,7 +107,7 @@ def chaos(
 class _Runs:
     """Starts the sittings of runs."""
 
-    def __init__(self, target: str, overrides: Sequence[str], num_ranks: int) -> None:
+    def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks) -> None:
         self._target = absolute(target)
         self._script = is_script(target)
         self._threads = 1 if self._script else configured(target, overrides)[1].threads
@@ -83,7 +116,7 @@ class _Runs:
         ]  # fmt: skip
         if not any(o.startswith("checkpoint.every=") for o in overrides):
             self._overrides.append("checkpoint.every=10")
-        self._num_ranks = num_ranks
+        self._ranks = ranks
 
     def sit(self, run_dir: Path, blows: Sequence[Blow]) -> tuple[list[Effect], list[Row]]:
         """Start the ranks, let the faults strike, and see to the end of the sitting.
@@ -100,7 +133,10 @@ class _Runs:
         kept = tuple(self._overrides) if self._script else ()
         resume = run_dir.exists()
         sitting = Sitting(str(run_dir), resume, kept, False, self._target)
-        command = rank_command("mpi", self._num_ranks, self._target, self._overrides)
+        ranks = self._ranks
+        command = rank_command(
+            ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements
+        )
         rows_before = len(_rows(run_dir))
         ended = start(
             command, sitting, self._threads, on_row=_ignore, on_line=_ignore, restarts=0, env=env

@@ -101,7 +101,8 @@ class Trainer:
     def _run(self) -> Finished:
         self._follow_up()
         while not self._is_over():
-            result = self._parts.step.run(self._progress.step, self._batches)
+            progress = self._progress
+            result = self._parts.step.run(progress.step, progress.decays, self._batches)
             self._commit(result)
             self._follow_up()
             self._balance(result)
@@ -252,7 +253,7 @@ class Trainer:
         state = None
         if self._config.optimizer.sharded:
             if lead.result is not None and not self._is_new and self._progress.step < lead.step:
-                parts.step.follow(self._progress.step, lead.result)
+                parts.step.follow(self._progress.step, self._progress.decays, lead.result)
             state = collect(transport, parts.step, origin.members, origin.num_members)
         if lead.is_ahead:
             known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}

@@ -20,6 +20,7 @@ class Progress:
         best: best value so far of the watched metric; None before the first evaluation.
         best_step: the step that had it.
         stale: evaluations since then.
+        decays: of the learning rate, for want of a better value (`schedule.name=plateau`).
         recent: the newest values of the metrics whose convergence ends the run, by name.
         metrics: of the newest evaluation, by "split/name"; those of training before the first.
         finished: why the run is over; empty while it is not.
@@ -30,6 +31,7 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     stale: int = 0
+    decays: int = 0
     recent: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
@@ -65,6 +67,7 @@ class Progress:
             self.best, self.best_step, self.stale = value, self.step, 0
             return True
         self.stale += 1
+        self.decays += self.stale % (config.schedule.patience + 1) == 0
         return False
 
     def exhausted(self, config: TrainConfig) -> str:

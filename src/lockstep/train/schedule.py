@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: no state, so nothing to restore."""
+"""The learning rate as a function of the step, and of the decays that evaluations have caused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from lockstep.config import ScheduleConfig
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int = 0) -> float:
     """What the base learning rate is multiplied with at a step, counted from 0.
 
     Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
@@ -18,6 +18,7 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
         schedule: its shape.
         step: counted from 0.
         total_steps: of the whole run, warmup included.
+        decays: that `Progress` has counted (plateau).
 
     Returns:
         A factor in [0, 1].
@@ -27,6 +28,8 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
         return (step + 1) / warmup
     if schedule.name == "step":
         return schedule.gamma ** ((step - warmup) // schedule.step_size)
+    if schedule.name == "plateau":
+        return max(schedule.min_ratio, schedule.gamma**decays)
     if schedule.name == "constant":
         return 1.0
     done = min(1.0, (step - warmup) / max(1, total_steps - warmup))

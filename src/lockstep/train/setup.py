@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,6 +78,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    check_judged(config, splits)
     return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
 
 
@@ -104,6 +105,25 @@ def evaluations(
         for name, data in found.items()
         if data is not None
     }
+
+
+def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
+    """Refuse a config that waits for evaluations that there are none of.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    waiting = {
+        "early_stopping.patience": config.early_stopping.patience > 0,
+        "convergence": bool(config.convergence),
+        "schedule.name='plateau'": config.schedule.name == "plateau",
+    }
+    for key, is_set in waiting.items():
+        if is_set and "val" not in splits:
+            raise ConfigError(
+                f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
+                "validation split or leave this key out"
+            )
 
 
 def _model(

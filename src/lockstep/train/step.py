@@ -144,8 +144,13 @@ class Step:
             with_buddy=self.with_buddy,
         )
 
-    def run(self, step: int, batches: Iterator[Any]) -> StepResult:
+    def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
+
+        Args:
+            step: its number, from 0.
+            decays: of the learning rate so far (`Progress.decays`).
+            batches: this rank's microbatches, with the places they are for.
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
@@ -180,7 +185,7 @@ class Step:
             self._summed = summed
         norm = self._norm(step, scalars[1])
         self._runtime.at("optimizer", step)
-        result = self._apply(step, summed, norm)
+        result = self._apply(step, decays, summed, norm)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
@@ -195,11 +200,11 @@ class Step:
         """Of an interrupted step that this rank has applied, and so all must."""
         return self._summed.result if self._summed else None
 
-    def follow(self, step: int, lead: StepResult) -> None:
+    def follow(self, step: int, decays: int, lead: StepResult) -> None:
         """Apply an interrupted step of a sharded optimizer that another rank has applied."""
         if self.applied is None:
             assert self._summed is not None, "a rank has applied a step before all could"
-            self._apply(step, self._summed, lead.grad_norm)
+            self._apply(step, decays, self._summed, lead.grad_norm)
 
     def _fold(
         self,
@@ -249,13 +254,13 @@ class Step:
             raise non_finite_gradient(transport, step, self.flat, self.share.gradients)
         return norm
 
-    def _apply(self, step: int, summed: Summed, norm: float) -> StepResult:
+    def _apply(self, step: int, decays: int, summed: Summed, norm: float) -> StepResult:
         """Clip, step the optimizer, advance buffers; talks to nobody."""
         config, weight = self._config, summed.scalars[1]
         unit = 1.0 / (weight * self.loss_scale.value)
         finite = math.isfinite(norm)
         self.loss_scale.update(finite)
-        factor = lr_factor(config.schedule, step, self._total_steps)
+        factor = lr_factor(config.schedule, step, self._total_steps, decays)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)

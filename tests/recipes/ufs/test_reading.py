@@ -72,6 +72,19 @@ def test_rows_hold_what_was_written(kind: str, files: Path, cache: Path) -> None
     assert np.allclose(found.place[:, 1], longitude[column])
 
 
+@pytest.mark.parametrize("find", [history, pairs])
+def test_land_is_what_is_not_ocean(find: Callable[[Path], list[Source]], files: Path) -> None:
+    latitude, longitude = grid(NUM_LATITUDES, NUM_LONGITUDES)
+    row, column = np.nonzero(land(latitude, longitude, 0))
+    expected = np.stack([latitude[row], longitude[column]], axis=1)
+    scene = find(files)[0].open()
+    assert np.allclose(scene.land(), expected)
+    some = scene.land(most=NUM_LATITUDES * NUM_LONGITUDES // 9)
+    scene.close()
+    assert 0 < len(some) < len(expected) / 4
+    assert {*map(tuple, some.round(3))} <= {*map(tuple, expected.astype(np.float32).round(3))}
+
+
 def test_formats_give_the_same_rows(files: Path, cache: Path) -> None:
     one = rows(history(files), Selection(IN_PAIRS), cache)
     other = rows(pairs(files), Selection(IN_PAIRS), cache)

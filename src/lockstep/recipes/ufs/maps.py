@@ -20,6 +20,7 @@ def draw_map(
     region: str,
     name: str,
     when: str,
+    land: Floats,
     place: Floats,
     true: Floats,
     predicted: Floats,
@@ -31,6 +32,7 @@ def draw_map(
         region: a key of `REGIONS`; seen from above the pole, but for `global`.
         name: of the variable.
         when: the time, as text.
+        land: [M, 2], latitude and longitude of cells without ocean.
         place: [N, 2], latitude and longitude in degrees.
         true: [N].
         predicted: [N].
@@ -43,6 +45,7 @@ def draw_map(
         return None
     variable = VARIABLES[name]
     place, true, predicted = place[here], true[here], predicted[here]
+    land = land[inside(land[:, 0], region)]
     figure = new_figure(
         13, 4.2 if region != "global" else 3.2, ", ".join(filter(None, (name, region, when)))
     )
@@ -56,6 +59,10 @@ def draw_map(
     )
     for number, (title, values, least, greatest, colours) in enumerate(panels, start=1):
         axes = _axes(figure, number, region)
+        if len(land):
+            axes.scatter(
+                *_position(land, region), color="0.85", s=_size(land), marker="s", linewidths=0
+            )
         drawn = axes.scatter(
             *_position(place, region), c=values, s=_size(place), marker="s", linewidths=0,
             vmin=least, vmax=greatest, cmap=colours,

@@ -32,7 +32,9 @@ _ROWS_AT_A_TIME = 50_000
 class Report:
     """Looks at one split, and draws maps of all rows at the time of the first of them."""
 
-    def __init__(self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, when: str) -> None:
+    def __init__(
+        self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, when: str, land: Floats
+    ) -> None:
         """Predict.
 
         Args:
@@ -40,9 +42,11 @@ class Report:
             splits: all rows there are, by split.
             split: the one that figures are about.
             when: the time that maps are of, that of the split's first row; as text, may be empty.
+            land: [M, 2], latitude and longitude of cells without ocean.
         """
         self._net = net
         self._when = when
+        self._land = land
         self._splits = splits
         self._rows = splits[split]
         self._true, self._predicted = self._compare(self._rows)
@@ -140,8 +144,8 @@ class Report:
         for column, name in enumerate(self._net.outputs):
             for region in REGIONS:
                 path = draw_map(
-                    folder / f"map_{region}_{name}.png", region, name, self._when, rows.place,
-                    true[:, column], predicted[:, column],
+                    folder / f"map_{region}_{name}.png", region, name, self._when, self._land,
+                    rows.place, true[:, column], predicted[:, column],
                 )  # fmt: skip
                 if path is not None:
                     yield path

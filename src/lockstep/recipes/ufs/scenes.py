@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,22 @@ class Scene(ABC):
     @abstractmethod
     def coordinates(self, rows: slice) -> tuple[Masked, Masked]:
         """Latitude and longitude of the cells of some rows, in degrees."""
+
+    def land(self, most: int = 40_000) -> Floats:
+        """Places [M, 2], latitude and longitude in degrees, of cells that are not ocean.
+
+        Of a grid with more than `most` cells, every second, third, … row and column is looked at.
+        Cells without a place are left out.
+        """
+        height, width = self.shape
+        stride = math.ceil(math.sqrt(height * width / most))
+        found = []
+        for row in range(0, height, stride):
+            one = slice(row, row + 1)
+            place = np.stack([np.ma.filled(a, np.nan).reshape(-1) for a in self.coordinates(one)])
+            found.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
+        cells = np.concatenate(found, axis=1).T.astype(np.float32)
+        return cells[np.isfinite(cells).all(axis=1)]
 
     @abstractmethod
     def close(self) -> None:

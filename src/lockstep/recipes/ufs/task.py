@@ -101,8 +101,9 @@ class Ufs(Task):
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
         scene = self._sources[self.splits[split].time[0]].open()
+        land = scene.land()
         scene.close()
-        report = Report(model.cpu(), self.splits, split, scene.when)
+        report = Report(model.cpu(), self.splits, split, scene.when, land)
         return report.write(folder, run_dir, self.is_synthetic)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
