@@ -13,7 +13,16 @@ from typing import Any
 
 from page import Section, duration
 from processes import Spread
-from recovery_runs import TORCHFT_JOIN_MS, hogged, interrupted, lost, sharded, teardown, torchft
+from recovery_runs import (
+    TORCHFT_JOIN_MS,
+    hogged,
+    interrupted,
+    lost,
+    replaced,
+    sharded,
+    teardown,
+    torchft,
+)
 from run import DOCS, machine
 
 
@@ -29,6 +38,7 @@ def main() -> None:
     sections = [
         _killed(args.rounds, source),
         _stopped(args.rounds, source),
+        _replaced(args.rounds),
         _hogged(args.hogged_s),
         _interrupted(args.interrupted_s),
         _buddies(args.rounds),
@@ -121,6 +131,22 @@ def _stopped(rounds: int, source: random.Random) -> Section:
     section.at_most(
         "noticed within hang_timeout_s + 0.5 s", f"at most {noticed.high:.2f} s", noticed.high < 1.5
     )
+    return section
+
+
+def _replaced(rounds: int) -> Section:
+    section = Section(
+        "A new process comes in the place of a killed one",
+        "2 ranks, `--replace 1`. `there`: from the kill until the new process takes part, nearly "
+        "all of it the start of Python and torch beside the rank that trains. `merged`: how long "
+        "that one waits: regroup, merge, copy the state, deal out the microbatches.",
+        ("of", "kills", "there", "merged"),
+    )
+    for launcher in ("mpi", "local"):
+        found = [replaced(launcher) for _ in range(max(rounds // 2, 1))]
+        section.raw[launcher] = found
+        spreads = [duration(Spread.of([f[key] for f in found])) for key in ("came_s", "merged_s")]
+        section.rows.append([launcher, str(len(found)), *spreads])
     return section
 
 

@@ -31,14 +31,18 @@ TORCHFT_JOIN_MS = 1000
 
 
 def train(
-    launcher: str, num_ranks: int, overrides: Sequence[str], faults: Sequence[Fault]
+    launcher: str,
+    num_ranks: int,
+    overrides: Sequence[str],
+    faults: Sequence[Fault],
+    replacements: int = 0,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     """Train `digits`: the rows of its events, those of the faults that struck, and the SHA-256."""
     config = ("log_every=1", "checkpoint.every=100000", *overrides)
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder) / "run", Path(folder) / "log"
         log.touch()
-        command = rank_command(launcher, num_ranks, "digits", config)
+        command = rank_command(launcher, num_ranks, "digits", config, replacements)
         sitting = Sitting(str(run_dir), False, (), False, "digits")
         ended = start(
             command, sitting, 1, on_row=_ignore, on_line=_ignore, restarts=0,
@@ -74,6 +78,19 @@ def lost(
         "resumed_s": effect.resumed_s,
         "step_s": sorted(steps)[len(steps) // 2],
         "sha256": sha256,
+    }
+
+
+def replaced(launcher: str) -> dict[str, float]:
+    """One of two ranks is killed, and a new process comes; times in seconds."""
+    rows, strikes, _ = train(launcher, 2, ["steps=1500"], [Fault(1, 20)], replacements=1)
+    recovered = [r for r in rows if r["event"] == "Recovered"]
+    if [r["world_size"] for r in recovered] != [1, 2]:
+        sys.exit(f"{launcher}: no new process has come in 1500 steps: {recovered}")
+    print(launcher, "replaced", recovered[1], file=sys.stderr)
+    return {
+        "came_s": recovered[1]["time"] - strikes[0]["time"],
+        "merged_s": recovered[1]["seconds"],
     }
 
 

@@ -183,7 +183,7 @@ def _run(
                 )
             )
         try:
-            if environment.joins:
+            if transport.is_newcomer:
                 trainer = Trainer(task, config, runtime, directory, joins=True)
             else:
                 trainer = _assembled(task, config, sitting, runtime, directory)

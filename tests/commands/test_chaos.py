@@ -97,7 +97,6 @@ def test_times_of_a_killed_rank():
         (("--faults", "0"), "--faults 0: must be at least 1"),
         (("stepz=3",), "unknown key 'stepz'"),
         (("--launcher", "torchrun"), "--launcher torchrun: must be one of mpi, local"),
-        (("--replace", "1"), "--replace 1: the launcher mpi cannot replace ranks"),
     ],
 )
 def test_bad_arguments(here, arguments, message):
@@ -109,7 +108,13 @@ def test_bad_arguments(here, arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "arguments"),
-    [(4, ()), (5, ()), (6, ("--launcher", "local")), (7, ("--launcher", "local", "--replace", 2))],
+    [
+        (4, ()),
+        (5, ()),
+        (6, ("--launcher", "local")),
+        (7, ("--launcher", "local", "--replace", 2)),
+        (8, ("--replace", 2)),
+    ],
 )
 def test_twenty_faults_do_not_change_the_result(lockstep, seed, arguments):
     done = lockstep(

@@ -25,9 +25,9 @@ CONFIG = (
 )  # fmt: skip
 
 
-def slow(value):
+def slow(*values):
     """A parameter for the long test run alone."""
-    return pytest.param(value, marks=pytest.mark.slow)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 ALWAYS = pytest.mark.parametrize("launcher", ["mpi", "local"])
@@ -311,7 +311,7 @@ LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=15
 
 
 @pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
-@pytest.mark.parametrize("launcher", ["local"])
+@ALWAYS
 def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
     run_dir = tmp_path / "run"
@@ -330,7 +330,23 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
+@ALWAYS
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [11, 13, 16])
+def test_rank_0_is_killed_while_a_new_process_starts(train, tmp_path, long_references, step):
+    run_dir = tmp_path / "run"
+    faults = [Fault(1, 10, "compute"), Fault(0, step, "reduce")]
+    slower = [Fault(2, number, "compute", "slow") for number in range(10, 34)]
+    overrides = ("model=mlp",)
+    done = train(run_dir, 3, *LONG, *overrides, "--replace", 3, faults=[*faults, *slower])
+    assert done.returncode == 0, done.stderr
+    assert result(run_dir)["params_sha256"] == long_references(overrides)
+    rows = read_events(run_dir / "events.jsonl")
+    assert max(r["slot"] for r in rows if r["event"] == "Joined") > 2
+    assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
+
+
+@pytest.mark.parametrize("launcher", ["torchrun"])
 def test_ranks_that_cannot_be_replaced(here, tmp_path, launcher):
     options = ("--launcher", launcher, "--replace", "1", "--run-dir", "run")
     done = here("train", "digits", "-n", "2", *options)
@@ -354,7 +370,7 @@ def test_impossible_limits(here, key):
 
 
 OUTSIDE = [
-    ("KILL", 0, 0.0), slow(("KILL", 2, 0.1)), slow(("STOP", 0, 0.2)), slow(("STOP", 1, 0.05)),
+    ("KILL", 0, 0.0), slow("KILL", 2, 0.1), slow("STOP", 0, 0.2), slow("STOP", 1, 0.05),
 ]  # fmt: skip
 
 

@@ -54,6 +54,13 @@ LOCAL = {
     "LOCKSTEP_LOCAL_PORT": "29500",
     "LOCKSTEP_LOCAL_SUPERVISOR": "5",
 }
+SPAWNED = {
+    "LOCKSTEP_MPI_SLOT": "5",
+    "LOCKSTEP_MPI_SIZE": "4",
+    "LOCKSTEP_MPI_REPLACE": "2",
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "1",
+}
 STEP_PORT = 15_000 + (1234 * 31 + 2) % 15_000
 
 IN_TORCHRUN = Environment("torchrun", 5, 8, 1, 4, 1, "node1", 29500)
@@ -62,6 +69,7 @@ IN_MPI = Environment("mpi", 3, 4, 1, 2)
 IN_STEP = Environment("slurm", 4, 5, 0, 1, 2, "n07-ib", STEP_PORT, "1234")
 IN_BATCH = Environment(job_id="1234")
 ALONE = Environment()
+IN_SPAWNED = Environment("mpi", 5, 4, 0, 4, joins=True, replacements=2)
 IN_LOCAL = Environment("local", 1, 2, 1, 2, 0, "127.0.0.1", 29500, None, 5)
 
 
@@ -74,6 +82,7 @@ def job(place: Environment) -> Environment:
     [
         pytest.param({}, ALONE, id="python"),
         pytest.param(LOCAL, IN_LOCAL, id="local"),
+        pytest.param(SPAWNED, IN_SPAWNED, id="started by ranks of MPI"),
         pytest.param(LOCAL | OPEN_MPI | TORCHRUN, IN_LOCAL, id="local in mpirun in torchrun"),
         pytest.param({"PATH": "/bin", "MASTER_ADDR": "a"}, ALONE, id="MASTER_ADDR alone"),
         pytest.param({"WORLD_SIZE": "1"}, ALONE, id="WORLD_SIZE=1 left in a container"),
@@ -219,6 +228,8 @@ def test_names_what_is_no_number(env: dict[str, str], name: str, value: str) -> 
     [
         (LOCAL | {"LOCKSTEP_LOCAL_RANK": "2"}, "LOCKSTEP_LOCAL_RANK=2"),
         (LOCAL | {"LOCKSTEP_LOCAL_PORT": "0"}, "LOCKSTEP_LOCAL_PORT=0"),
+        (SPAWNED | {"LOCKSTEP_MPI_SLOT": "3"}, "LOCKSTEP_MPI_SLOT=3"),
+        (OPEN_MPI | {"LOCKSTEP_MPI_REPLACE": "-1"}, "LOCKSTEP_MPI_REPLACE=-1"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8"),
         (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_WORLD_SIZE=4"),

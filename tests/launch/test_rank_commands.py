@@ -66,6 +66,20 @@ def test_root_is_allowed_only_if_root(
     assert ("--allow-run-as-root" in argv) is allowed
 
 
+def test_replacements(tmp_path: Path) -> None:
+    program = mpirun_that_says("mpirun (Open MPI) 5.0.11", tmp_path)
+    argv = mpirun_command(2, ARGV, cores=2, mpirun=program, replacements=3).argv
+    assert {("coll", "^han"), ("-x", "LOCKSTEP_MPI_REPLACE=3")} <= pairs(argv)
+    assert "-x" not in mpirun_command(2, ARGV, cores=2, mpirun=program).argv
+
+
+@pytest.mark.parametrize("version", ["mpirun (Open MPI) 4.1.4", "HYDRA build details:"])
+def test_replacements_need_open_mpi_5(tmp_path: Path, version: str) -> None:
+    program = mpirun_that_says(version, tmp_path)
+    with pytest.raises(LaunchError, match=r"--replace 3: .*mpirun is no Open MPI 5"):
+        mpirun_command(2, ARGV, cores=2, mpirun=program, replacements=3)
+
+
 def test_open_mpi_4_has_no_fault_tolerance(tmp_path: Path) -> None:
     program = mpirun_that_says("mpirun (Open MPI) 4.1.4", tmp_path)
     argv = mpirun_command(2, ARGV, cores=2, mpirun=program).argv

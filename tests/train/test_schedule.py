@@ -122,7 +122,24 @@ def test_beyond_the_end_the_rate_stays_at_its_lowest(name: str, min_ratio: float
 
 
 def test_plateau_is_torchs() -> None:
-    losses = [5.0, 4.0, 4.5, 4.2, 4.1, 3.0, 3.5, 3.0, 3.2, 3.1, 3.3, 3.4, 3.5, 2.9, 3.0, *[4.0] * 12]
+    losses = [
+        5.0,
+        4.0,
+        4.5,
+        4.2,
+        4.1,
+        3.0,
+        3.5,
+        3.0,
+        3.2,
+        3.1,
+        3.3,
+        3.4,
+        3.5,
+        2.9,
+        3.0,
+        *[4.0] * 12,
+    ]
     optimizer = SGD([torch.zeros(1)], lr=LR)
     theirs = ReduceLROnPlateau(optimizer, factor=0.5, patience=2, threshold=0.0, min_lr=0.1 * LR)
     config = TrainConfig(

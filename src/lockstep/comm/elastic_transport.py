@@ -37,8 +37,7 @@ class ElasticTransport(GroupTransport):
         slot: lifelong number of this process.
         timeout_s: how long a collective may wait for others.
         device: where this rank's tensors lie; host memory by default.
-        joins: whether this process comes later than the others: until it regroups with them, it
-            is a group of its own.
+        joins: whether this process comes later than the others.
     """
 
     can_regroup = True
@@ -79,9 +78,14 @@ class ElasticTransport(GroupTransport):
         self._agree()
 
     @collective
-    def regroup(self) -> None:
+    def regroup(self, takes_in: bool = False) -> None:
         """See `Transport.regroup`."""
-        self._join()
+        self._join(takes_in)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `Transport.is_newcomer`."""
+        return self._is_alone
 
     @property
     def has_newcomer(self) -> bool:
@@ -113,10 +117,10 @@ class ElasticTransport(GroupTransport):
         if not self._is_alone:
             self._supervision.agree()
 
-    def _join(self) -> None:
+    def _join(self, takes_in: bool = False) -> None:
         """Build the next generation, and the one after it should a rank die meanwhile."""
         while True:
-            generation, members = self._supervision.meet()
+            generation, members = self._supervision.meet(takes_in)
             try:
                 self.group = self._build(generation, members)
                 self._supervision.confirm()

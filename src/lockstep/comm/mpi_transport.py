@@ -1,24 +1,47 @@
 """The engine's bytes over MPI, straight from tensor memory; survivors of a dead rank regroup.
 
+Lost ranks may be replaced: rank 0 has new processes started, one at a time, while all work.
 Importing this module initialises MPI.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from lockstep.comm.mpi_growth import Newcomer, agreed, join, take_in
 from lockstep.comm.mpi_library import MPI, has_fault_tolerance
 from lockstep.comm.transport import GroupBroken, Transport, collective, offsets
 
 _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How lost ranks are replaced.
+
+    Attributes:
+        size: the number of ranks to come back to.
+        most: how many newcomers there may be.
+        argv: what the newcomer of a number, counted from 0, runs.
+        joins: whether this process is one of them.
+    """
+
+    size: int
+    most: int
+    argv: Callable[[int], Sequence[str]]
+    joins: bool = False
+
+
 class MpiTransport(Transport):
-    """A duplicate of `MPI.COMM_WORLD` (or of `comm`); tensors lie in host memory.
+    """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
+
+    Args:
+        growth: how lost ranks are replaced, if they are.
 
     Attributes:
         comm: the present communicator.
@@ -30,11 +53,17 @@ class MpiTransport(Transport):
 
     name = "mpi"
     failures = (MPI.Exception,)
+    _last: MPI.Intracomm | None = None
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self, growth: Growth | None = None) -> None:
         super().__init__()
         self.can_regroup = has_fault_tolerance()
-        self._adopt((comm or self._living()).Dup())
+        self._growth = growth
+        self._newcomer: Newcomer | None = None
+        self._num_started = self._num_taken = 0
+        self._is_alone = growth is not None and growth.joins
+        base = MPI.COMM_SELF if self._is_alone else self._living()
+        self._adopt(base.Dup())
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -44,20 +73,29 @@ class MpiTransport(Transport):
         self.size = comm.size
 
     def _living(self) -> MPI.Intracomm:
-        """All processes but those that died in an earlier training of the same script."""
-        world = MPI.COMM_WORLD
-        return _shrink(world) if self.can_regroup and world.Get_failed().size else world
+        """The processes that an earlier training of the same script has left, else all."""
+        last = MpiTransport._last
+        if last is None:
+            return MPI.COMM_WORLD
+        return _whole(_shrink(last)) if self.can_regroup else last
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
         kind = _DATATYPES[out.itemsize]
-        place = out.data_ptr() + offsets(counts)[self.rank] * out.itemsize
-        send: Any = MPI.IN_PLACE if own.data_ptr() == place else [own.numpy(), kind]
+        starts = offsets(counts)
+        mine = out[starts[self.rank] :][: counts[self.rank]]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
         if min(counts) == max(counts):
-            self.comm.Allgather(send, [out.numpy(), kind])
-        else:
-            self.comm.Allgatherv(send, [out.numpy(), list(counts), kind])
+            self.comm.Allgather(MPI.IN_PLACE, [out.numpy(), kind])
+            return
+        # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
+        sent, received = [counts[self.rank]] * self.size, list(counts)
+        sent[self.rank] = received[self.rank] = 0
+        self.comm.Alltoallv(
+            [mine.numpy(), (sent, [0] * self.size), kind], [out.numpy(), (received, starts), kind]
+        )
 
     @collective
     def all_to_all(
@@ -98,19 +136,57 @@ class MpiTransport(Transport):
         self._has_agreed = False
 
     @collective
-    def regroup(self) -> None:
+    def regroup(self, takes_in: bool = False) -> None:
         """See `Transport.regroup`."""
+        if self._is_alone:
+            joined, self._num_taken = join()
+            self._adopt(_whole(joined))
+            self._is_alone = False
+            return
         before = self.comm
         before.Revoke()
         if not self._has_agreed:
             with contextlib.suppress(MPI.Exception):
                 before.Agree(0)
-        shrunk = _shrink(before)
-        # Agreement is the same on all survivors. It also shows that the new communicator is
-        # complete everywhere; Open MPI 5 crashes where a revocation finds one that is not.
-        while not _is_whole(shrunk):
-            shrunk = _shrink(shrunk)
+        shrunk = _whole(_shrink(before))
+        if self._growth is not None and takes_in:
+            shrunk = self._grow(shrunk, self._growth)
         self._adopt(shrunk)
+
+    def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
+        """Take in the newcomer, if there is one, and have the next one started."""
+        is_ready = np.array([self.has_newcomer])  # rank 0 alone has one
+        is_told = True
+        try:
+            comm.Bcast(is_ready)
+        except MPI.Exception:
+            comm.Revoke()
+            is_told = False
+        if not agreed(comm, is_told):
+            return self._grow(_whole(_shrink(comm)), growth)
+        if is_ready[0]:
+            merged = take_in(comm, self._newcomer, self._num_taken)
+            self._newcomer = None
+            self._num_taken += 1
+            comm = _whole(_shrink(comm) if merged is None else merged)
+        if self._newcomer is not None and self._newcomer.has_failed:
+            self._newcomer = None
+        started = max(self._num_started, self._num_taken)
+        is_wanted = comm.size < growth.size and started < growth.most and self._newcomer is None
+        if comm.rank == 0 and is_wanted:
+            self._num_started = started + 1
+            self._newcomer = Newcomer(growth.argv(self._num_taken))
+        return comm
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `Transport.is_newcomer`."""
+        return self._is_alone
+
+    @property
+    def has_newcomer(self) -> bool:
+        """See `Transport.has_newcomer`."""
+        return self._newcomer is not None and self._newcomer.is_ready
 
     def is_damaged(self) -> bool:
         """Whether a rank of the group is known to have died, or the group was given up."""
@@ -119,9 +195,10 @@ class MpiTransport(Transport):
         return self.comm.Is_revoked() or self.comm.Get_failed().size > 0
 
     def close(self) -> None:
-        """Free the communicator."""
-        if not self.is_damaged():
-            self.comm.Free()
+        """Leave the group; the next one of this process is made of those in it."""
+        if self._newcomer is not None:
+            self._newcomer.dismiss()
+        MpiTransport._last = self.comm
 
     def abort(self, exit_code: int) -> None:
         """End all ranks of the job: the others may wait for this one for good."""
@@ -134,10 +211,14 @@ def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     return shrunk
 
 
-def _is_whole(comm: MPI.Intracomm) -> bool:
+def _whole(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A new communicator once it is complete everywhere, without those that died meanwhile.
+
+    Agreement is the same on all survivors. Open MPI 5 crashes where a revocation finds a
+    communicator that is not complete.
+    """
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    try:
-        comm.Agree(1)
-    except MPI.Exception:
-        return False
-    return True
+    while not agreed(comm):
+        comm = _shrink(comm)
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm

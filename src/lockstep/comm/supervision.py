@@ -42,10 +42,14 @@ class Supervision:
         self._thread = threading.Thread(target=self._listen, name="supervision", daemon=True)
         self._thread.start()
 
-    def meet(self) -> tuple[int, list[int]]:
-        """Wait for the next generation: its number, and its members' slots in order."""
+    def meet(self, takes_in: bool) -> tuple[int, list[int]]:
+        """Wait for the next generation: its number, and its members' slots in order.
+
+        Args:
+            takes_in: whether newcomers may be among them.
+        """
         known = self._generation
-        self._say("meet")
+        self._say("meet", takes_in=takes_in)
         with self._changed:
             self._changed.wait_for(lambda: self._generation > known)
             return self._generation, self._members

@@ -40,10 +40,10 @@ def collective(method: _Method) -> _Method:
     """Marks a method in which a rank waits for others, and which fails when one of them is lost."""
 
     @functools.wraps(method)
-    def wrapped(self: Transport, *args: Any) -> Any:
+    def wrapped(self: Transport, *args: Any, **keys: Any) -> Any:
         self.pulse.wait()
         try:
-            return method(self, *args)
+            return method(self, *args, **keys)
         except self.failures as error:
             if not self.is_damaged():
                 raise
@@ -127,12 +127,20 @@ class Transport(ABC):
         """Whether, as far as this rank knows, the group has lost a rank or was given up."""
         return False
 
-    def regroup(self) -> None:
-        """Leave dead ranks behind, and take in newcomers: `rank` and `size` change.
+    def regroup(self, takes_in: bool = False) -> None:
+        """Leave dead ranks behind: `rank` and `size` change.
 
         A collective of the survivors, who keep their order; newcomers get the highest ranks.
+
+        Args:
+            takes_in: whether new processes may be taken in, the same on all ranks.
         """
         raise NotImplementedError(f"{self.name} cannot regroup")
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process has yet to be taken in; until then it is a group of its own."""
+        return False
 
     @property
     def has_newcomer(self) -> bool:

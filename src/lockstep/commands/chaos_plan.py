@@ -50,6 +50,7 @@ class Draw:
     """Draws blows that leave at least one process alive, or end the sitting."""
 
     num_ranks: int
+    replacements: int
     source: random.Random
     alive: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -65,7 +66,9 @@ class Draw:
         if what in ("kill", "stop") and len(self.alive) == 1:
             what = "job"
         if what in ("job", "corrupt"):
-            return Blow(what, step, tuple(Fault(slot, step, "committed") for slot in self.alive))
+            newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
+            slots = [*self.alive, *newcomers]
+            return Blow(what, step, tuple(Fault(slot, step, "committed") for slot in slots))
         slot = self.source.choice(self.alive)
         if what == "preempt":
             fault = Fault(slot, step, "committed", "preempt")
@@ -92,8 +95,17 @@ class Draw:
         return Fault(slot, step, moment, "kill", delay_s)
 
 
-def draw(num_blows: int, num_ranks: int, num_steps: int, seed: int) -> list[list[Blow]]:
-    """What goes wrong in each sitting of a run of `num_steps` steps on `num_ranks` ranks.
+def draw(
+    num_blows: int, num_ranks: int, num_steps: int, seed: int, replacements: int = 0
+) -> list[list[Blow]]:
+    """What goes wrong in each sitting of a run.
+
+    Args:
+        num_blows: how often something goes wrong.
+        num_ranks: at the start of each sitting.
+        num_steps: of the run.
+        seed: what the plan is drawn from.
+        replacements: how many processes may come later in each sitting.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -103,7 +115,7 @@ def draw(num_blows: int, num_ranks: int, num_steps: int, seed: int) -> list[list
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    drawn = Draw(num_ranks, random.Random(seed))
+    drawn = Draw(num_ranks, replacements, random.Random(seed))
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

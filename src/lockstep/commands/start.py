@@ -75,10 +75,10 @@ def check_replacements(launcher: str, replacements: int) -> None:
     Raises:
         LaunchError: killed ranks are to be replaced, and this launcher can't.
     """
-    if replacements and launcher != "local":
+    if replacements and launcher not in ("mpi", "local"):
         raise LaunchError(
             f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
-            "-n N --launcher local"
+            "-n N --launcher mpi or local"
         )
 
 
@@ -91,7 +91,7 @@ def rank_command(
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
     if launcher == "mpi":
-        return mpirun_command(num_ranks, argv, cores=usable_cores())
+        return mpirun_command(num_ranks, argv, cores=usable_cores(), replacements=replacements)
     if launcher == "local":
         return local_command(num_ranks, argv, replacements)
     if launcher == "torchrun":

@@ -18,6 +18,12 @@ Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
 # SLURM numbers what is no `srun` step (batch script, interactive shell, …) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFFA
+REPLACE = "LOCKSTEP_MPI_REPLACE"
+"""Of ranks under mpirun: how many killed ones may be replaced."""
+
+SLOT, SIZE = "LOCKSTEP_MPI_SLOT", "LOCKSTEP_MPI_SIZE"
+"""Of a process that ranks under mpirun have started: its number, and how many there were first."""
+
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 
@@ -37,6 +43,7 @@ class Environment:
         master_port: port on that host.
         job_id: the SLURM job, if this is one.
         joins: whether the others began without this process.
+        replacements: how many killed ranks may be replaced by the ranks themselves.
         supervisor_fd: the inherited socket to Lockstep's own supervisor, if that started the ranks.
     """
 
@@ -51,6 +58,7 @@ class Environment:
     job_id: str | None = None
     supervisor_fd: int | None = None
     joins: bool = False
+    replacements: int = 0
 
 
 def detect(env: Mapping[str, str]) -> Environment:
@@ -165,6 +173,8 @@ def _agrees(env: Mapping[str, str], name: str, value: int, inner: Environment) -
 
 
 def _mpi(env: Mapping[str, str]) -> Environment | None:
+    if SLOT in env:
+        return _spawned(env)
     if "OMPI_COMM_WORLD_RANK" in env or "OMPI_COMM_WORLD_SIZE" in env:
         prefix = "OMPI_COMM_WORLD_"
         return _mpi_place(
@@ -202,6 +212,21 @@ def _mpi_place(
         local_rank=_number(env, local_rank, advice, below=local_world_size, limit=local_size),
         local_world_size=local_world_size,
         job_id=env.get("SLURM_JOB_ID"),
+        replacements=_number(env, REPLACE, "unset it") if REPLACE in env else 0,
+    )
+
+
+def _spawned(env: Mapping[str, str]) -> Environment:
+    advice = f"`lockstep train -n N --replace K` sets it: unset {SLOT} and {SIZE}"
+    size = _number(env, SIZE, advice, low=1)
+    return Environment(
+        launcher="mpi",
+        rank=_number(env, SLOT, advice, low=size),
+        world_size=size,
+        local_world_size=size,
+        job_id=env.get("SLURM_JOB_ID"),
+        joins=True,
+        replacements=_number(env, REPLACE, advice),
     )
 
 

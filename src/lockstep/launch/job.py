@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from lockstep.launch.environment import SLOT
 from lockstep.launch.processes import (
     MARK,
     children,
@@ -37,6 +38,11 @@ _MPI_RANK = "OMPI_COMM_WORLD_RANK"
 def named(ranks: Sequence[str]) -> str:
     """Ranks as a subject: rank 1, or ranks 1, 2."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+
+
+def _is_new(pid: int) -> bool:
+    """Whether ranks have started this process."""
+    return bool(variable(pid, SLOT))
 
 
 class Job:
@@ -145,8 +151,10 @@ class Job:
         elif not self.met:
             self._look_after_start(now)
         elif self._command.launcher == "mpi":
-            # With ranks lost, mpirun may wait for good after the last one has ended.
-            if children(self._child.pid):
+            # With ranks lost, mpirun may wait for good after the last one has ended, and for new
+            # processes that have come too late.
+            living = children(self._child.pid)
+            if any(pid in self._local_pids or not _is_new(pid) for pid in living):
                 self._seen_at = now
             elif now > self._seen_at + GRACE_S:
                 self.end()

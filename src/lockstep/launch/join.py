@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import socket
+import sys
 
 import torch
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import EnvironError
-from lockstep.launch.environment import Environment
+from lockstep.launch.environment import REPLACE, SIZE, SLOT, Environment
+from lockstep.launch.tether import tethered
+
+_has_opened = False
 
 
 def open_transport(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
@@ -25,6 +30,9 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         EnvironError: the ranks that MPI knows are not those the launcher started, or the name of
             rank 0's host is unknown here.
     """
+    global _has_opened
+    # A new process begins with a script's first training: only there it can take a place.
+    is_first, _has_opened = not _has_opened, True
     if environment.world_size == 1:
         return LocalTransport()
     if environment.launcher != "mpi":
@@ -36,10 +44,10 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
 
             return ElasticTransport(
                 _backend(device), address, environment.supervisor_fd, environment.rank, timeout_s,
-                device, environment.joins,
+                device, environment.joins and is_first,
             )  # fmt: skip
         return _process_group(environment, device, timeout_s, address)
-    return _over_mpi(environment, device, timeout_s)
+    return _over_mpi(environment, device, timeout_s, is_first)
 
 
 def free_port() -> int:
@@ -49,11 +57,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _over_mpi(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
+def _over_mpi(
+    environment: Environment, device: torch.device, timeout_s: float, is_first: bool
+) -> Transport:
     from lockstep.comm.mpi_library import MPI  # calls MPI_Init, which others must not
 
     world = MPI.COMM_WORLD
-    if (world.rank, world.size) != (environment.rank, environment.world_size):
+    place = (0, 1) if environment.joins else (environment.rank, environment.world_size)
+    if (world.rank, world.size) != place:
         raise EnvironError(
             f"mpirun started rank {environment.rank} of {environment.world_size}, but mpi4py sees "
             f"rank {world.rank} of {world.size}: they belong to different MPI libraries "
@@ -61,14 +72,30 @@ def _over_mpi(environment: Environment, device: torch.device, timeout_s: float) 
             "that library, and `lockstep doctor` to check"
         )
     if device.type == "cpu":
-        from lockstep.comm.mpi_transport import MpiTransport
+        from lockstep.comm.mpi_transport import Growth, MpiTransport
 
-        return MpiTransport()
+        if not (is_first and environment.replacements):
+            return MpiTransport()
+        argv = functools.partial(_newcomer_argv, environment)
+        return MpiTransport(
+            Growth(environment.world_size, environment.replacements, argv, environment.joins)
+        )
     # A host's own name need not resolve where nobody else is there to use it.
     one_host = environment.local_world_size == environment.world_size
     own = ("127.0.0.1" if one_host else socket.gethostname(), free_port())
     address = world.bcast(own if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)
+
+
+def _newcomer_argv(environment: Environment, number: int) -> list[str]:
+    """What the newcomer of a number, counted from 0, runs: this process's own command."""
+    variables = {
+        SLOT: environment.world_size + number,
+        SIZE: environment.world_size,
+        REPLACE: environment.replacements,
+    }
+    assignments = [f"{name}={value}" for name, value in variables.items()]
+    return ["env", *assignments, *tethered([sys.executable, *sys.orig_argv[1:]])]
 
 
 def _process_group(

@@ -58,6 +58,8 @@ class _Rank:
             `lost`.
         is_alive: until its end has been taken note of.
         is_silent: whether it has closed its end of the line.
+        is_new: while it has not been taken in by those that were started first.
+        takes_in: whether it waits for a group that may have newcomers.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class _Rank:
         self.place = slot if place is None else place
         self.phase = "out" if place is None else "starting"
         self.is_alive = True
-        self.is_silent = False
+        self.is_silent = self.takes_in = False
+        self.is_new = place is not None
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
         told = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
@@ -180,6 +183,7 @@ class Supervisor:
         for message in rank.read():
             said, is_current = message["say"], message.get("generation") == self._generation
             if said == "meet":
+                rank.takes_in = message["takes_in"]
                 self._meet(rank)
             elif said == "leave":
                 rank.phase = "out"
@@ -207,8 +211,12 @@ class Supervisor:
         self._form()
 
     def _dismiss(self) -> None:
-        """The run is over: who has not yet taken part in it never will."""
+        """The run is over: who has not yet taken part in it never will.
+
+        A new process would begin with the script's first training, so none is started from now on.
+        """
         self._is_over = True
+        self._replacements = 0
         for rank in self._ranks:
             if rank.slot >= self._size and rank.phase in ("starting", "waiting"):
                 rank.phase = "lost"
@@ -222,6 +230,8 @@ class Supervisor:
     def _form(self) -> None:
         """Begin a generation of all living ranks, if all of them wait for it."""
         living = [rank for rank in self._ranks if rank.is_alive and rank.phase != "starting"]
+        if not all(rank.takes_in for rank in living):
+            living = [rank for rank in living if not rank.is_new]
         if self._is_over or not living or any(rank.phase != "waiting" for rank in living):
             return
         if self._generation == 0 and len(living) < self._size:
@@ -232,8 +242,10 @@ class Supervisor:
         self._built, self._arrived = set(), set()
         self._broken = False
         for rank in living:
-            rank.phase = "in"
+            rank.phase, rank.is_new = "in", False
         self._tell(self._members, generation=self._generation, members=sorted(self._members))
+        if any(rank.phase == "waiting" for rank in self._ranks):
+            self._tell(self._members, newcomer=True)
 
     def _tell(self, slots: Iterable[int], **message: Any) -> None:
         for slot in slots:

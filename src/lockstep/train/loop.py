@@ -223,7 +223,7 @@ class Trainer:
         while True:
             try:
                 self._runtime.at("regroup", self._progress.step)
-                self._transport.regroup()
+                self._transport.regroup(takes_in=True)
                 on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
                 origin = find_origin(self._transport, rank, *self._dealt, row)

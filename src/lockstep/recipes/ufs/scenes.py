@@ -71,7 +71,8 @@ class Scene(ABC):
             place = np.stack([np.ma.filled(a, np.nan).reshape(-1) for a in self.coordinates(one)])
             found.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
         cells = np.concatenate(found, axis=1).T.astype(np.float32)
-        return cells[np.isfinite(cells).all(axis=1)]
+        known: Floats = cells[np.isfinite(cells).all(axis=1)]
+        return known
 
     @abstractmethod
     def close(self) -> None:
