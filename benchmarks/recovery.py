@@ -15,6 +15,7 @@ from page import Section, duration
 from processes import Spread
 from recovery_runs import (
     TORCHFT_JOIN_MS,
+    calm,
     hogged,
     interrupted,
     lost,
@@ -41,6 +42,7 @@ def main() -> None:
         _replaced(args.rounds),
         _hogged(args.hogged_s),
         _interrupted(args.interrupted_s),
+        _calm(args.rounds),
         _buddies(args.rounds),
     ]
     facts["command"] = f"`{shlex.join(['python', 'benchmarks/recovery.py', *sys.argv[1:]])}`"
@@ -181,6 +183,25 @@ def _interrupted(seconds: float) -> Section:
         ]
     )  # fmt: skip
     section.at_most("throughput kept ≥ 95 %", f"{100 * kept:.1f} %", kept >= 0.95)
+    return section
+
+
+def _calm(rounds: int) -> Section:
+    section = Section(
+        "What it costs when nothing happens",
+        "A step of 2 ranks over MPI: with fault tolerance and watchdogs, as `lockstep train -n 2` "
+        "has it, and without `--with-ft ulfm` and with `hang_timeout_s=0`, in turn.",
+        ("", "step"),
+    )
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in range(max(rounds, 2)):
+        for name, times in found.items():
+            times.append(calm(name == "with"))
+    section.raw["step_s"] = found
+    section.rows += [[name, duration(Spread.of(times))] for name, times in found.items()]
+    # The least of each: what other work on the machine adds is noise.
+    cost = min(found["with"]) / min(found["without"]) - 1
+    section.at_most("added < 1 %", f"{100 * cost:.1f} %", cost < 0.01)
     return section
 
 

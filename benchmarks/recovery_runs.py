@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def train(
     overrides: Sequence[str],
     faults: Sequence[Fault],
     replacements: int = 0,
+    tolerant: bool = True,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
     """Train `digits`: the rows of its events, those of the faults that struck, and the SHA-256."""
     config = ("log_every=1", "checkpoint.every=100000", *overrides)
@@ -43,6 +44,8 @@ def train(
         run_dir, log = Path(folder) / "run", Path(folder) / "log"
         log.touch()
         command = rank_command(launcher, num_ranks, "digits", config, replacements)
+        if not tolerant:
+            command = replace(command, argv=_without(command.argv, "--with-ft", "ulfm"))
         sitting = Sitting(str(run_dir), False, (), False, "digits")
         ended = start(
             command, sitting, 1, on_row=_ignore, on_line=_ignore, restarts=0,
@@ -79,6 +82,13 @@ def lost(
         "step_s": sorted(steps)[len(steps) // 2],
         "sha256": sha256,
     }
+
+
+def calm(tolerant: bool) -> float:
+    """Median seconds of a step of two ranks that nothing happens to, with watchdogs or without."""
+    overrides = ["steps=600", *([] if tolerant else ["hang_timeout_s=0"])]
+    rows, _, _ = train("mpi", 2, overrides, [], tolerant=tolerant)
+    return _median_step(rows)
 
 
 def replaced(launcher: str) -> dict[str, float]:
@@ -201,3 +211,10 @@ def teardown() -> float:
 
 def _ignore(_: object) -> None:
     """Runs that are measured are not shown."""
+
+
+def _without(argv: tuple[str, ...], *flags: str) -> tuple[str, ...]:
+    """A command without some flags that stand side by side in it."""
+    at = argv.index(flags[0])
+    assert argv[at : at + len(flags)] == flags
+    return (*argv[:at], *argv[at + len(flags) :])

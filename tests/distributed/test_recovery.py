@@ -311,7 +311,7 @@ LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=15
 
 
 @pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
-@ALWAYS
+@SLOW_ON_LOCAL
 def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
     run_dir = tmp_path / "run"

@@ -145,7 +145,7 @@ TELLING = (
 import os, signal
 def tell(signum, frame):
     os.write(1, b"got %s\\n" % signal.Signals(signum).name.encode())
-    os._exit(0)
+    os._exit(int(sys.argv[2]))
 for signum in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(signum, tell)
 """
@@ -386,6 +386,36 @@ def test_a_rank_stopped_before_all_have_met_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(LaunchError, match=r"within 3 s \(rank 1 stopped by a signal\)"):
         run(ranks_of("mpi", stuck), tmp_path, start_timeout_s=3.0)
+
+
+LEAVES = """
+import os, sys
+import lockstep as ls
+from lockstep.recipes.digits import Digits
+
+class Leaves(Digits):
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls > 20 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            os._exit(0)
+        return super().loss(model, batch)
+
+ls.train(Leaves(), Leaves.Config(log_every=1), run_dir=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("code_left", "finishes"), [(0, True), (3, False)])
+def test_a_rank_that_leaves_while_others_wait_for_it(
+    tmp_path: Path, code_left: int, finishes: bool
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    argv = [*code(LEAVES), str(run_dir), str(code_left)]
+    outcome, _, rows = run(ranks_of("mpi", argv), run_dir)
+    assert outcome.exit_code == code_left
+    assert ([r["event"] for r in rows][-1] == "Finished") is finishes
+    assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [1] * finishes
 
 
 def test_an_unwritable_run_directory(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.ufs import bands, write
 from lockstep.recipes.ufs.bands import Band, Selection, keep_bands
 from lockstep.recipes.ufs.rows import Rows, gather
+from lockstep.recipes.ufs.scenes import Scene
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.synthetic import fields, grid, land
 from lockstep.recipes.ufs.variables import DEFAULT_INPUTS
@@ -83,6 +84,35 @@ def test_land_is_what_is_not_ocean(find: Callable[[Path], list[Source]], files: 
     scene.close()
     assert 0 < len(some) < len(expected) / 4
     assert {*map(tuple, some.round(3))} <= {*map(tuple, expected.astype(np.float32).round(3))}
+
+
+class Turned(Scene):
+    """A regular grid whose poles have been turned to the equator, places missing here and there."""
+
+    def __init__(self, missing: int) -> None:
+        self.shape = (90, 180)
+        latitude, longitude = np.meshgrid(*map(np.radians, grid(90, 180)), indexing="ij")
+        self.cosine = np.cos(latitude)
+        x, y, z = self.cosine * np.cos(longitude), self.cosine * np.sin(longitude), np.sin(latitude)
+        mask = np.arange(x.size).reshape(x.shape) < missing
+        self._places = [
+            np.ma.masked_array(np.degrees(a), mask) for a in (np.arcsin(y), np.arctan2(x, z))
+        ]
+
+    def coordinates(self, rows: slice) -> Any:
+        return tuple(a[rows] for a in self._places)
+
+    check = ocean = close = _place = _read = None
+
+
+@pytest.mark.parametrize("missing", [0, 7])
+def test_areas_on_a_curvilinear_grid(missing: int) -> None:
+    scene = Turned(missing)
+    area = scene.areas().reshape(scene.shape)
+    whole = np.s_[3:-1, 1:-1]  # at its ends, a grid has one neighbour only
+    ratio = area[whole] / scene.cosine[whole]
+    assert np.ptp(ratio) < 1e-6 * ratio.mean()
+    assert np.isfinite(area[1:]).all()
 
 
 def test_formats_give_the_same_rows(files: Path, cache: Path) -> None:

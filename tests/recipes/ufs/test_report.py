@@ -23,7 +23,7 @@ SMALL = ("hidden=[8]", "steps=40", "eval_every=10", "log_every=10", "lr=0.02", "
 
 def test_scores_of_known_values() -> None:
     true = np.array([0.0, 0.5, 1.0, 0.1])
-    found = score(2 * true + 0.1, true, np.array([0.0, 0.0, 60.0, 0.0]), is_ice=True)
+    found = score(2 * true + 0.1, true, np.array([1.0, 1.0, 0.5, 1.0]), is_ice=True)
     assert found.count == 4
     assert found.rmse == pytest.approx(np.sqrt(np.mean((true + 0.1) ** 2)))
     assert (found.mae, found.bias) == (pytest.approx(0.5), pytest.approx(0.5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,26 @@ _MOST_JACOBIANS = 100_000
 _ROWS_AT_A_TIME = 50_000
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What a report has to know of the grid.
+
+    Attributes:
+        when: the time of the fields, as text, may be empty.
+        land: [M, 2], latitude and longitude of cells without ocean.
+        area: [cells], relative areas of all cells.
+    """
+
+    when: str
+    land: Floats
+    area: Floats
+
+
 class Report:
     """Looks at one split, and draws maps of all rows at the time of the first of them."""
 
     def __init__(
-        self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, when: str, land: Floats
+        self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, ground: Ground
     ) -> None:
         """Predict.
 
@@ -41,12 +56,10 @@ class Report:
             net: trained.
             splits: all rows there are, by split.
             split: the one that figures are about.
-            when: the time that maps are of, that of the split's first row; as text, may be empty.
-            land: [M, 2], latitude and longitude of cells without ocean.
+            ground: what is known of the grid, at the time that maps are of: the split's first.
         """
         self._net = net
-        self._when = when
-        self._land = land
+        self._ground = ground
         self._splits = splits
         self._rows = splits[split]
         self._true, self._predicted = self._compare(self._rows)
@@ -105,12 +118,13 @@ class Report:
         """By region; regions without rows are left out."""
         column = self._net.outputs.index(name)
         latitude = self._rows.place[:, 0].astype(np.float64)
+        area = self._ground.area[self._rows.cell]
         found = {}
         for region in REGIONS:
             here = inside(latitude, region)
             if here.any():
                 true, predicted = self._true[here, column], self._predicted[here, column]
-                found[region] = score(predicted, true, latitude[here], name == "aice")
+                found[region] = score(predicted, true, area[here], name == "aice")
         return found
 
     def _ranking(self) -> list[tuple[str, float]]:
@@ -144,8 +158,8 @@ class Report:
         for column, name in enumerate(self._net.outputs):
             for region in REGIONS:
                 path = draw_map(
-                    folder / f"map_{region}_{name}.png", region, name, self._when, self._land,
-                    rows.place, true[:, column], predicted[:, column],
+                    folder / f"map_{region}_{name}.png", region, name, self._ground.when,
+                    self._ground.land, rows.place, true[:, column], predicted[:, column],
                 )  # fmt: skip
                 if path is not None:
                     yield path

@@ -26,6 +26,10 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
+_STRIP = 64
+"""Rows of the grid whose areas are computed at a time."""
+
+
 class Scene(ABC):
     """Fields on one grid at one time.
 
@@ -73,6 +77,41 @@ class Scene(ABC):
         cells = np.concatenate(found, axis=1).T.astype(np.float32)
         known: Floats = cells[np.isfinite(cells).all(axis=1)]
         return known
+
+    def areas(self) -> npt.NDArray[np.float64]:
+        """Relative areas [cells] of all cells of the grid, from the places of their neighbours.
+
+        The area is |∂r/∂row × ∂r/∂column| of the cells' places r on the unit sphere, by central
+        differences. Where a neighbour has no place, the cosine of latitude stands in.
+        """
+        height, width = self.shape
+        if min(height, width) < 2:
+            return np.ones(height * width)
+        found = []
+        for start in range(0, height, _STRIP):
+            first, last = max(start - 1, 0), min(start + _STRIP + 1, height)
+            first = min(first, height - 2)
+            place = [
+                np.ma.filled(a.astype(float), np.nan) for a in self.coordinates(slice(first, last))
+            ]
+            latitude, longitude = np.radians(place)
+            points = np.stack(
+                [
+                    np.cos(latitude) * np.cos(longitude),
+                    np.cos(latitude) * np.sin(longitude),
+                    np.sin(latitude),
+                ],
+                axis=-1,
+            )
+            down, across = np.gradient(points, axis=(0, 1))
+            area = np.linalg.norm(np.cross(down, across), axis=-1)
+            own = slice(start - first, min(start + _STRIP, height) - first)
+            found.append(np.stack([area[own], np.cos(latitude[own])]).reshape(2, -1))
+        area, cosine = np.concatenate(found, axis=1)
+        known = np.isfinite(area)
+        scale = area[known].sum() / cosine[known].sum() if known.any() else 1.0
+        filled: npt.NDArray[np.float64] = np.where(known, area, scale * cosine)
+        return filled
 
     @abstractmethod
     def close(self) -> None:

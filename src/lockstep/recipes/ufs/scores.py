@@ -37,7 +37,7 @@ class Score:
         slope: of the least-squares line of predicted over true values; NaN as above.
         edge_error: for ice concentration, else NaN: the area where prediction and truth disagree
             on whether there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1),
-            as a part of the area with ice. Areas go with the cosine of latitude.
+            as a part of the area with ice.
     """
 
     count: int
@@ -49,13 +49,13 @@ class Score:
     edge_error: float
 
 
-def score(predicted: Floats, true: Floats, latitude: Floats, is_ice: bool) -> Score:
+def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
     """Compare values [N], N at least 1.
 
     Args:
         predicted: by the emulator.
         true: in the files.
-        latitude: in degrees.
+        area: of the cells, in any unit.
         is_ice: whether the variable is ice concentration.
     """
     error = predicted - true
@@ -69,7 +69,7 @@ def score(predicted: Floats, true: Floats, latitude: Floats, is_ice: bool) -> Sc
         bias=float(np.mean(error)),
         correlation=float(covariance[0, 1] / spread) if spread else float("nan"),
         slope=float(covariance[0, 1] / variance[1]) if variance[1] else float("nan"),
-        edge_error=_edge_error(predicted, true, latitude) if is_ice else float("nan"),
+        edge_error=_edge_error(predicted, true, area) if is_ice else float("nan"),
     )
 
 
@@ -91,8 +91,7 @@ def relative_error(found: Floats, true: Floats) -> float:
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 
-def _edge_error(predicted: Floats, true: Floats, latitude: Floats) -> float:
-    area = np.cos(np.radians(latitude))
+def _edge_error(predicted: Floats, true: Floats, area: Floats) -> float:
     ice = float(area[true >= ICE].sum())
     wrong = float(area[(predicted >= ICE) != (true >= ICE)].sum())
     return wrong / ice if ice else float("nan")

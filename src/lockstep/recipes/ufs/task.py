@@ -21,7 +21,7 @@ from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.export import export_net
 from lockstep.recipes.ufs.jacobian import describe, normalised
 from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.report import Report
+from lockstep.recipes.ufs.report import Ground, Report
 from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.write import embedded_files
@@ -101,9 +101,9 @@ class Ufs(Task):
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
         scene = self._sources[self.splits[split].time[0]].open()
-        land = scene.land()
+        ground = Ground(scene.when, scene.land(), scene.areas())
         scene.close()
-        report = Report(model.cpu(), self.splits, split, scene.when, land)
+        report = Report(model.cpu(), self.splits, split, ground)
         return report.write(folder, run_dir, self.is_synthetic)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
