@@ -145,7 +145,7 @@ TELLING = (
 import os, signal
 def tell(signum, frame):
     os.write(1, b"got %s\\n" % signal.Signals(signum).name.encode())
-    os._exit(int(sys.argv[2]))
+    os._exit(0)
 for signum in (signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(signum, tell)
 """
@@ -405,17 +405,13 @@ ls.train(Leaves(), Leaves.Config(log_every=1), run_dir=sys.argv[1])
 """
 
 
-@pytest.mark.parametrize(("code_left", "finishes"), [(0, True), (3, False)])
-def test_a_rank_that_leaves_while_others_wait_for_it(
-    tmp_path: Path, code_left: int, finishes: bool
-) -> None:
+def test_a_rank_that_leaves_while_others_wait_for_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    argv = [*code(LEAVES), str(run_dir), str(code_left)]
-    outcome, _, rows = run(ranks_of("mpi", argv), run_dir)
-    assert outcome.exit_code == code_left
-    assert ([r["event"] for r in rows][-1] == "Finished") is finishes
-    assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [1] * finishes
+    outcome, _, rows = run(ranks_of("mpi", [*code(LEAVES), str(run_dir)]), run_dir)
+    assert outcome.exit_code == 0
+    assert rows[-1]["event"] == "Finished"
+    assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [1]
 
 
 def test_an_unwritable_run_directory(tmp_path: Path) -> None:
