@@ -221,3 +221,27 @@ def test_too_many_qubits_says_how_many_bytes_and_ranks() -> None:
 def test_bad_gates_and_circuits_are_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_memory_is_not_used_again_while_somebody_may_look_at_it() -> None:
+    circuit = ring(6, 3)
+    simulator = Simulator(circuit)
+    first, second = torch.rand(2, circuit.num_parameters, dtype=torch.float64)
+    expected = [gradients(Simulator(circuit), p) for p in (first, second)]
+    theta = first.clone().requires_grad_()
+    state = simulator.state(theta)
+    kept = state.detach().clone()
+    for _ in range(3):  # of another state, while the first one's backward pass is to come
+        assert torch.equal(gradients(simulator, second), expected[1])
+    assert torch.equal(state, kept)
+    value = PauliSum({"Z" * 6: 1.0}).expectation(state)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(value, theta, retain_graph=True)
+        assert torch.equal(found, expected[0])
+
+
+def gradients(simulator: Simulator, parameters: torch.Tensor) -> torch.Tensor:
+    theta = parameters.clone().requires_grad_()
+    PauliSum({"Z" * 6: 1.0}).expectation(simulator.state(theta)).backward()
+    assert theta.grad is not None
+    return theta.grad

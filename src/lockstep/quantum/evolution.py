@@ -13,6 +13,52 @@ from lockstep.comm.transport import Transport
 from lockstep.quantum.fusion import Move
 
 
+class Pool:
+    """Memory of states that are not needed any more, for the next ones.
+
+    The first touch of memory that comes from the system costs as much as a block.
+
+    Args:
+        most: bytes to hold at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._room = most
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory for states of the same shape and kind, with anything in it."""
+        for place, tensor in enumerate(self._free):
+            if tensor.shape == like.shape:
+                self._room += tensor.nbytes
+                return self._free.pop(place)
+        return torch.empty_like(like)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back memory that nobody looks at any more; the longest there makes room for it."""
+        while self._free and tensor.nbytes > self._room:
+            self._room += self._free.pop(0).nbytes
+        if tensor.nbytes <= self._room:
+            self._room -= tensor.nbytes
+            self._free.append(tensor)
+
+
+class Kept(dict[int, Tensor]):
+    """States on the way through a circuit, by the number of the block that comes next.
+
+    Their memory goes back when the backward pass can't be asked for any more.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def __del__(self) -> None:
+        for number, states in self.items():
+            if number:  # before the first block, they are whoever gave them's
+                self._pool.give(states)
+
+
 class Moving:
     """States [B, 2^n] that blocks act on in turn, between two pieces of memory.
 
@@ -20,9 +66,10 @@ class Moving:
         states: the present ones. Those given are not changed.
     """
 
-    def __init__(self, states: Tensor, transport: Transport) -> None:
+    def __init__(self, states: Tensor, transport: Transport, pool: Pool) -> None:
         self.states = states
         self._transport = transport
+        self._pool = pool
         self._given = states
         self._spare: Tensor | None = None
 
@@ -40,6 +87,12 @@ class Moving:
         """The present states, whose memory is not used again."""
         self._given = self.states
         return self.states
+
+    def release(self) -> None:
+        """Give back what is not part of the present states."""
+        if self._spare is not None:
+            self._pool.give(self._spare)
+            self._spare = None
 
     def undo(self, matrix: Tensor) -> None:
         """The inverse of `apply`: [B, K C R] becomes [B, C R K]."""
@@ -79,7 +132,7 @@ class Moving:
         self._turn(target)
 
     def _target(self) -> Tensor:
-        return torch.empty_like(self.states) if self._spare is None else self._spare
+        return self._pool.take(self.states) if self._spare is None else self._spare
 
     def _turn(self, target: Tensor) -> None:
         self._spare = None if self.states is self._given else self.states

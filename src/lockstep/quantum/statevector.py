@@ -19,7 +19,7 @@ from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.blocks import BlockMatrices
 from lockstep.quantum.circuit import Circuit
-from lockstep.quantum.evolution import AddUp, Moving, added_up, matrix_gradient
+from lockstep.quantum.evolution import AddUp, Kept, Moving, Pool, added_up, matrix_gradient
 from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
 
 _COPIES = 2
@@ -65,6 +65,7 @@ class Simulator:
         num_rank_axes = num_ranks.bit_length() - 1
         self.plan = plan(circuit, max_targets, num_rank_axes)
         self.num_local = circuit.num_qubits - num_rank_axes
+        self.pool = Pool(KEPT_BYTES)
         self.matrices = BlockMatrices(self.plan.blocks, dtype, self.device)
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -195,8 +196,8 @@ class _Evolve(torch.autograd.Function):
             ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
             ctx.matrices = simulator.matrices(ctx.variable)
         matrices = [matrix.detach() for matrix in ctx.matrices]
-        moving = Moving(start, simulator.transport)
-        ctx.kept = {}
+        moving = Moving(start, simulator.transport, simulator.pool)
+        ctx.kept = Kept(simulator.pool)
         room = KEPT_BYTES // (start.nbytes * simulator.transport.size)
         room = room if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(simulator.plan.blocks):
@@ -205,6 +206,7 @@ class _Evolve(torch.autograd.Function):
                 ctx.kept[number] = moving.keep()
             moving.apply(matrices[number][:, simulator.part(block)])
         moving.move(simulator.plan.moves)
+        moving.release()
         state = moving.states.clone() if moving.states is start else moving.states
         ctx.simulator = simulator
         ctx.save_for_backward(state)
@@ -218,7 +220,8 @@ class _Evolve(torch.autograd.Function):
         laid_out, transport = simulator.plan, simulator.transport
         wants_angles, wants_start, _ = ctx.needs_input_grad
         matrices = ctx.matrices
-        ket, bra = Moving(state, transport), Moving(gradient.contiguous(), transport)
+        pool = simulator.pool
+        ket, bra = Moving(state, transport, pool), Moving(gradient.contiguous(), transport, pool)
         ket.move_back(laid_out.moves)
         bra.move_back(laid_out.moves)
         numbers = range(len(laid_out.blocks))
@@ -232,7 +235,8 @@ class _Evolve(torch.autograd.Function):
             part = simulator.part(block)
             matrix = matrices[number].detach()[:, part]
             if number in ctx.kept:
-                ket = Moving(ctx.kept[number], transport)
+                ket.release()
+                ket = Moving(ctx.kept[number], transport, pool)
             elif number >= first:
                 ket.undo(matrix)
             if trained[number]:
@@ -244,6 +248,8 @@ class _Evolve(torch.autograd.Function):
                 ket.move_back(block.moves)
             bra.undo(matrix)
             bra.move_back(block.moves)
+        ket.release()
+        bra.release()
         found = None
         if wants_angles:
             found = torch.zeros_like(ctx.variable)
