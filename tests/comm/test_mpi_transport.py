@@ -68,3 +68,14 @@ def test_no_operation_goes_through_in_a_broken_group() -> None:
     expected += [f"{n} given up: failed" for n in names for _ in range(3 - (n == "broadcast"))]
     expected += ["uneven after a death: failed"] * 2
     assert found == sorted(expected), done.stderr
+
+
+def test_hierarchical_collectives_are_off() -> None:
+    script = (
+        "import os, sys; from lockstep.comm import mpi_library as m;"
+        "print(os.environ['OMPI_MCA_coll'], *map(m._without_hierarchy, sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", script, "", "^ucc,han", "han", "basic,han,tuned"]
+    env = rank_environment(1) | {"OMPI_MCA_coll": "^ucc"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["^ucc,han", "^han", "^ucc,han", "^han", "basic,tuned"]

@@ -44,6 +44,7 @@ def test_open_mpi_5(tmp_path: Path) -> None:
         ("--with-ft", "ulfm"),
         ("mpi_yield_when_idle", "1"),
         ("osc", "^ucx"),
+        ("coll", "^han"),
     } <= pairs(command.argv)
     assert "--oversubscribe" in command.argv
     assert (command.num_ranks, command.launcher, command.forwards_signals) == (3, "mpi", True)
@@ -69,7 +70,7 @@ def test_root_is_allowed_only_if_root(
 def test_replacements(tmp_path: Path) -> None:
     program = mpirun_that_says("mpirun (Open MPI) 5.0.11", tmp_path)
     argv = mpirun_command(2, ARGV, cores=2, mpirun=program, replacements=3).argv
-    assert {("coll", "^han"), ("-x", "LOCKSTEP_MPI_REPLACE=3")} <= pairs(argv)
+    assert ("-x", "LOCKSTEP_MPI_REPLACE=3") in pairs(argv)
     assert "-x" not in mpirun_command(2, ARGV, cores=2, mpirun=program).argv
 
 

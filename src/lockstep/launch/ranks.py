@@ -115,14 +115,14 @@ def mpirun_command(
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
+        flags += ["--mca", "coll", "^han"]  # see `comm.mpi_library`
     elif replacements:
         raise LaunchError(
             f"--replace {replacements}: {program} is no Open MPI 5; install one with "
             f"`{_INSTALL}`, or use --launcher local"
         )
     if replacements:
-        # Hierarchical collectives hang in groups with processes that were started later.
-        flags += ["--mca", "coll", "^han", "-x", f"{REPLACE}={replacements}"]
+        flags += ["-x", f"{REPLACE}={replacements}"]
     command = (str(program), *flags, *tethered(argv))
     return RankCommand(command, num_ranks, "mpi", forwards_signals=major > 0)
 
