@@ -58,8 +58,8 @@ class ElasticTransport(GroupTransport):
         self._timeout_s = timeout_s
         self._connections = Connections(_HOST)
         self._builders: list[threading.Thread] = []
-        self._supervision = Supervision(supervisor_fd, self._cut)
         self.group = None
+        self._supervision = Supervision(supervisor_fd, self._cut)
         self._is_alone = joins
         if joins:
             self.rank, self.size = 0, 1

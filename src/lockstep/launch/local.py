@@ -187,6 +187,9 @@ class Supervisor:
                 self._meet(rank)
             elif said == "leave":
                 rank.phase = "out"
+                self._members.discard(
+                    rank.slot
+                )  # what concerns the others is not for its next group
                 rank.tell(left=True)
                 self._dismiss()
             elif said == "abort":
