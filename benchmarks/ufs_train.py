@@ -8,6 +8,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import lockstep
 from lockstep.config import CheckpointConfig
@@ -58,14 +59,14 @@ def speed(args: argparse.Namespace, world_size: int) -> UfsConfig:
     )
 
 
-def time_to(target: float, rows: list[dict[str, object]]) -> dict[str, float]:
+def time_to(target: float, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Steps and seconds of training and evaluation until the validation loss is met."""
     seconds = 0.0
     for row in rows:
         if row["event"] in ("StepDone", "Evaluated"):
-            seconds += float(str(row["seconds"]))
-        if row["event"] == "Evaluated" and row["metrics"]["loss"] <= target:  # type: ignore[index]
-            return {"step": float(str(row["step"])), "seconds": seconds}
+            seconds += row["seconds"]
+        if row["event"] == "Evaluated" and row["metrics"]["loss"] <= target:
+            return {"step": float(row["step"]), "seconds": seconds}
     raise SystemExit(f"the validation loss never was {target}")
 
 
