@@ -29,7 +29,7 @@ from lockstep.train.faults import injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
-from lockstep.train.task import Task
+from lockstep.train.task import Task, with_config
 
 SITTING = "LOCKSTEP_SITTING"
 """Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""
@@ -113,8 +113,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         LockstepError: on every rank.
     """
     config = override(config, sitting.overrides)
-    if isinstance(config, task.Config):
-        task.config = config
+    task = with_config(task, config)
     write_whole_lines()
     environment = detect(os.environ)
     hints = set_threads(config.threads, environment)

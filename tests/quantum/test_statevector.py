@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from tests.quantum.circuits import by_definition, circuits, ring, some_parameters
 
 from lockstep.errors import ConfigError
+from lockstep.quantum import evolution
 from lockstep.quantum import statevector as module
 from lockstep.quantum.circuit import Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.measure import PauliSum, probabilities, sample_frequencies
@@ -17,11 +19,13 @@ from lockstep.quantum.shift import shifted
 from lockstep.quantum.statevector import Simulator, check_memory, statevector
 
 
+@pytest.mark.parametrize("large", [1, 1 << 13])
 @given(circuits(), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_states_are_those_of_the_definition(circuit: Circuit, max_targets: int) -> None:
+def test_states_are_those_of_the_definition(large: int, circuit: Circuit, max_targets: int) -> None:
     parameters = some_parameters(2, 3)
-    found = Simulator(circuit, max_targets=max_targets).state(parameters)
+    with mock.patch.object(evolution, "_LARGE", large):  # what is large is multiplied one by one
+        found = Simulator(circuit, max_targets=max_targets).state(parameters)
     for state, own in zip(found, parameters, strict=True):
         assert (state - by_definition(circuit, own)).abs().max() < 1e-13
 

@@ -62,8 +62,7 @@ class MpiTransport(Transport):
         self._newcomer: Newcomer | None = None
         self._num_started = self._num_taken = 0
         self._is_alone = growth is not None and growth.joins
-        base = MPI.COMM_SELF if self._is_alone else self._living()
-        self._adopt(base.Dup())
+        self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -73,11 +72,14 @@ class MpiTransport(Transport):
         self.size = comm.size
 
     def _living(self) -> MPI.Intracomm:
-        """The processes that an earlier training of the same script has left, else all."""
-        last = MpiTransport._last
+        """A group of those that an earlier training of the same script has left, else of all."""
+        last, MpiTransport._last = MpiTransport._last, None
         if last is None:
-            return MPI.COMM_WORLD
-        return _whole(_shrink(last)) if self.can_regroup else last
+            return MPI.COMM_WORLD.Dup()
+        living = _whole(_shrink(last)) if self.can_regroup else last.Dup()
+        if living.size == last.size:  # where ranks are lost, MPI may wait for them
+            last.Free()
+        return living
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from lockstep.config import TrainConfig, load, override
 from lockstep.errors import ConfigError
 from lockstep.recipes import load_recipe
-from lockstep.train.task import Task
+from lockstep.train.task import Task, with_config
 
 
 def is_script(target: str) -> bool:
@@ -72,12 +72,12 @@ def task_class(target: str) -> type[Task]:
 
 
 def make_task(kind: type[Task], config: TrainConfig) -> Task:
-    """A task with this config; a class whose constructor takes nothing gets it afterwards."""
-    if inspect.signature(kind).parameters:
-        return kind(config)
-    task = kind()
-    task.config = config
-    return task
+    """A task with this config.
+
+    Raises:
+        TaskError: its class takes no config, and needs one.
+    """
+    return kind(config) if inspect.signature(kind).parameters else with_config(kind(), config)
 
 
 def default_config(kind: type[Task], config_file: Path | None = None) -> TrainConfig:

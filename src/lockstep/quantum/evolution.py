@@ -12,6 +12,9 @@ from torch.autograd.function import once_differentiable
 from lockstep.comm.transport import Transport
 from lockstep.quantum.fusion import Move
 
+_LARGE = 1 << 13
+"""Amplitudes from which on a product for each state is faster than a batched one and a copy."""
+
 
 class Pool:
     """Memory of states that are not needed any more, for the next ones.
@@ -141,8 +144,10 @@ class Moving:
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """The product left @ right into `out`, all of them [B or 1, rows, columns]."""
-    if len(out) == 1:
-        torch.mm(left[0], right[0], out=out[0])
+    if len(out) == 1 or out[0].numel() >= _LARGE:
+        lefts, rights = (factor.expand(len(out), -1, -1) for factor in (left, right))
+        for each_left, each_right, each_out in zip(lefts, rights, out, strict=True):
+            torch.mm(each_left, each_right, out=each_out)
     else:
         out.copy_(left @ right)
 

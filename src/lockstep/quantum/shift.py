@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from lockstep.quantum.gates import shift_rule
 from lockstep.quantum.statevector import Simulator
 
-_AMPLITUDES = 1 << 22
-"""About the most amplitudes that are simulated at a time."""
+_AMPLITUDES = 1 << 17
+"""About how many amplitudes are simulated at a time: what stays in a core's cache."""
 
 Measure = Callable[[Tensor], Tensor]
 """Probabilities or expectation values [B, M] of states [B, 2^n]."""
@@ -44,6 +44,15 @@ def shifted(
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
     found: Tensor = _Shift.apply(rows, simulator, measure, only)  # type: ignore[no-untyped-call]
     return found.view(*angles.shape[:-1], -1)
+
+
+def share(count: int, part: int, num_parts: int) -> Tensor:
+    """Which of `count` parameters are those of a part, for `shifted` to find the gradient of.
+
+    Returns:
+        [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+    """
+    return torch.arange(count) * num_parts // count == part
 
 
 class _Shift(torch.autograd.Function):

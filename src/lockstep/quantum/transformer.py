@@ -13,7 +13,7 @@ from lockstep.quantum.ansatz import angle_shape, unitaries
 from lockstep.quantum.circuit import Circuit
 from lockstep.quantum.closed_form import amplitudes, probability, transitions
 from lockstep.quantum.encoding import encode, positions, word_vectors
-from lockstep.quantum.shift import shifted
+from lockstep.quantum.shift import share, shifted
 from lockstep.quantum.statevector import Simulator
 from lockstep.quantum.superposition import superposition
 
@@ -156,7 +156,6 @@ class QuantumTransformer(nn.Module):
         """
         assert shift or (shots is None and num_parts == 1)
         angles = self.angles.flatten(1)
-        number = torch.arange(angles.shape[1])
 
         def measure(states: Tensor) -> Tensor:
             exact = probability(states[:, :1])
@@ -172,7 +171,7 @@ class QuantumTransformer(nn.Module):
         for words, count, part in rows:
             simulator = self._simulator(tuple(words[: count + 1]))
             if shift:
-                only = number * num_parts // angles.shape[1] == part
+                only = share(angles.shape[1], part, num_parts)
                 found.append(shifted(simulator, angles, measure, only)[:, 0])
             else:
                 found.append(measure(simulator.state(angles))[:, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class Task(ABC):
 
     Attributes:
         Config: the config class, for tasks with keys of their own.
-        config: the config this task was made with.
+        config: the config this task was made with. A run whose command overrides keys makes the
+            task anew.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
@@ -93,6 +95,32 @@ class Task(ABC):
     def name(self) -> str:
         """A short name for run directories and logs."""
         return type(self).__name__.lower()
+
+
+def with_config(task: Task, config: TrainConfig) -> Task:
+    """The task with another config; made anew if it may have used its present one when it was made.
+
+    Raises:
+        TaskError: it would have to be made anew, and its `__init__` takes something else than
+            a config.
+    """
+    kind = type(task)
+    if not isinstance(config, kind.Config) or config == task.config:
+        return task
+    if kind.__init__ is not Task.__init__:
+        if len(inspect.signature(kind).parameters) == 1:
+            return kind(config)
+        own = kind.Config.model_fields.keys() - TrainConfig.model_fields.keys()
+        changed = sorted(k for k in own if getattr(config, k) != getattr(task.config, k))
+        if changed:
+            key = changed[0]
+            raise TaskError(
+                f"{key}={getattr(config, key)}: {kind.__name__}.__init__ may have used "
+                f"{key}={getattr(task.config, key)} already; let it take just the config, "
+                "`def __init__(self, config=None)`, so that the task can be made anew"
+            )
+    task.config = config
+    return task
 
 
 def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:
