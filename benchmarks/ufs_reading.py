@@ -1,7 +1,8 @@
 """Reading a 0.25-degree grid: 721 x 1440 cells, 14 inputs and aice, 4 times; one JSON line.
 
-`--write` makes the files; `--raw` only reads the bytes that the variables take, with read(2), and
-`--netcdf` only the variables, with the netCDF4 package.
+`--write` makes the files; `--again` starts from what an earlier start has kept; `--raw` only reads
+the bytes that the variables take, with read(2), and `--netcdf` only the variables, with the netCDF4
+package.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--raw", action="store_true")
     parser.add_argument("--netcdf", action="store_true")
     args = parser.parse_args()
@@ -40,18 +42,21 @@ def main() -> None:
         for number in range(TIMES):
             write_history(args.folder / f"iceh.{number:03}.nc", *SHAPE, number)
     paths = sorted(args.folder.glob("iceh.*.nc"))
-    forget(paths)
     before = peak_mib()
-    started = time.perf_counter()
-    rows = 0
-    if args.raw:
-        raw(paths)
-    elif args.netcdf:
-        library(paths)
-    elif not args.write:
-        with tempfile.TemporaryDirectory(dir=args.folder) as cache:
-            rows = read(paths, Path(cache))
-    seconds = time.perf_counter() - started
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        cache = Path(folder)
+        if args.again:
+            read(paths, cache)
+        forget([*paths, *cache.rglob("*.safetensors")])
+        started = time.perf_counter()
+        rows = 0
+        if args.raw:
+            raw(paths)
+        elif args.netcdf:
+            library(paths)
+        elif not args.write:
+            rows = read(paths, cache)
+        seconds = time.perf_counter() - started
     result = {
         "seconds": seconds,
         "mb_per_s": NUM_BYTES / seconds / 1e6,

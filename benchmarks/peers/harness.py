@@ -37,8 +37,11 @@ def arguments(description: str | None, *flags: str) -> argparse.Namespace:
 
 
 def world() -> tuple[int, int]:
-    """This process's rank and the number of processes, as torchrun says; (0, 1) without it."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """This process's rank and the number of processes, as the launcher says; else (0, 1)."""
+    for rank, size in (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        if rank in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
 def adam(model: nn.Module, args: argparse.Namespace) -> torch.optim.Adam:
