@@ -44,7 +44,6 @@ def test_open_mpi_5(tmp_path: Path) -> None:
         ("--with-ft", "ulfm"),
         ("mpi_yield_when_idle", "1"),
         ("osc", "^ucx"),
-        ("coll", "^han"),
     } <= pairs(command.argv)
     assert "--oversubscribe" in command.argv
     assert (command.num_ranks, command.launcher, command.forwards_signals) == (3, "mpi", True)

@@ -43,11 +43,11 @@ def code(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def ranks_of(kind: str, argv: list[str], ranks: int = 2) -> RankCommand:
+def ranks_of(kind: str, argv: list[str], ranks: int = 2, replacements: int = 0) -> RankCommand:
     if kind == "mpi":
-        return mpirun_command(ranks, argv, cores=1)
+        return mpirun_command(ranks, argv, cores=1, replacements=replacements)
     if kind == "local":
-        return local_command(ranks, argv)
+        return local_command(ranks, argv, replacements)
     return torchrun_command(ranks, argv) if kind == "torchrun" else python_command(argv)
 
 
@@ -448,6 +448,75 @@ def test_ranks_meet_again_for_a_scripts_next_training(tmp_path: Path, kind: str)
     outcome, lines, _ = run(ranks_of(kind, code(AGAIN)), tmp_path)
     assert outcome.exit_code == 0, outcome.stderr_tail
     assert sorted(lines) == ["1", "1", "3", "3", "5", "5"]
+
+
+LOSES = """
+import os, signal, time
+os.write(1, b"started\\n")
+import torch
+from lockstep.comm.transport import GroupBroken
+from lockstep.launch.environment import detect
+from lockstep.launch.join import open_transport
+
+def opened():
+    return open_transport(detect(os.environ), torch.device("cpu"), 60.0)
+
+def lose_rank_1(transport):
+    transport.barrier()
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            transport.agree()
+            time.sleep(0.01)
+    except GroupBroken:
+        transport.regroup(takes_in=True)
+"""
+
+HELD_BACK = (
+    LOSES
+    + """
+transport = opened()
+if not transport.is_newcomer:
+    lose_rank_1(transport)
+    while not transport.has_newcomer:
+        time.sleep(0.01)
+    transport.regroup()
+    os.write(1, f"held back: {transport.size}\\n".encode())
+transport.regroup(takes_in=True)
+os.write(1, f"taken in: {transport.size} {sum(transport.gather_json(1))}\\n".encode())
+transport.agree()
+transport.close()
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["local", "mpi"])
+def test_a_newcomer_waits_until_all_are_ready_for_it(tmp_path: Path, kind: str) -> None:
+    # mpirun's own exit code does not count after a loss, and nobody here says how the run ended.
+    _, lines, _ = run(ranks_of(kind, code(HELD_BACK), replacements=1), tmp_path)
+    assert sorted(lines) == ["held back: 1", *["started"] * 3, *["taken in: 2 2"] * 2]
+
+
+LATER = (
+    LOSES
+    + """
+first = opened()
+first.agree()
+first.close()
+second = opened()
+lose_rank_1(second)
+time.sleep(1.5)
+os.write(1, f"{second.size} {second.has_newcomer}\\n".encode())
+second.close()
+"""
+)
+
+
+@pytest.mark.parametrize("kind", ["local", "mpi"])
+def test_no_rank_is_replaced_in_a_scripts_later_trainings(tmp_path: Path, kind: str) -> None:
+    _, lines, _ = run(ranks_of(kind, code(LATER), replacements=1), tmp_path)
+    assert lines == ["started", "started", "1 False"]
 
 
 def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:

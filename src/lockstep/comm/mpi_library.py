@@ -1,9 +1,5 @@
 """The MPI library, initialised; where ranks may be lost, it must be imported from here.
 
-Open MPI's hierarchical collectives (`coll/han`, used across nodes) give wrong data without an error
-in a group that has lost a rank, and hang in one that has got a new one (measured with 5.0.11). So
-they are turned off before MPI starts.
-
 With a rank lost, Open MPI's `MPI_Finalize` may wait for it for good (measured with 5.0.11), and
 mpi4py calls it at exit. So whether to call it is decided here.
 """
@@ -15,18 +11,9 @@ import os
 
 import mpi4py
 
-_COLLECTIVES = "OMPI_MCA_coll"
-"""The components of collectives that Open MPI uses, or, after a ^, those that it does not."""
+from lockstep.comm.collectives import without_hierarchy
 
-
-def _without_hierarchy(components: str) -> str:
-    """A value of `_COLLECTIVES`, with `han` left out."""
-    if components.startswith("^"):
-        return components if "han" in components[1:].split(",") else components + ",han"
-    return ",".join(name for name in components.split(",") if name != "han") or "^han"
-
-
-os.environ[_COLLECTIVES] = _without_hierarchy(os.environ.get(_COLLECTIVES, ""))
+os.environ |= without_hierarchy(os.environ)
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 

@@ -187,9 +187,8 @@ class Supervisor:
                 self._meet(rank)
             elif said == "leave":
                 rank.phase = "out"
-                self._members.discard(
-                    rank.slot
-                )  # what concerns the others is not for its next group
+                # What concerns the others is not for its next group.
+                self._members.discard(rank.slot)
                 rank.tell(left=True)
                 self._dismiss()
             elif said == "abort":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.comm.collectives import without_hierarchy
 from lockstep.errors import LaunchError
 from lockstep.launch import local
 from lockstep.launch.cores import THREAD_VARIABLES
@@ -115,7 +116,6 @@ def mpirun_command(
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
-        flags += ["--mca", "coll", "^han"]  # see `comm.mpi_library`
     elif replacements:
         raise LaunchError(
             f"--replace {replacements}: {program} is no Open MPI 5; install one with "
@@ -153,7 +153,8 @@ def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dic
         for name, value in base.items()
         if name not in _PLACE_VARIABLES and not name.startswith(_PLACE_PREFIXES)
     }
-    return env | {"PYTHONUNBUFFERED": "1"} | dict.fromkeys(THREAD_VARIABLES, str(threads))
+    env |= without_hierarchy(env) | dict.fromkeys(THREAD_VARIABLES, str(threads))
+    return env | {"PYTHONUNBUFFERED": "1"}
 
 
 def find_mpirun() -> Path:
