@@ -170,6 +170,10 @@ def slurm(
         int | None,
         typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit; 120."),
     ] = None,
+    replace: Annotated[
+        int | None,
+        typer.Option("--replace", min=0, help="New processes at most for killed ranks; 0."),
+    ] = None,
     run_dir: RunDir = None,
     output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
@@ -181,6 +185,7 @@ def slurm(
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
+        "replace": replace,
     }  # fmt: skip
     options = slurm_command.job_file(job, given)
     request = slurm_command.Request(options, run_dir, output, submit)

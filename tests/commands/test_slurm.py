@@ -150,3 +150,12 @@ def test_a_doctor_job_trains_nothing(here, tmp_path):
     subprocess.run(["bash", "-n", tmp_path / "doctor.sbatch"], check=True)
     done = here("slurm", "doctor", "lr=1", "--time", "5")
     assert (done.returncode, done.stderr) == (2, "error: 'lr=1': the doctor has no config\n")
+
+
+def test_killed_ranks_are_replaced_if_asked_for(here, tmp_path):
+    (tmp_path / "job.yaml").write_text('time: "30"\nreplace: 3\n')
+    assert here("slurm", "digits", "--job", "job.yaml").returncode == 0
+    assert "LOCKSTEP_MPI_REPLACE=3" in (tmp_path / "digits.sbatch").read_text()
+    done = here("slurm", "doctor", "--time", "30", "--replace", "1")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--replace 1: the doctor" in done.stderr

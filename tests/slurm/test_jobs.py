@@ -104,6 +104,17 @@ def test_a_rank_is_killed_or_stopped(submit, cluster, expected, tmp_path, signum
 
 
 @pytest.mark.slow
+def test_a_killed_rank_is_replaced(submit, cluster, expected, tmp_path):
+    options = ("--nodes", "2", "--ntasks-per-node", "2", "--time", "10", "--replace", "1")
+    job = submit(tmp_path, SLOW, *options, SLOW_S="0.4")
+    wait_for_training(tmp_path)
+    os.kill(next(r["pid"] for r in events(tmp_path, "Joined") if r["slot"] == 3), signal.SIGKILL)
+    check(cluster, job, tmp_path, expected, restarts=0)
+    assert [row["slot"] for row in events(tmp_path, "Joined")] == [0, 1, 2, 3, 4]
+    assert [row["world_size"] for row in events(tmp_path, "Recovered")] == [3, 4]
+
+
+@pytest.mark.slow
 def test_sigterm_to_the_script_stops_with_a_checkpoint(submit, cluster, tmp_path):
     job = submit(tmp_path, SLOW, *TWO_NODES, SLOW_S="0.1")
     wait_for_training(tmp_path)

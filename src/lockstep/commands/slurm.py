@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.comm.collectives import without_hierarchy
 from lockstep.commands.target import absolute, configured, is_script
-from lockstep.config import Positive, Section, TrainConfig, load, override
+from lockstep.config import Count, Positive, Section, TrainConfig, load, override
 from lockstep.errors import LaunchError
 from lockstep.front import Sitting
 from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, script
@@ -38,6 +39,7 @@ class JobFile(Section):
     partition: str | None = None
     account: str | None = None
     signal_before: Positive = 120
+    replace: Count = 0
     overrides: tuple[str, ...] = ()
     """`key=value` items for the config, before those on the command line."""
 
@@ -92,9 +94,11 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
     is_doctor = target == DOCTOR
     where = target if is_doctor else absolute(target)
     threads = 1 if is_doctor else _threads(where, overrides)
+    job = request.job
     if is_doctor and overrides:
         raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
-    job = request.job
+    if is_doctor and job.replace:
+        raise LaunchError(f"--replace {job.replace}: the doctor replaces no ranks")
     cpus = threads if job.cpus_per_task is None else job.cpus_per_task
     assert job.time is not None
     resources = Resources(
@@ -105,7 +109,10 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
         raise LaunchError(f"--cpus-per-task {cpus}: is less than threads={threads} of the config")
     name = _name(where)
     path = (request.output or Path(f"{name}.sbatch")).absolute()
-    _write(path, script(_job(name, where, overrides, threads, resources, request.run_dir, path)))
+    text = script(
+        _job(name, where, overrides, threads, resources, job.replace, request.run_dir, path)
+    )
+    _write(path, text)
     print(f"wrote {path}", flush=True)
     if request.submit:
         print(f"submitted job {_submit(path)}", flush=True)
@@ -118,13 +125,14 @@ def _job(
     overrides: Sequence[str],
     threads: int,
     resources: Resources,
+    replacements: int,
     run_dir: Path | None,
     path: Path,
 ) -> BatchJob:
     num_ranks = resources.num_ranks
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
     # Open MPI gives its ranks a terminal of their own: in a log, progress bars are noise.
-    env |= {"PYTHONUNBUFFERED": "1", "TERM": "dumb"}
+    env |= {"PYTHONUNBUFFERED": "1", "TERM": "dumb"} | without_hierarchy(os.environ)
     if os.environ.get("PYTHONPATH"):
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     if is_script(target):
@@ -134,7 +142,7 @@ def _job(
         ranks = [sys.executable, "-m", "lockstep", "train", target]
         ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
     # How many cores the nodes have is SLURM's business.
-    command = mpirun_command(num_ranks, ranks, cores=num_ranks).argv
+    command = mpirun_command(num_ranks, ranks, cores=num_ranks, replacements=replacements).argv
     if target == DOCTOR:
         command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))
     return BatchJob(
