@@ -14,7 +14,14 @@ from lockstep import config as config_module
 from lockstep.data.idx import write_idx
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import load_recipe, recipe_names, summary
-from lockstep.recipes.digits import Digits, DigitsConfig, Labelled, hold_out, mean_and_deviation
+from lockstep.recipes.digits import (
+    Digits,
+    DigitsConfig,
+    Labelled,
+    embedded_digits,
+    hold_out,
+    mean_and_deviation,
+)
 
 SPLITS = ("train", "val", "test")
 MODELS = ("mlp", "cnn")
@@ -71,6 +78,19 @@ def train_by_hand(task: Digits) -> float:
 def test_half_the_default_epochs_reach_97_percent(model: str) -> None:
     epochs = DigitsConfig().epochs // 2
     assert train_by_hand(digits(model=model, epochs=epochs)) >= 0.97
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_embedded_images_are_those_of_scikit_learn(
+    monkeypatch: pytest.MonkeyPatch, is_file: bool
+) -> None:
+    from sklearn.datasets import load_digits
+
+    monkeypatch.setattr(Path, "is_file", lambda _: is_file)
+    images, labels = embedded_digits()
+    expected = load_digits()
+    assert torch.equal(images, torch.from_numpy(expected.images).to(torch.uint8))
+    assert torch.equal(labels, torch.from_numpy(expected.target).long())
 
 
 def test_the_embedded_images_are_all_used_once() -> None:
