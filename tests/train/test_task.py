@@ -35,8 +35,9 @@ class Eager(Lazy):
 
 
 class Closed(Lazy):
-    def __init__(self):
+    def __init__(self, folder):
         super().__init__()
+        self.folder = folder
         self.width = self.config.width
 
 
@@ -53,9 +54,10 @@ def test_a_task_that_used_its_config_is_made_anew():
 
 
 def test_a_task_that_cannot_be_made_anew_is_refused():
-    assert with_config(Closed(), OwnConfig(lr=0.5)).config.lr == 0.5
+    task = with_config(Closed("here"), OwnConfig(lr=0.5))
+    assert (task.config.lr, task.folder) == (0.5, "here")
     with pytest.raises(TaskError, match=r"width=5: Closed.__init__ may have used width=3 already"):
-        with_config(Closed(), OwnConfig(width=5))
+        with_config(Closed("here"), OwnConfig(width=5))
 
 
 def test_a_config_that_is_not_the_tasks_own():

@@ -102,13 +102,13 @@ def with_config(task: Task, config: TrainConfig) -> Task:
 
     Raises:
         TaskError: it would have to be made anew, and its `__init__` takes something else than
-            a config.
+            `config`.
     """
     kind = type(task)
     if not isinstance(config, kind.Config) or config == task.config:
         return task
     if kind.__init__ is not Task.__init__:
-        if len(inspect.signature(kind).parameters) == 1:
+        if [*inspect.signature(kind).parameters] == ["config"]:
             return kind(config)
         own = kind.Config.model_fields.keys() - TrainConfig.model_fields.keys()
         changed = sorted(k for k in own if getattr(config, k) != getattr(task.config, k))
