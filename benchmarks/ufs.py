@@ -140,6 +140,7 @@ def reading(effort: Effort) -> Section:
         alternate([Program("write", "ufs_reading.py", (folder, "--write"))], 1)
         programs = [
             Program("recipe", "ufs_reading.py", (folder,)),
+            Program("recipe, 2 ranks", "ufs_reading.py", (folder,), "mpirun", 2),
             Program("recipe, from what is kept", "ufs_reading.py", (folder, "--again")),
             Program("read(2)", "ufs_reading.py", (folder, "--raw")),
             Program("netCDF4 alone", "ufs_reading.py", (folder, "--netcdf")),

@@ -2,7 +2,7 @@
 
 `--write` makes the files; `--again` starts from what an earlier start has kept; `--raw` only reads
 the bytes that the variables take, with read(2), and `--netcdf` only the variables, with the netCDF4
-package.
+package. Ranks that mpirun starts share the work.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import netCDF4
 
@@ -44,10 +45,11 @@ def main() -> None:
     paths = sorted(args.folder.glob("iceh.*.nc"))
     before = peak_mib()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        cache = Path(folder)
+        cache = Path(shared(folder))
         if args.again:
             read(paths, cache)
         forget([*paths, *cache.rglob("*.safetensors")])
+        shared(None)
         started = time.perf_counter()
         rows = 0
         if args.raw:
@@ -57,6 +59,7 @@ def main() -> None:
         elif not args.write:
             rows = read(paths, cache)
         seconds = time.perf_counter() - started
+        shared(None)
     result = {
         "seconds": seconds,
         "mb_per_s": NUM_BYTES / seconds / 1e6,
@@ -66,6 +69,17 @@ def main() -> None:
         "mib_of_data": NUM_BYTES / 2**20,
     }
     print(json.dumps(result), flush=True)
+
+
+def shared(value: Any) -> Any:
+    """The first rank's value, once all ranks that mpirun has started are here."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return value
+    from mpi4py import MPI  # joins the others: not in a process that mpirun has not started
+
+    found = MPI.COMM_WORLD.bcast(value)
+    MPI.COMM_WORLD.Barrier()
+    return found
 
 
 def read(paths: list[Path], cache: Path) -> int:
