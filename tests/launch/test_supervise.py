@@ -513,6 +513,7 @@ second.close()
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "mpi"])
 def test_no_rank_is_replaced_in_a_scripts_later_trainings(tmp_path: Path, kind: str) -> None:
     _, lines, _ = run(ranks_of(kind, code(LATER), replacements=1), tmp_path)

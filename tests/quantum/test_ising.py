@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from lockstep.commands.target import configured, make_task
@@ -29,6 +30,7 @@ def test_parts_add_up_to_the_energy_and_its_gradient() -> None:
     assert (model.angles.grad - angles.grad).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_it_is_equal_on_other_numbers_of_ranks(lockstep) -> None:
     keys = ("num_qubits=4", "num_layers=2", "steps=6")
     done = lockstep("verify", EXAMPLE, "--ranks", "1,2", "--launchers", "python,mpi", *keys)
