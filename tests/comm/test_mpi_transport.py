@@ -89,3 +89,24 @@ def test_hierarchical_collectives_are_off_in_a_process_of_its_own() -> None:
     argv = [sys.executable, "-c", script]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["^ucc,han"]
+
+
+FURTHER = """
+from lockstep.comm.mpi_transport import MpiTransport
+
+comms = []
+for _ in range(3):
+    transport = MpiTransport()
+    transport.barrier()
+    transport.close()
+    comms.append(transport.comm)
+print("left:", sum(map(bool, comms)))
+"""
+
+
+def test_a_further_training_frees_the_communicator_of_the_one_before() -> None:
+    command = mpirun_command(2, [sys.executable, "-c", FURTHER], cores=1)
+    done = subprocess.run(
+        command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines() == ["left: 1"] * 2, done.stderr

@@ -61,5 +61,6 @@ def test_a_task_that_cannot_be_made_anew_is_refused():
 
 
 def test_a_config_that_is_not_the_tasks_own():
-    task = Lazy()
-    assert with_config(task, TrainConfig(lr=0.5)).config == OwnConfig()
+    for make in (Lazy, lambda config: with_config(Lazy(), config)):
+        with pytest.raises(TaskError, match="Lazy: needs a OwnConfig, got a TrainConfig"):
+            make(TrainConfig(lr=0.5))

@@ -145,9 +145,8 @@ class Moving:
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
     """The product left @ right into `out`, all of them [B or 1, rows, columns]."""
     if len(out) == 1 or out[0].numel() >= _LARGE:
-        lefts, rights = (factor.expand(len(out), -1, -1) for factor in (left, right))
-        for each_left, each_right, each_out in zip(lefts, rights, out, strict=True):
-            torch.mm(each_left, each_right, out=each_out)
+        for row in range(len(out)):
+            torch.mm(left[row % len(left)], right[row % len(right)], out=out[row])
     else:
         out.copy_(left @ right)
 

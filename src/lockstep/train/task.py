@@ -53,12 +53,8 @@ class Task(ABC):
         Raises:
             TaskError: `config` is not of the task's own config class.
         """
-        if config is not None and not isinstance(config, self.Config):
-            raise TaskError(
-                f"{type(self).__name__}: needs a {self.Config.__name__}, got a "
-                f"{type(config).__name__}"
-            )
         self.config = self.Config() if config is None else config
+        _check_config(type(self), self.config)
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -101,11 +97,12 @@ def with_config(task: Task, config: TrainConfig) -> Task:
     """The task with another config; made anew if it may have used its present one when it was made.
 
     Raises:
-        TaskError: it would have to be made anew, and its `__init__` takes something else than
-            `config`.
+        TaskError: `config` is not of the task's own config class; or the task would have to be
+            made anew, and its `__init__` takes something else than `config`.
     """
     kind = type(task)
-    if not isinstance(config, kind.Config) or config == task.config:
+    _check_config(kind, config)
+    if config == task.config:
         return task
     if kind.__init__ is not Task.__init__:
         if [*inspect.signature(kind).parameters] == ["config"]:
@@ -121,6 +118,13 @@ def with_config(task: Task, config: TrainConfig) -> Task:
             )
     task.config = config
     return task
+
+
+def _check_config(kind: type[Task], config: TrainConfig) -> None:
+    if not isinstance(config, kind.Config):
+        raise TaskError(
+            f"{kind.__name__}: needs a {kind.Config.__name__}, got a {type(config).__name__}"
+        )
 
 
 def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:
