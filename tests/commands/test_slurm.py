@@ -19,6 +19,7 @@ def test_writes_a_script_that_bash_can_read(here, tmp_path):
     assert "export OMP_NUM_THREADS=2\n" in text
     assert " -n 6 " in text
     assert "--with-ft ulfm" in text
+    assert "export OMPI_MCA_coll='^han'\n" in text
     assert "--resume steps=20 threads=2" in text.replace(" \\\n   ", "")
     subprocess.run(["bash", "-n", path], check=True)
 
