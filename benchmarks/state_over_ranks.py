@@ -72,7 +72,7 @@ def main() -> None:
         "seconds": statistics.median(times[1:]),
         "state_bytes": 1024 * (peak - empty),
         "gradient_0": first,
-        "exchanges": sum(move is None for b in simulator.plan.blocks for move in b.moves),
+        "exchanges": sum(move is None for b in simulator.from_zero.plan.blocks for move in b.moves),
     }
     if transport.rank == 0:
         print(json.dumps(result))

@@ -14,6 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.quantum import evolution
 from lockstep.quantum import statevector as module
 from lockstep.quantum.circuit import Circuit, Gate, gate, parameter, unitary
+from lockstep.quantum.fusion import plan
 from lockstep.quantum.measure import PauliSum, probabilities, sample_frequencies
 from lockstep.quantum.shift import shifted
 from lockstep.quantum.statevector import Simulator, check_memory, statevector
@@ -77,7 +78,30 @@ def test_rings_are_fused_without_moving_axes(num_qubits: int) -> None:
     for max_targets in (2, 3, 4, 5):
         simulator = Simulator(circuit, max_targets=max_targets)
         assert (simulator.state(parameters) - plain).abs().max() < 1e-14
-    assert not any(block.moves for block in Simulator(ring(12, 3)).plan.blocks)
+    blocks = plan(ring(12, 3), from_zero=False).blocks
+    assert not any(block.moves for block in blocks)
+    moves = [move for block in plan(ring(12, 3)).blocks for move in block.moves]
+    assert moves == [4, 4, 4]
+
+
+@given(circuits(), st.sampled_from([0, 1 << 30]))
+@settings(max_examples=25, deadline=None)
+def test_qubits_that_nothing_has_touched_take_part_from_the_start_or_not_at_all(
+    circuit: Circuit, kept: int
+) -> None:
+    zero = torch.zeros(1 << circuit.num_qubits, dtype=torch.complex128)
+    zero[0] = 1
+    weights = some_parameters(1 << circuit.num_qubits)
+    found = []
+    for initial in (None, zero):
+        parameters = some_parameters(2, 3).requires_grad_()
+        with mock.patch.object(module, "KEPT_BYTES", kept):
+            state = Simulator(circuit).state(parameters, initial)
+            (probabilities(state) @ weights).sum().backward()
+        found.append((state.detach(), parameters.grad))
+    (state, gradient), (other_state, other_gradient) = found
+    assert (state - other_state).abs().max() < 1e-14
+    assert (gradient - other_gradient).abs().max() < 1e-13
 
 
 def test_circuits_undo_themselves() -> None:

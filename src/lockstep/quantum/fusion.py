@@ -8,6 +8,9 @@ The state's axes are kept in whatever order the next block wants: its controls i
 targets at the back. Applying a block moves its targets to the front at no cost, for a product can
 as well be written transposed. In circuits whose gates go around a ring no other movement is needed.
 
+A state that begins as |0…0> has no axes at first: each qubit's is added before the first block that
+touches it. So the first layer of a circuit costs next to nothing.
+
 Over several ranks, the first axes are the bits of the rank's number. A control there costs nothing:
 it says which matrix the rank takes. When a target is there, the ranks' axes change places with the
 local ones that are a target last: each rank sends every other one an equal part of its state.
@@ -25,8 +28,9 @@ MAX_TARGETS = 4
 """Of a fused block. A pass costs 2^targets products for each amplitude, and one trip to memory."""
 MAX_CONTROLS = 1
 
-Move = list[int] | None
-"""A permutation of the local axes, or None: the ranks' axes change places with the first ones."""
+Move = list[int] | int | None
+"""A permutation of the local axes; or the number of qubits in |0> whose axes are added behind them;
+or None: the ranks' axes change places with the first local ones."""
 
 
 @dataclass
@@ -72,19 +76,27 @@ class Plan:
     moves: list[Move]
 
 
-def plan(circuit: Circuit, max_targets: int = MAX_TARGETS, num_rank_axes: int = 0) -> Plan:
+def plan(
+    circuit: Circuit,
+    max_targets: int = MAX_TARGETS,
+    num_rank_axes: int = 0,
+    from_zero: bool = True,
+) -> Plan:
     """Fuse a circuit's gates and find the order of axes for each block.
 
     Args:
         circuit: to plan.
         max_targets: of a fused block.
         num_rank_axes: the state is split over 2^num_rank_axes ranks.
+        from_zero: the state begins as |0…0>, without local axes; else it has all of them.
 
     Raises:
         ConfigError: there are too many ranks for so few qubits.
     """
     blocks = _Fusion(max_targets).run(circuit)
-    return _lay_out(blocks, circuit.num_qubits, num_rank_axes)
+    usual = list(range(circuit.num_qubits - 1, -1, -1))
+    ranks, local = usual[:num_rank_axes], usual[num_rank_axes:]
+    return _lay_out(blocks, _Axes(ranks, [], local) if from_zero else _Axes(ranks, local, []))
 
 
 class _Fusion:
@@ -160,14 +172,16 @@ def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
     return found
 
 
-def _lay_out(blocks: list[Block], num_qubits: int, num_rank_axes: int) -> Plan:
-    usual = list(range(num_qubits - 1, -1, -1))
-    axes = _Axes(usual[:num_rank_axes], usual[num_rank_axes:])
+def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:
+    home, usual = axes.ranks, [*axes.local, *axes.absent]
     for number, block in enumerate(blocks):
         following = blocks[number + 1 :]
         if set(block.targets) & set(axes.ranks):
+            axes.add(axes.absent)
             axes.exchange(_leaving(axes, blocks[number:]))
         size = len(block.targets)
+        axes.order(_wanted(axes.local, block))
+        axes.add([q for q in axes.absent if block.touches([q])])
         axes.order(_wanted(axes.local, block))
         block.moves = axes.take_moves()
         block.targets = axes.local[-size:]
@@ -176,12 +190,12 @@ def _lay_out(blocks: list[Block], num_qubits: int, num_rank_axes: int) -> Plan:
         block.controls = [*outside, *(q for q in axes.local if q in block.controls)]
         block.after = _order_after(block, following)
         axes.local = [*block.after, *axes.local[:-size]]
-    home = usual[:num_rank_axes]
+    axes.add(axes.absent)
     if axes.ranks != home:
         if set(axes.ranks) & set(home):
-            axes.exchange([q for q in axes.local if q not in home][:num_rank_axes])
+            axes.exchange([q for q in axes.local if q not in home][: len(home)])
         axes.exchange(home)
-    axes.order(usual[num_rank_axes:])
+    axes.order(usual)
     return Plan(blocks, axes.take_moves())
 
 
@@ -191,11 +205,13 @@ class _Axes:
     Attributes:
         ranks: the qubits whose bits make up the rank's number, high bit first.
         local: the axes of each rank's part of the state.
+        absent: local qubits that no block has touched, and that have no axis yet.
     """
 
-    def __init__(self, ranks: list[int], local: list[int]) -> None:
+    def __init__(self, ranks: list[int], local: list[int], absent: list[int]) -> None:
         self.ranks = ranks
         self.local = local
+        self.absent = absent
         self._moves: list[Move] = []
 
     def order(self, wanted: list[int]) -> None:
@@ -203,6 +219,13 @@ class _Axes:
         if wanted != self.local:
             self._moves.append([self.local.index(q) for q in wanted])
             self.local = wanted
+
+    def add(self, qubits: list[int]) -> None:
+        """Give these absent qubits axes, behind the others."""
+        if qubits:
+            self._moves.append(len(qubits))
+            self.local = [*self.local, *qubits]
+            self.absent = [q for q in self.absent if q not in qubits]
 
     def exchange(self, leaving: list[int]) -> None:
         """Let these local qubits and those of the ranks change places."""

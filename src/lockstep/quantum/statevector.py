@@ -3,13 +3,15 @@
 Gradients are found by adjoint differentiation (Jones and Gacon, arXiv:2009.02823): the backward
 pass undoes the circuit on the state and on its gradient side by side. Beside the last state it
 keeps a fixed number of bytes of earlier ones, which need not be undone; so memory does not depend
-on the number of gates.
+on the number of gates. From |0…0> on, a state has amplitudes only for the qubits that some gate has
+touched.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +22,24 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.blocks import BlockMatrices
 from lockstep.quantum.circuit import Circuit
 from lockstep.quantum.evolution import AddUp, Kept, Moving, Pool, added_up, matrix_gradient
-from lockstep.quantum.fusion import MAX_TARGETS, Block, plan
+from lockstep.quantum.fusion import MAX_TARGETS, Block, Plan, plan
 
 _COPIES = 2
 """States in memory while a circuit runs; with gradients, twice as many."""
 KEPT_BYTES = 64 << 20
 """Of earlier states kept for the backward pass, on all ranks together."""
+
+
+class Program(NamedTuple):
+    """What is done to a state.
+
+    Attributes:
+        plan: the blocks.
+        matrices: what makes their matrices.
+    """
+
+    plan: Plan
+    matrices: BlockMatrices
 
 
 class Simulator:
@@ -62,11 +76,20 @@ class Simulator:
         self.circuit = circuit
         self.dtype = dtype
         self.device = torch.device(device)
-        num_rank_axes = num_ranks.bit_length() - 1
-        self.plan = plan(circuit, max_targets, num_rank_axes)
-        self.num_local = circuit.num_qubits - num_rank_axes
-        self.pool = Pool(KEPT_BYTES)
-        self.matrices = BlockMatrices(self.plan.blocks, dtype, self.device)
+        self._num_rank_axes = num_ranks.bit_length() - 1
+        self._max_targets = max_targets
+        self.num_local = circuit.num_qubits - self._num_rank_axes
+        self.pool = Pool(KEPT_BYTES // num_ranks)
+        self.from_zero = self._program(from_zero=True)
+
+    @cached_property
+    def from_any(self) -> Program:
+        """The circuit's program for states that are given."""
+        return self._program(from_zero=False)
+
+    def _program(self, from_zero: bool) -> Program:
+        laid_out = plan(self.circuit, self._max_targets, self._num_rank_axes, from_zero)
+        return Program(laid_out, BlockMatrices(laid_out.blocks, self.dtype, self.device))
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
         """The state after the circuit.
@@ -108,11 +131,13 @@ class Simulator:
         if len(rows) not in (1, batch):
             rows = angles.expand(*lead, -1).reshape(batch, -1)
         if initial is None:
-            start = torch.zeros(batch, 1 << self.num_local, dtype=self.dtype, device=self.device)
-            start[:, 0] = self.transport.rank == 0
+            is_first = float(self.transport.rank == 0)
+            start = torch.full((batch, 1), is_first, dtype=self.dtype, device=self.device)
+            program = self.from_zero
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
-        found: Tensor = _Evolve.apply(rows, start, self)  # type: ignore[no-untyped-call]
+            program = self.from_any
+        found: Tensor = _Evolve.apply(rows, start, self, program)  # type: ignore[no-untyped-call]
         return found.view(*lead, -1)
 
     def add_up(self, local: Tensor) -> Tensor:
@@ -188,55 +213,59 @@ def memory_bytes(device: torch.device | str = "cpu") -> int:
 
 
 class _Evolve(torch.autograd.Function):
-    """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^n]."""
+    """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^m].
+
+    The states have the axes with which the program begins.
+    """
 
     @staticmethod
-    def forward(ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator) -> Tensor:
+    def forward(
+        ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator, program: Program
+    ) -> Tensor:
         with torch.set_grad_enabled(ctx.needs_input_grad[0]):
             ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
-            ctx.matrices = simulator.matrices(ctx.variable)
+            ctx.matrices = program.matrices(ctx.variable)
         matrices = [matrix.detach() for matrix in ctx.matrices]
-        moving = Moving(start, simulator.transport, simulator.pool)
+        moving = Moving(start, simulator.num_local, simulator.transport, simulator.pool)
         ctx.kept = Kept(simulator.pool)
-        room = KEPT_BYTES // (start.nbytes * simulator.transport.size)
-        room = room if ctx.needs_input_grad[0] else 0
-        for number, block in enumerate(simulator.plan.blocks):
+        room = KEPT_BYTES // simulator.transport.size if ctx.needs_input_grad[0] else 0
+        for number, block in enumerate(program.plan.blocks):
             moving.move(block.moves)
-            if len(ctx.kept) < room:
-                ctx.kept[number] = moving.keep()
+            if moving.states.nbytes <= room:
+                room -= moving.states.nbytes
+                ctx.kept.add(number, moving)
             moving.apply(matrices[number][:, simulator.part(block)])
-        moving.move(simulator.plan.moves)
+        moving.move(program.plan.moves)
         moving.release()
         state = moving.states.clone() if moving.states is start else moving.states
-        ctx.simulator = simulator
+        ctx.simulator, ctx.program = simulator, program
         ctx.save_for_backward(state)
         return state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (state,) = ctx.saved_tensors
         simulator: Simulator = ctx.simulator
-        laid_out, transport = simulator.plan, simulator.transport
-        wants_angles, wants_start, _ = ctx.needs_input_grad
+        laid_out, transport = ctx.program.plan, simulator.transport
+        wants_angles, wants_start, *_ = ctx.needs_input_grad
         matrices = ctx.matrices
-        pool = simulator.pool
-        ket, bra = Moving(state, transport, pool), Moving(gradient.contiguous(), transport, pool)
+        common = simulator.num_local, transport, simulator.pool
+        ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
         ket.move_back(laid_out.moves)
         bra.move_back(laid_out.moves)
         numbers = range(len(laid_out.blocks))
         trained = [wants_angles and matrices[n].requires_grad for n in numbers]
         first = trained.index(True) if any(trained) else len(numbers)
         outputs, gradients = [], []
-        for number in reversed(numbers):
-            if number < first and not wants_start:
-                break
+        last = 0 if wants_start else first
+        for number in reversed(numbers[last:]):
             block = laid_out.blocks[number]
             part = simulator.part(block)
             matrix = matrices[number].detach()[:, part]
             if number in ctx.kept:
                 ket.release()
-                ket = Moving(ctx.kept[number], transport, pool)
+                ket = Moving(ctx.kept[number], *common)
             elif number >= first:
                 ket.undo(matrix)
             if trained[number]:
@@ -244,6 +273,8 @@ class _Evolve(torch.autograd.Function):
                 whole = torch.zeros_like(matrices[number])
                 whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
                 gradients.append(whole)
+            if number == last and not wants_start:
+                break
             if number - 1 not in ctx.kept and number > first:
                 ket.move_back(block.moves)
             bra.undo(matrix)
@@ -256,4 +287,4 @@ class _Evolve(torch.autograd.Function):
             if outputs:
                 (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
             found = added_up(found.flatten(), transport).view_as(found)
-        return found, bra.states if wants_start else None, None
+        return found, bra.states if wants_start else None, None, None
