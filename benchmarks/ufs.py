@@ -38,7 +38,7 @@ def one_rank(effort: Effort) -> Section:
         "is torch's with its defaults, as most scripts have it; the tensor loops gather batches "
         "with one index operation. Adam is torch's default in the peers, but for the last.",
     )
-    return _compared(section, programs, effort.rounds(3), {1: 4.0, 2: 0.95})
+    return _compared(section, programs, effort.rounds(5), {1: 4.0, 2: 0.95})
 
 
 def two_ranks(effort: Effort) -> Section:
@@ -68,7 +68,7 @@ def two_ranks(effort: Effort) -> Section:
         "torch gains over one process on this machine at best. The last row sums the flat gradient "
         "with one call of mpi4py a step, without an engine.",
     )
-    found = _compared(section, programs, effort.rounds(3), {1: 1.8, 2: 8.0})
+    found = _compared(section, programs, effort.rounds(5), {1: 1.8, 2: 8.0})
     found.verdicts.append(
         "- Without any exchange and any engine, two processes are "
         f"{ratio(_gain(found, programs[4], programs[5]))} of one, and "
