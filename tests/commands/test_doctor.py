@@ -24,6 +24,7 @@ from lockstep.commands.doctor_ranks import (
     probe,
     srun_checks,
     start_and_collectives,
+    survival_check,
 )
 from lockstep.errors import LaunchError
 from lockstep.launch.capture import Captured, capture
@@ -141,6 +142,35 @@ def test_listens_past_noise() -> None:
     talk = [sys.executable, "-c", f"print('[1]'); print('{{'); print({text!r}); exit(3)"]
     said = listen(python_command(talk), 60.0)
     assert (said.lines, said.end.exit_code) == ([line("start", 0)], 3)
+
+
+def test_survival_that_fails_is_tried_again(tmp_path: Path) -> None:
+    lines = [[line("survive", 0), line("survive", 2, ok=False, detail="no end of it")]]
+    lines.append([line("survive", rank) for rank in (0, 2)])
+    for number, said in enumerate(lines):
+        (tmp_path / str(number)).write_text("\n".join(map(json.dumps, said)))
+    code = "import os; f = sorted(os.listdir())[0]; print(open(f).read()); os.remove(f)"
+    command = python_command(["sh", "-c", f"cd {tmp_path} && {sys.executable} -c '{code}'"])
+    check = survival_check(command, 60.0)
+    assert (check.status, list(tmp_path.iterdir())) == ("ok", [])
+    assert "second try; first: rank 2 on node2: no end of it" in check.detail
+
+    (tmp_path / "0").write_text(json.dumps(line("survive", 0)))
+    check = survival_check(command, 60.0)
+    assert check.status == "fail"
+    assert "no word from rank 0, 2 (exit 1)" in check.detail
+
+
+def test_a_probe_that_hangs_says_in_what() -> None:
+    code = (
+        "import time; from lockstep.commands import probe; probe.PATIENCE_S = 0.2\n"
+        "watch = probe._Watch(probe._Report(2), 'survive'); watch.stage = 'shrinking'\n"
+        "time.sleep(600)"
+    )
+    said = listen(python_command([sys.executable, "-c", code]), 60.0)
+    assert said.end.exit_code == 1
+    assert said.lines[0]["detail"] == "no end of the shrinking after 0.2 s"
+    assert not said.lines[0]["ok"]
 
 
 def test_what_runs_out_of_time_is_killed() -> None:

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,10 +48,24 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     yield from start_and_collectives("mpi", said, _REINSTALL)
     shared_fix = "enlarge /dev/shm, or report the MPI library's message"
     yield said.check("mpi shared", "shared", range(ranks), shared_fix)
-    command = mpirun_command(_SURVIVAL_RANKS, probe("survive"), cores=cores)
+    yield survival_check(mpirun_command(_SURVIVAL_RANKS, probe("survive"), cores=cores), timeout_s)
+
+
+def survival_check(command: RankCommand, timeout_s: float) -> Check:
+    """Whether the others go on when rank 1 is killed; what fails is tried once more.
+
+    Once in a few hundred tries Open MPI's survivors have been seen to hang. A second try tells that
+    from an MPI that can't do it at all.
+    """
     survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
     fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
-    yield listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    first = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if first.status == "ok":
+        return first
+    second = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if second.status != "ok":
+        return second
+    return replace(second, detail=f"{second.detail} (at the second try; first: {first.detail})")
 
 
 def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:

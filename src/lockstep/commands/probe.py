@@ -17,10 +17,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.launch.environment import Environment, detect
+
+PATIENCE_S = 30.0
+"""How long a probe that kills a rank may take."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,8 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in arguments.probes:
         if name == "collectives":
             _try_collectives(report, environment, backend)
+        elif name == "shared":
+            report.attempt(name, _try_shared)
         else:
-            report.attempt(name, _try_shared if name == "shared" else _try_survival)
+            report.attempt(name, functools.partial(_try_survival, _Watch(report, name)))
     return 1 if report.failed else 0
 
 
@@ -53,13 +59,41 @@ class _Report:
             ok, detail = True, probe() or ""
         except Exception as error:  # whatever it is, it is what the probe was for
             ok, detail = False, f"{type(error).__name__}: {error}"
+        self.say(name, ok, detail)
+        return ok
+
+    def say(self, name: str, ok: bool, detail: str) -> None:
+        """Print how a probe went."""
         self.failed |= not ok
         host = socket.gethostname()
         line = {"probe": name, "rank": self._rank, "host": host, "ok": ok, "detail": detail}
         # One write for the whole line, so that those of several ranks don't mix.
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
-        return ok
+
+
+class _Watch:
+    """Ends the process, and says in what it hung, if a probe takes too long.
+
+    Attributes:
+        stage: what the probe is at.
+    """
+
+    def __init__(self, report: _Report, name: str) -> None:
+        self.stage = "start of MPI"
+        self._report = report
+        self._name = name
+        self._timer = threading.Timer(PATIENCE_S, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        """The probe is over."""
+        self._timer.cancel()
+
+    def _give_up(self) -> None:
+        self._report.say(self._name, False, f"no end of the {self.stage} after {PATIENCE_S:g} s")
+        os._exit(1)  # the main thread is in MPI
 
 
 def _try_collectives(report: _Report, environment: Environment, backend: str) -> None:
@@ -98,7 +132,7 @@ def _try_shared() -> str:
     return "share memory"
 
 
-def _try_survival() -> str:
+def _try_survival(watch: _Watch) -> str:
     """Rank 1 is killed; the others notice, leave it behind and compute together."""
     import mpi4py
 
@@ -108,6 +142,7 @@ def _try_survival() -> str:
 
     world = MPI.COMM_WORLD
     world.Set_errhandler(MPI.ERRORS_RETURN)
+    watch.stage = "barrier with a dead rank"
     try:
         while True:
             # The first barrier shows that all have started; others may be in it still when rank 1
@@ -117,10 +152,13 @@ def _try_survival() -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
     except MPI.Exception as error:
         _expect(error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED), True)
+    watch.stage = "shrinking"
     world.Revoke()
     survivors = world.Shrink()
     _expect(survivors.size, world.size - 1)
+    watch.stage = "sum of those that are left"
     _expect(survivors.allreduce(1), world.size - 1)
+    watch.stop()
     return "went on without the one that was killed"
 
 
