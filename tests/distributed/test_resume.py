@@ -83,7 +83,11 @@ def test_a_damaged_checkpoint_is_passed_over(lockstep, whole, tmp_path):
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
-    [("python", 1), ("mpi", 2), pytest.param("torchrun", 2, marks=pytest.mark.slow)],
+    [
+        pytest.param("python", 1, marks=pytest.mark.slow),
+        ("mpi", 2),
+        pytest.param("torchrun", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_stops_with_a_checkpoint(lockstep, tmp_path, launcher, num_ranks):
     arguments = ("steps=3000", "checkpoint.every=100000", "eval_every=100000")
