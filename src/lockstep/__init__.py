@@ -5,9 +5,20 @@ mpirun, torchrun and srun.
 """
 
 from lockstep.config import TrainConfig
+from lockstep.data.random import generator, numpy_generator
 from lockstep.errors import LockstepError
 from lockstep.front import run, train
 from lockstep.train.events import Finished
 from lockstep.train.task import Loss, Task
 
-__all__ = ["Finished", "LockstepError", "Loss", "Task", "TrainConfig", "run", "train"]
+__all__ = [
+    "Finished",
+    "LockstepError",
+    "Loss",
+    "Task",
+    "TrainConfig",
+    "generator",
+    "numpy_generator",
+    "run",
+    "train",
+]

@@ -12,7 +12,7 @@ from tests.conftest import result, target
 
 ARGUMENTS = (
     "steps=60", "optimizer.weight_decay=0.05", "clip_norm=0.5", "schedule.name=cosine",
-    "schedule.warmup_steps=5", "eval_every=7", "log_every=4",
+    "schedule.warmup_steps=5", "eval_every=7", "log_every=4", "teacher=true",
 )  # fmt: skip
 
 

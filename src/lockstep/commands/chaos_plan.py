@@ -18,8 +18,10 @@ _WEIGHTS: dict[What, int] = {
 """How often each comes, relative to the others."""
 
 _MOMENTS: tuple[Moment, ...] = (
-    "compute", "reduce", "reduced", "optimizer", "committed", "evaluate", "checkpoint",
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "committed", "evaluate",
+    "checkpoint",
 )  # fmt: skip
+_IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 
 _MOST_DELAY_S = 0.01
@@ -77,7 +79,8 @@ class Draw:
         elif what == "stop":
             fault = Fault(slot, step, "compute", "stop")
         else:
-            fault = Fault(slot, step, "compute", "raise" if what == "raise" else "slow")
+            moment = self.source.choice(_IN_COMPUTING)
+            fault = Fault(slot, step, moment, "raise" if what == "raise" else "slow")
         if what in ("kill", "stop"):
             self.alive.remove(fault.slot)
             self.last_kill = step

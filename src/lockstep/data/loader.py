@@ -69,7 +69,11 @@ def dataset_size(dataset: Dataset[Any], split: str) -> int:
 
 
 class Loader:
-    """Microbatches in the order in which a rank computes them."""
+    """Microbatches in the order in which a rank computes them.
+
+    Attributes:
+        dataset: that the samples come from.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
+        self.dataset = dataset
         self._fetcher = Fetcher(dataset, collate)
         self._sampler = sampler
         self._seed = seed

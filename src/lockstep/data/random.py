@@ -16,6 +16,7 @@ class Stream(IntEnum):
     DATA = 2
     FORWARD = 3
     EVALUATION = 4
+    AFTER_STEP = 6
 
 
 _MASK = (1 << 64) - 1
@@ -44,3 +45,22 @@ def seed_all(key: int) -> None:
     seed_torch(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
+
+
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of one's own for the microbatch, sample or step that is being computed.
+
+    It is seeded with a number drawn from torch's global state, which is set for each microbatch.
+    Make it anew each time, in `Task.loss`, `Task.after_step` or the dataset: one that is kept
+    would depend on how many batches this process has seen.
+    """
+    return torch.Generator(device).manual_seed(_drawn_seed())
+
+
+def numpy_generator() -> np.random.Generator:
+    """As `generator`, for numpy."""
+    return np.random.default_rng(_drawn_seed())
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))

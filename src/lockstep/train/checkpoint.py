@@ -2,7 +2,8 @@
 
     checkpoints/step_00000100/model.safetensors        parameters and buffers by name
                               optimizer.safetensors    state by "key/parameter"
-                              manifest.json            SHA-256 of both, and all the rest
+                              task.safetensors         tensors of Task.state_dict, if any
+                              manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
 A folder is written under a temporary name, flushed to disk, and renamed: it is complete or not
@@ -28,7 +29,8 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
-_MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+_MODEL, _OPTIMIZER, _TASK = "model.safetensors", "optimizer.safetensors", "task.safetensors"
+_MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step_(\d{8,20})")
 
 
@@ -40,13 +42,15 @@ class Snapshot:
         step: committed optimizer steps.
         model: parameters and buffers by name.
         optimizer: whole-tensor optimizer state by "key/parameter".
-        meta: JSON-able values: config, progress, versions, layout.
+        meta: JSON-able values: config, progress, versions, layout, other state of the task.
+        task: tensors of the task's own state by name.
     """
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
+    task: dict[str, Tensor] = field(default_factory=dict)
 
 
 def folder_name(step: int) -> str:
@@ -75,9 +79,11 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
+        parts = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
+        if snapshot.task:
+            parts[_TASK] = snapshot.task
         files = {
-            name: _write_file(temporary / name, _packed(tensors))
-            for name, tensors in ((_MODEL, snapshot.model), (_OPTIMIZER, snapshot.optimizer))
+            name: _write_file(temporary / name, _packed(tensors)) for name, tensors in parts.items()
         }
         halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
@@ -104,8 +110,9 @@ def read(folder: Path) -> Snapshot:
     """
     manifest = read_manifest(folder)
     files = {name: _read_verified(folder / name, manifest) for name in (_MODEL, _OPTIMIZER)}
+    task = _read_verified(folder / _TASK, manifest) if _TASK in manifest["files"] else {}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta)
+    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta, task)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

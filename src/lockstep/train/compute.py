@@ -22,11 +22,12 @@ class Compute:
     """Runs the task's loss on microbatches.
 
     Attributes:
+        task: whose loss it is.
         metrics: names of the task's metrics; set by the first call of `forward`.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
-        self._task = task
+        self.task = task
         self._model = model
         self._seed = config.seed
         self._device = device
@@ -43,7 +44,7 @@ class Compute:
         """
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
-            loss = self._task.loss(self._model, batch)
+            loss = self.task.loss(self._model, batch)
         self._check(loss, training=True)
         return loss
 
@@ -51,7 +52,7 @@ class Compute:
         """Loss and metrics of an evaluation batch, each as (sum, weight)."""
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._autocast():
-            loss = self._task.evaluate(self._model, batch)
+            loss = self.task.evaluate(self._model, batch)
         self._check(loss, training=False)
         found = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = self._floats([v for pair in found.values() for v in pair])
@@ -117,13 +118,20 @@ class Backward:
         """
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect(weight)
-        parameters = self._parameters
         (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self._state.restore()
+        gradients = [p.grad for p in self._parameters]
+        self.restart()
         return [*gradients, *deltas], counters
+
+    def restart(self) -> None:
+        """Forget what a pass has left behind, also one that an exception has ended."""
+        self.clear_gradients()
+        self._state.restore()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients: one that stays, of an evaluation too, would be added to."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def _fetched(values: list[Number]) -> list[float]:

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch import Tensor, nn
+
 from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
 
@@ -24,13 +26,14 @@ FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
 
 Moment = Literal[
-    "compute", "reduce", "reduced", "optimizer", "gather", "committed", "evaluate", "checkpoint",
-    "regroup", "catch_up",
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "gather", "committed",
+    "evaluate", "checkpoint", "regroup", "catch_up",
 ]  # fmt: skip
-"""When in a step: after a microbatch; before and after the reduction; before the optimizer; before
-ranks with a sharded one tell each other what they have stepped; after the step; before an
-evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
-have regrouped but not agreed yet."""
+"""When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
+when some gradients are there; after a microbatch; before and after the reduction; before the
+optimizer; before ranks with a sharded one tell each other what they have stepped; after the step;
+before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when
+survivors have regrouped but not agreed yet."""
 
 Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss"]
 """SIGKILL; SIGSTOP; an exception; half a second's sleep; SIGUSR1, the notice of a preemption; what
@@ -115,6 +118,34 @@ def injector(env: Mapping[str, str], slot: int) -> At:
 
 def nothing(moment: Moment, step: int) -> None:
     """No faults."""
+
+
+class FaultsInside:
+    """Strikes inside forward and backward passes of training, by hooks; none without faults.
+
+    Attributes:
+        step: number of the step that is being computed.
+    """
+
+    def __init__(self, model: nn.Module, at: At) -> None:
+        self.step = 0
+        self._at = at
+        if at is nothing:
+            return
+        layers = [m for m in model.modules() if not any(True for _ in m.children())]
+        for layer in layers[len(layers) // 2 :]:
+            layer.register_forward_hook(self._in_forward)
+        # Gradients come in the reverse order, so those of the second half are there by then.
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in parameters[: -(-len(parameters) // 2)]:
+            parameter.register_post_accumulate_grad_hook(self._in_backward)  # type: ignore[no-untyped-call]
+
+    def _in_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module.training:
+            self._at("forward", self.step)
+
+    def _in_backward(self, parameter: Tensor) -> None:
+        self._at("backward", self.step)
 
 
 def _struck(log: Path) -> list[dict[str, Any]]:

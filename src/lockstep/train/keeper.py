@@ -102,7 +102,8 @@ class Keeper:
             DivergenceError: they don't.
         """
         if self._transport.size > 1:
-            check_replicas(self._transport, self._parts.model, progress.step)
+            parts = self._parts
+            check_replicas(self._transport, parts.model, parts.step.task, progress.step)
 
     def resume(self) -> Progress:
         """Restore the newest valid checkpoint on all ranks, if there is one.

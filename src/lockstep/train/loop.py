@@ -10,6 +10,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError, TaskFailure
 from lockstep.parallel.layout import Range, split
+from lockstep.train.after_step import AfterStep
 from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
@@ -66,6 +67,7 @@ class Trainer:
                 "there are; start more ranks or lower it"
             )
         self._parts = assemble(task, config, runtime)
+        self._after_step = AfterStep(task, self._parts.model, config.seed)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
         self._progress = Progress() if joins else self._keeper.resume()
@@ -111,10 +113,17 @@ class Trainer:
                 raise GroupBroken("a new process is to be taken in")
         return self._finish()
 
-    def _commit(self, result: StepResult) -> None:
-        """Count in a step, which from now on is not done again."""
+    def _commit(self, result: StepResult, with_task: bool = True) -> None:
+        """Count in a step, which from now on is not done again.
+
+        Args:
+            result: of the step.
+            with_task: whether what the task does after a step is still to be done.
+        """
         self._result = result
         self._progress.step += 1
+        if with_task:
+            self._after_step.run(self._progress.step, self._parts.step.state)
         self._stop_reason = self._stop_reason or result.stop_reason
         flush = self._is_save_due() or self._is_evaluation_due()
         self._reporter.add(self._progress, result, flush)
@@ -124,6 +133,7 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         progress = self._progress
+        self._after_step.check(self._transport)
         if self._is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
         if self._is_digest_due():
@@ -209,7 +219,7 @@ class Trainer:
             TaskFailure: it is not the first time.
         """
         step = self._progress.step
-        if self._failed_step == step:
+        if self._failed_step == step or self._after_step.has_failed:
             raise failure
         self._failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
@@ -251,6 +261,7 @@ class Trainer:
         parts.step.give_up()
         lead = find_lead(transport, self._progress, self._result, parts.step.applied, self._is_new)
         state = None
+        to_do = self._progress.step < lead.step
         if self._config.optimizer.sharded:
             if lead.result is not None and not self._is_new and self._progress.step < lead.step:
                 parts.step.follow(self._progress.step, self._progress.decays, lead.result)
@@ -258,6 +269,7 @@ class Trainer:
         if lead.is_ahead:
             known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}
             meta = copy_state(parts.step, parts.model, self._progress, known, transport, lead.rank)
+            to_do = lead.committed < lead.step
             if self._is_new:
                 self._progress = Progress.from_json(meta["progress"])
                 self._stop_reason, self._failed_step, report = meta["trainer"]
@@ -267,7 +279,7 @@ class Trainer:
         progress = self._progress
         if progress.step < lead.step:
             assert lead.result is not None
-            self._commit(lead.result)
+            self._commit(lead.result, to_do)
         if progress.evaluated < lead.evaluated:
             self._commit_evaluation("val", lead.metrics, 0.0)
         return lead.is_ahead, state

@@ -57,8 +57,9 @@ class Lead:
     """The state that all ranks are to have.
 
     Attributes:
-        rank: the lowest one that has it.
+        rank: the lowest one that has it, one that has committed it if there is one.
         step: its committed steps, and one that it has applied.
+        committed: its committed steps.
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
         metrics: of the validation split.
@@ -67,6 +68,7 @@ class Lead:
 
     rank: int
     step: int
+    committed: int
     evaluated: int
     result: StepResult | None
     metrics: dict[str, float]
@@ -93,20 +95,21 @@ def find_lead(
         is_new: whether this rank has no state yet.
     """
     positions = transport.gather_json(
-        [NOWHERE, NOWHERE]
+        [NOWHERE, NOWHERE, NOWHERE]
         if is_new
-        else [progress.step + (applied is not None), progress.evaluated]
+        else [progress.step + (applied is not None), progress.step, progress.evaluated]
     )
-    step, evaluated = max(positions)
-    rank = positions.index([step, evaluated])
-    assert all(step - theirs <= 1 for theirs, _ in positions if theirs != NOWHERE)
+    step, committed, evaluated = max(positions)
+    rank = positions.index([step, committed, evaluated])
+    assert all(step - theirs <= 1 for theirs, _, _ in positions if theirs != NOWHERE)
     own = [applied or result, progress.metrics] if transport.rank == rank else None
     values, metrics = transport.gather_json(own)[rank]
     return Lead(
         rank,
         step,
+        committed,
         evaluated,
         StepResult(*values) if values else None,
         {k.removeprefix(_PREFIX): v for k, v in metrics.items() if k.startswith(_PREFIX)},
-        any(theirs < step for theirs, _ in positions),
+        any(theirs < step for theirs, _, _ in positions),
     )

@@ -14,6 +14,7 @@ from lockstep.train.checkpoint import Snapshot
 from lockstep.train.progress import Progress
 from lockstep.train.slices import SteppedState, whole_state
 from lockstep.train.step import Step
+from lockstep.train.task_state import capture_task, restore_task
 
 
 def capture(
@@ -33,11 +34,13 @@ def capture(
         state: of the optimizer, already copied.
     """
     flats, scalars = state
+    task, values = capture_task(step.task)
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     meta = meta | {
         "progress": progress.to_json(),
         "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
         "optimizer_scalars": scalars,
+        "task": values,
     }
 
     def make() -> Snapshot:
@@ -46,7 +49,7 @@ def capture(
             for key, segments in flats.items()
             for name, tensor in step.flat.named(segments).items()
         }
-        return Snapshot(progress_step, tensors, optimizer, meta)
+        return Snapshot(progress_step, tensors, optimizer, meta, task)
 
     progress_step = progress.step
     return make
@@ -73,10 +76,18 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
 
 
 class Received(NamedTuple):
-    """A snapshot on its way into use: the model's tensors, flat optimizer state, and the rest."""
+    """A snapshot on its way into use.
+
+    Attributes:
+        model: its tensors by name.
+        flats: state of the optimizer, laid out as the parameters.
+        task: tensors of the task's own state.
+        meta: the rest.
+    """
 
     model: dict[str, Tensor]
     flats: dict[str, list[Tensor]]
+    task: dict[str, Tensor]
     meta: dict[str, Any]
 
 
@@ -103,6 +114,7 @@ def receive(
     step.stepper.load_state(received.flats, received.meta["optimizer_scalars"])
     step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
     step.state.mark()
+    restore_task(step.task, received.task, received.meta.get("task", {}))
     return received.meta
 
 
@@ -146,7 +158,25 @@ def _receive(
                 view.copy_(snapshot.optimizer[f"{key}/{name}"])
         for flat in flats[key]:
             _broadcast(transport, flat, root)
-    return Received(tensors, flats, meta)
+    task = _receive_task(snapshot, step, transport, root)
+    return Received(tensors, flats, task, meta)
+
+
+def _receive_task(
+    snapshot: Snapshot | None, step: Step, transport: Transport, root: int
+) -> dict[str, Tensor]:
+    kinds = [
+        [name, str(t.dtype).removeprefix("torch."), list(t.shape)]
+        for name, t in (snapshot.task if snapshot else {}).items()
+    ]
+    tensors = {}
+    for name, dtype, shape in transport.gather_json(kinds)[root]:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=step.flat.flats[0].device)
+        if snapshot is not None:
+            tensor.copy_(snapshot.task[name])
+        _broadcast(transport, tensor, root)
+        tensors[name] = tensor.cpu()
+    return tensors
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.parallel.layout import Range
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
+from lockstep.train.constants import Constants
+from lockstep.train.faults import FaultsInside
 from lockstep.train.flat import FlatTensors
 from lockstep.train.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.train.optimizer import Scalars, Stepper
@@ -68,6 +70,7 @@ class Step:
     """Everything a training step needs, bound together once.
 
     Attributes:
+        task: whose step it is.
         flat: the trainable parameters.
         state: the buffers that forward passes change.
         stepper: the optimizer.
@@ -82,9 +85,11 @@ class Step:
         self,
         runtime: Runtime,
         config: TrainConfig,
+        model: nn.Module,
         compute: Compute,
         flat: FlatTensors,
         state: ForwardState,
+        constants: Constants,
         optimizer: torch.optim.Optimizer,
         ranges: Sequence[Range],
         total_steps: int,
@@ -95,11 +100,14 @@ class Step:
         self._total_steps = total_steps
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
+        self.task = compute.task
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
+        self._constants = constants
         self._backward = Backward(flat.tensors, state)
+        self._inside = FaultsInside(model, runtime.at)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
         self._summed: Summed | None = None
         self.share = self._lay_out(ranges)
@@ -110,7 +118,7 @@ class Step:
 
         What this rank has applied stays.
         """
-        self.state.restore()
+        self._backward.restart()
         if self.applied is not None:
             self.share.put_back()
 
@@ -160,6 +168,9 @@ class Step:
         watch.start()
         self.share.reduction.restart()
         self._summed = None
+        self._backward.clear_gradients()
+        self._constants.mark()
+        self._inside.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
@@ -172,6 +183,7 @@ class Step:
                 watch.compute_s += watch.lap()
                 self._runtime.transport.pulse.beat()
                 self._runtime.at("compute", step)
+            self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             error = caught
         self._runtime.at("reduce", step)
@@ -298,7 +310,7 @@ class Step:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h[_FAILED] for h in headers):
-            self.state.restore()
+            self._backward.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure
