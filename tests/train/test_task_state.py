@@ -249,7 +249,7 @@ def test_an_exception_after_a_step_ends_the_run_without_another_try(tmp_path: Pa
                 raise RuntimeError("no more")
 
     with pytest.raises(TaskFailure, match="no more"):
-        run(tmp_path, Failing())
+        run(tmp_path, Failing(), checkpoint={"every": 2, "background": False})
     names = [folder.name for folder in checkpoint.folders(tmp_path / "checkpoints")]
     assert names == [checkpoint.folder_name(2)]
 

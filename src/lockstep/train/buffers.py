@@ -129,6 +129,7 @@ class ForwardState:
     Attributes:
         flat: those that are averaged, in flat memory.
         num_counters: integer scalars.
+        unsaved: those that the model's `state_dict` leaves out, by name.
     """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
@@ -141,8 +142,12 @@ class ForwardState:
         floats: list[tuple[str, Tensor]] = []
         self._counters: list[Tensor] = []
         self._places: dict[int, list[TensorPlace]] = {}
+        self.unsaved: dict[str, Tensor] = {}
+        persistent = model.state_dict().keys()
         for name in names:
             buffer = places[name].tensor
+            if name not in persistent:
+                self.unsaved[name] = buffer
             holders = self._places.setdefault(id(buffer), [])
             holders.append(places[name])
             if len(holders) > 1:  # one buffer of several modules

@@ -29,8 +29,9 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 
 FORMAT = 1
-_MODEL, _OPTIMIZER, _TASK = "model.safetensors", "optimizer.safetensors", "task.safetensors"
-_MANIFEST = "manifest.json"
+_MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+_BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
+"""There only if there are such tensors."""
 _FOLDER = re.compile(r"step_(\d{8,20})")
 
 
@@ -40,9 +41,10 @@ class Snapshot:
 
     Attributes:
         step: committed optimizer steps.
-        model: parameters and buffers by name.
-        optimizer: whole-tensor optimizer state by "key/parameter".
+        model: the model's `state_dict`: parameters and buffers by name.
+        optimizer: tensors of the optimizer's state by "key/parameter".
         meta: JSON-able values: config, progress, versions, layout, other state of the task.
+        buffers: those that forward passes change and that `model` leaves out, by name.
         task: tensors of the task's own state by name.
     """
 
@@ -50,6 +52,7 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     task: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -79,11 +82,12 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        parts = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
-        if snapshot.task:
-            parts[_TASK] = snapshot.task
+        contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
+        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task}
+        contents |= {name: tensors for name, tensors in optional.items() if tensors}
         files = {
-            name: _write_file(temporary / name, _packed(tensors)) for name, tensors in parts.items()
+            name: _write_file(temporary / name, _packed(tensors))
+            for name, tensors in contents.items()
         }
         halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
@@ -109,10 +113,17 @@ def read(folder: Path) -> Snapshot:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    files = {name: _read_verified(folder / name, manifest) for name in (_MODEL, _OPTIMIZER)}
-    task = _read_verified(folder / _TASK, manifest) if _TASK in manifest["files"] else {}
+    names = [_MODEL, _OPTIMIZER, *(n for n in (_BUFFERS, _TASK) if n in manifest["files"])]
+    files = {name: _read_verified(folder / name, manifest) for name in names}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta, task)
+    return Snapshot(
+        manifest["step"],
+        files[_MODEL],
+        files[_OPTIMIZER],
+        meta,
+        files.get(_BUFFERS, {}),
+        files.get(_TASK, {}),
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     transport = runtime.transport
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
-    flat = FlatTensors(_groups(model, optimizer), "parameter")
+    flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     facts = {"config": config.hash, "number of samples": sampler.num_samples}
     check_same(transport, facts)
@@ -83,8 +83,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     step = Step(
         runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
     )
+    facts |= step.stepper.description
+    check_same(transport, facts)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    check_judged(config, splits)
+    everywhere(transport, lambda: check_judged(config, splits))
     return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.errors import TaskError
 from lockstep.train.flat import tensor_digest
+from lockstep.train.optimizer_state import is_savable
 from lockstep.train.task import Task
 
 
@@ -25,15 +26,15 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise TaskError(f"{where}: must return a dict with names as keys")
     tensors, values = {}, {}
     for name, value in state.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and is_savable(value):
             tensors[name] = value.detach().to("cpu", copy=True)
             continue
         try:
             values[name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             raise TaskError(
-                f"{where}: {name!r} is a {type(value).__name__}; values must be tensors, or what "
-                "JSON can hold"
+                f"{where}: {name!r} is a {type(value).__name__}; values must be dense tensors of "
+                "numbers, or what JSON can hold"
             ) from None
     return tensors, values
 
