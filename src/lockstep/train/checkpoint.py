@@ -26,6 +26,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.files import (
+    read_bytes,
+    read_text,
+    replacing,
+    sync_folder,
+    temporary_beside,
+)
+from lockstep.parsing import parse_object, shown
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
@@ -71,8 +79,7 @@ def write(
         OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
     """
     final = root / folder_name(snapshot.step)
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
         files = {
@@ -86,9 +93,9 @@ def write(
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
         _write_file(temporary / _MANIFEST, text)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         _rename_over(temporary, final)
-        _sync_folder(root)
+        sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -116,12 +123,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / _MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest = parse_object(read_bytes(path))
         digest = manifest.pop("sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest: {error}") from None
+    except KeyError:
+        raise CheckpointError(
+            f"{path}: is damaged: not a checkpoint's manifest: has no sha256"
+        ) from None
     if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format={manifest['format']} is newer than this library reads ({FORMAT}); "
@@ -131,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
     for key, kind in (("format", int), ("step", int), ("files", dict)):
         if not isinstance(manifest.get(key), kind):
-            raise CheckpointError(f"{path}: is damaged: {key}={manifest.get(key)!r}")
+            raise CheckpointError(f"{path}: is damaged: {key}={shown(manifest.get(key))}")
     return {"sha256": digest, **manifest}
 
 
@@ -167,15 +178,14 @@ def set_aside(root: Path, newer_than: Path) -> None:
 
 def write_hint(root: Path, name: str, folder: str) -> None:
     """Make `root/name` say `folder`."""
-    temporary = root / f".{name}.{os.getpid()}.tmp"
-    temporary.write_text(folder + "\n", encoding="utf-8")
-    temporary.replace(root / name)
+    with replacing(root / name) as file:
+        file.write(folder + "\n")
 
 
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
     try:
-        folder = (root / name).read_text(encoding="utf-8").strip()
+        folder = read_text(root / name, limit=100).strip()
     except (OSError, UnicodeDecodeError):
         return None
     return root / folder if _FOLDER.fullmatch(folder) and (root / folder).is_dir() else None
@@ -240,11 +250,3 @@ def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]
 
 def _json_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
