@@ -10,6 +10,7 @@ import json
 import math
 import reprlib
 from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import yaml
@@ -101,6 +102,9 @@ def as_type(kind: type[T], value: Any) -> T:
     Raises:
         ValueError: names the first field that is missing, unknown or does not fit.
     """
+    if is_dataclass(kind) and isinstance(value, dict):
+        for name in value.keys() - {field.name for field in fields(kind)}:
+            raise ValueError(f"field {shown(name)}: is not known to this version")
     try:
         return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

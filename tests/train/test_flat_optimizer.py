@@ -396,7 +396,7 @@ def test_state_of_an_optimizer_of_whole_tensors_goes_on_to_the_same_bits() -> No
     assert scalars["first.weight"]["count"] == 3
     second.model.load_state_dict(first.model.state_dict())
     second.stepper.load_state(flats, scalars)
-    states = [r.stepper._optimizer.state[r.model.first.weight] for r in (first, second)]
+    states = [r.stepper.optimizer.state[r.model.first.weight] for r in (first, second)]
     assert [s["largest"].dtype for s in states] == [torch.float64] * 2
     assert states[0]["largest"] == states[1]["largest"]
     for step in range(3, 6):

@@ -27,17 +27,18 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.files import (
+    open_to_read,
     read_bytes,
     read_text,
     replacing,
     sync_folder,
     temporary_beside,
 )
-from lockstep.parsing import parse_object, shown
+from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
-_FOLDER = re.compile(r"step_(\d{8,20})")
+_FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
 @dataclass
@@ -55,6 +56,23 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Size:
+    """What a manifest says of a file."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass
+class _Body:
+    """What every manifest has."""
+
+    format: int
+    step: int
+    files: dict[str, _Size]
 
 
 def folder_name(step: int) -> str:
@@ -140,9 +158,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if digest != _json_digest(manifest):
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
-    for key, kind in (("format", int), ("step", int), ("files", dict)):
-        if not isinstance(manifest.get(key), kind):
-            raise CheckpointError(f"{path}: is damaged: {key}={shown(manifest.get(key))}")
+    try:
+        as_type(
+            _Body, {key: manifest[key] for key in _Body.__dataclass_fields__ if key in manifest}
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+    if folder.name != folder_name(manifest["step"]):
+        raise CheckpointError(
+            f"{path}: is damaged: step={manifest['step']}: the folder is called {folder.name}"
+        )
     return {"sha256": digest, **manifest}
 
 
@@ -231,20 +256,27 @@ def _write_file(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    expected = manifest["files"].get(path.name, {})
+    expected = manifest["files"].get(path.name)
+    if expected is None:
+        raise CheckpointError(f"{path.with_name(_MANIFEST)}: is damaged: names no {path.name}")
     try:
-        data = path.read_bytes()
+        with open_to_read(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(
+                    f"{path}: is damaged: holds {size} bytes, must hold {expected['bytes']}"
+                )
+            data = file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) != expected.get("bytes"):
-        raise CheckpointError(
-            f"{path}: is damaged: holds {len(data)} bytes, must hold {expected.get('bytes')}"
-        )
-    if hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+    except MemoryError:
+        raise CheckpointError(f"{path}: its {size:,} bytes do not fit into memory") from None
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
     try:
         return safetensors.torch.load(data)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        # The format's own checks are SafetensorErrors; a dtype that torch lacks is a KeyError.
         raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 

@@ -76,7 +76,13 @@ def check_optimizer(optimizer: Any, model: nn.Module, config: TrainConfig) -> No
 
 
 class Stepper:
-    """Applies an optimizer to flat parameters and gradients."""
+    """Applies an optimizer to flat parameters and gradients.
+
+    Attributes:
+        optimizer: over flat tensors if it is element-wise.
+        flat: the parameters.
+        elementwise: whether it is.
+    """
 
     def __init__(
         self,
@@ -93,8 +99,8 @@ class Stepper:
             gradients: the mean gradient, laid out as `flat.flats`.
             owned: for each segment, the ranges of elements to step.
         """
-        self._optimizer = optimizer
-        self._flat = flat
+        self.optimizer = optimizer
+        self.flat = flat
         self._base_lr = [group["lr"] for group in optimizer.param_groups]
         self.elementwise = is_elementwise(optimizer)
         self._pieces: list[tuple[nn.Parameter, int, int, Range]] = []
@@ -105,7 +111,7 @@ class Stepper:
 
     def own(self, owned: Sequence[Sequence[Range]]) -> None:
         """Step these ranges of elements from now on; an optimizer's state is then lost."""
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         self._make_pieces(owned)
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
@@ -114,17 +120,17 @@ class Stepper:
             parameter.grad = gradients[segment][range_.first : range_.last]
         if not self.elementwise:
             self._gradients = [
-                (tensor, self._flat.view(gradients, entry))
-                for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
+                (tensor, self.flat.view(gradients, entry))
+                for tensor, entry in zip(self.flat.tensors, self.flat.entries, strict=True)
             ]
 
     def step(self, lr_factor: float) -> None:
         """One optimizer step at the base learning rates times `lr_factor`."""
-        for group, lr in zip(self._optimizer.param_groups, self._base_lr, strict=True):
+        for group, lr in zip(self.optimizer.param_groups, self._base_lr, strict=True):
             group["lr"] = lr * lr_factor
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        self._optimizer.step()
+        self.optimizer.step()
         for parameter, _ in self._gradients:
             parameter.grad = None
 
@@ -138,7 +144,7 @@ class Stepper:
         flats: dict[str, list[Tensor]] = {}
         for segment, range_, key, value in self._tensor_states():
             if key not in flats:
-                flats[key] = [torch.zeros_like(f) for f in self._flat.flats]
+                flats[key] = [torch.zeros_like(f) for f in self.flat.flats]
             flats[key][segment][range_.first : range_.last] = value.reshape(-1)
         return flats
 
@@ -146,14 +152,14 @@ class Stepper:
         """All other state: JSON values by group (flat) or by parameter."""
         scalars: Scalars = {}
         for owner, parameter in self._owners():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 if not _is_whole(value, parameter):
-                    scalars.setdefault(owner, {})[key] = _to_json(key, value, self._optimizer)
+                    scalars.setdefault(owner, {})[key] = _to_json(key, value, self.optimizer)
         return scalars
 
     def load_state(self, flats: dict[str, list[Tensor]], scalars: Scalars) -> None:
         """Restore what `state_flats` (complete ones) and `state_scalars` gave."""
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         places = self._places()
         for owner, parameter in self._owners():
             segment, range_ = places[id(parameter)]
@@ -163,35 +169,35 @@ class Stepper:
             }
             state |= {k: _from_json(v, parameter) for k, v in scalars.get(owner, {}).items()}
             if state:
-                self._optimizer.state[parameter] = state
+                self.optimizer.state[parameter] = state
 
     def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
         """Give the optimizer the owned part of each group instead of its parameters."""
         self._pieces = []
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"] = []
-            if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
+            if type(self.optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
                 group["fused"] = group["fused"] is not False
-        for piece in self._flat.pieces:
+        for piece in self.flat.pieces:
             for own in owned[piece.segment]:
                 first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
                 if first < last:
-                    parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
-                    self._optimizer.param_groups[piece.group]["params"].append(parameter)
+                    parameter = nn.Parameter(self.flat.flats[piece.segment][first:last])
+                    self.optimizer.param_groups[piece.group]["params"].append(parameter)
                     self._pieces.append((parameter, piece.group, piece.segment, Range(first, last)))
 
     def _owners(self) -> list[tuple[str, nn.Parameter]]:
         """Each stepped tensor with the name its scalars are kept under."""
         if self.elementwise:
             return [(str(group), parameter) for parameter, group, _, _ in self._pieces]
-        names = {id(t): e.name for t, e in zip(self._flat.tensors, self._flat.entries, strict=True)}
-        groups = self._optimizer.param_groups
+        names = {id(t): e.name for t, e in zip(self.flat.tensors, self.flat.entries, strict=True)}
+        groups = self.optimizer.param_groups
         return [(names[id(p)], p) for g in groups for p in g["params"] if id(p) in names]
 
     def _places(self) -> dict[int, tuple[int, Range]]:
         if self.elementwise:
             return {id(p): (segment, range_) for p, _, segment, range_ in self._pieces}
-        pairs = zip(self._flat.tensors, self._flat.entries, strict=True)
+        pairs = zip(self.flat.tensors, self.flat.entries, strict=True)
         return {id(t): (e.segment, e.range) for t, e in pairs}
 
     def _tensor_states(self) -> list[tuple[int, Range, str, Tensor]]:
@@ -199,7 +205,7 @@ class Stepper:
         return [
             (*places[id(parameter)], key, value)
             for _, parameter in self._owners()
-            for key, value in self._optimizer.state.get(parameter, {}).items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
             if _is_whole(value, parameter)
         ]
 
