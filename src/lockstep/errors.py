@@ -6,11 +6,22 @@ what to do. The command prints the message and exits with `exit_code`; no traceb
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+E = TypeVar("E", bound="LockstepError")
+
 
 class LockstepError(ValueError):
-    """Base of all errors meant for the user."""
+    """Base of all errors meant for the user.
+
+    Attributes:
+        exit_code: what the command exits with.
+        is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
+            error the group has to be aborted, or the rest would wait for this rank for good.
+    """
 
     exit_code = 2
+    is_shared = False
 
 
 class ConfigError(LockstepError):
@@ -59,3 +70,10 @@ class RankFailure(LockstepError):
     """A rank was lost, and the others cannot go on without it; the run can be resumed."""
 
     exit_code = 75
+    is_shared = True
+
+
+def shared(error: E) -> E:
+    """The error, marked as one that every rank raises."""
+    error.is_shared = True
+    return error

@@ -122,7 +122,10 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             finished = _run(task, config, sitting, environment, device, transport, stop, hints)
-        except LockstepError:
+        except LockstepError as error:
+            if transport.size > 1 and not error.is_shared:
+                print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
+                transport.abort(error.exit_code)
             transport.close()
             raise
         except BaseException:

@@ -9,7 +9,8 @@ from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
 from lockstep.parallel.layout import Range
 from lockstep.train.flat import FlatTensors
-from lockstep.train.optimizer import Stepper, check_optimizer
+from lockstep.train.optimizer import check_optimizer
+from lockstep.train.stepper import Stepper
 
 
 def rosenbrock(x: Tensor, y: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def test_lbfgs_goes_on_from_saved_state() -> None:
     steps(two, stopped, 7)
     resumed = nn.Parameter(stopped.detach().clone())
     three = stepper(resumed)
-    three[0].load_state(two[0].state_flats(), two[0].state_scalars())
+    three[0].load_state(two[0].state())
     steps(three, resumed, 5)
     assert torch.equal(resumed, straight)
 

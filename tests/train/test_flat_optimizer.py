@@ -16,11 +16,12 @@ from lockstep.parallel.layout import Range, split
 from lockstep.train.flat import FlatTensors, model_digest
 from lockstep.train.optimizer import (
     ELEMENTWISE,
-    Stepper,
     check_optimizer,
     default_optimizer,
     is_elementwise,
 )
+from lockstep.train.optimizer_state import OptimizerState
+from lockstep.train.stepper import Stepper
 
 Named = list[tuple[str, Tensor]]
 Make = Callable[[list[dict[str, Any]]], optim.Optimizer]
@@ -159,6 +160,12 @@ class Rank:
         return {n: p.detach().numpy().tobytes() for n, p in self.model.named_parameters()}
 
 
+def in_json(state: OptimizerState) -> OptimizerState:
+    """As it is after its JSON has been written and read."""
+    scalars, shared = json.loads(json.dumps([state.scalars, state.shared]))
+    return state._replace(scalars=scalars, shared=shared)
+
+
 class Ranks:
     """Ranks that own slices, together."""
 
@@ -176,19 +183,19 @@ class Ranks:
                 for theirs in everyones:
                     theirs[segment][own.first : own.last] = flats[segment][own.first : own.last]
 
-    def state(self) -> tuple[dict[str, list[Tensor]], Any]:
-        flats = [r.stepper.state_flats() for r in self.ranks]
-        for key in flats[0]:
-            self.gather([f[key] for f in flats])
+    def state(self) -> OptimizerState:
+        states = [r.stepper.state() for r in self.ranks]
+        for key in states[0].flats:
+            self.gather([s.flats[key] for s in states])
         scalars: Any = {}
-        for rank in self.ranks:
-            scalars |= rank.stepper.state_scalars()
-        return flats[0], json.loads(json.dumps(scalars))
+        for state in states:
+            scalars |= state.scalars
+        return in_json(states[0]._replace(scalars=scalars))
 
-    def load(self, model: nn.Module, flats: dict[str, list[Tensor]], scalars: Any) -> None:
+    def load(self, model: nn.Module, state: OptimizerState) -> None:
         for rank in self.ranks:
             rank.model.load_state_dict(model.state_dict())
-            rank.stepper.load_state(flats, scalars)
+            rank.stepper.load_state(state)
 
     @property
     def model(self) -> Net:
@@ -255,9 +262,8 @@ def test_state_goes_on_to_the_same_bits_on_any_number_of_ranks(
     for step in range(3):
         straight.step(step)
         first.step(step)
-    flats, scalars = first.state()
     second = Ranks(make, after)
-    second.load(first.model, flats, scalars)
+    second.load(first.model, first.state())
     for step in range(3, 6):
         straight.step(step)
         second.step(step)
@@ -271,16 +277,17 @@ def test_state_survives_being_saved_by_parameter(make: Make) -> None:
     for step in range(3):
         straight.step(step)
         first.step(step)
+    state = first.stepper.state()
     saved = {
         key: {n: t.clone() for n, t in first.flat.named(flats).items()}
-        for key, flats in first.stepper.state_flats().items()
+        for key, flats in state.flats.items()
     }
     flats = {key: [torch.zeros_like(f) for f in second.flat.flats] for key in saved}
     for key, tensors in saved.items():
         for name, view in second.flat.named(flats[key]).items():
             view.copy_(tensors[name])
     second.model.load_state_dict(first.model.state_dict())
-    second.stepper.load_state(flats, first.stepper.state_scalars())
+    second.stepper.load_state(state._replace(flats=flats))
     for step in range(3, 6):
         straight.step(step)
         second.step(step)
@@ -290,7 +297,7 @@ def test_state_survives_being_saved_by_parameter(make: Make) -> None:
 @every
 def test_state_before_the_first_step_can_be_restored(make: Make) -> None:
     fresh, other, straight = Rank(make), Rank(make), Rank(make)
-    other.stepper.load_state(fresh.stepper.state_flats(), fresh.stepper.state_scalars())
+    other.stepper.load_state(fresh.stepper.state())
     for step in range(2):
         other.step(step)
         straight.step(step)
@@ -303,7 +310,7 @@ def test_loading_forgets_the_state_there_was(make: Make) -> None:
     for step in range(2):
         used.step(step)
     used.model.load_state_dict(fresh.model.state_dict())
-    used.stepper.load_state(fresh.stepper.state_flats(), fresh.stepper.state_scalars())
+    used.stepper.load_state(fresh.stepper.state())
     for step in range(2, 4):
         used.step(step)
         fresh.step(step)
@@ -313,9 +320,10 @@ def test_loading_forgets_the_state_there_was(make: Make) -> None:
 def test_saved_state_is_not_changed_by_later_steps() -> None:
     rank = Rank(ALL["adamw"])
     rank.step(0)
-    flats = rank.stepper.state_flats()
+    state = rank.stepper.state()
+    flats = state.flats
     other = Rank(ALL["adamw"])
-    other.stepper.load_state(flats, rank.stepper.state_scalars())
+    other.stepper.load_state(state)
     before = {k: [f.clone() for f in v] for k, v in flats.items()}
     rank.step(1)
     other.step(1)
@@ -390,13 +398,14 @@ def test_state_of_an_optimizer_of_whole_tensors_goes_on_to_the_same_bits() -> No
     for step in range(3):
         straight.step(step)
         first.step(step)
-    flats = first.stepper.state_flats()
-    scalars = json.loads(json.dumps(first.stepper.state_scalars()))
-    assert set(flats) == {"momentum"}
-    assert scalars["first.weight"]["count"] == 3
+    state = in_json(first.stepper.state())
+    assert set(state.tensors) == {
+        f"momentum/{n}" for n, _ in Net().named_parameters() if n != "scale"
+    }
+    assert state.scalars["first.weight"]["count"] == 3
     second.model.load_state_dict(first.model.state_dict())
-    second.stepper.load_state(flats, scalars)
-    states = [r.stepper.optimizer.state[r.model.first.weight] for r in (first, second)]
+    second.stepper.load_state(state)
+    states = [r.stepper._optimizer.state[r.model.first.weight] for r in (first, second)]
     assert [s["largest"].dtype for s in states] == [torch.float64] * 2
     assert states[0]["largest"] == states[1]["largest"]
     for step in range(3, 6):
@@ -414,22 +423,22 @@ def test_an_optimizer_of_whole_tensors_may_be_given_frozen_parameters() -> None:
     grads = [torch.ones_like(f) for f in flat.flats]
     stepper = Stepper(optimizer, flat, grads, whole(flat))
     stepper.step(1.0)
-    stepper.load_state(stepper.state_flats(), stepper.state_scalars())
+    stepper.load_state(stepper.state())
     stepper.step(1.0)
     assert torch.equal(model.first.bias, before)
-    assert "first.bias" not in stepper.state_scalars()
+    assert "first.bias" not in stepper.state().scalars
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
     class Remembering(NormedMomentum):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for p in self.param_groups[0]["params"]:
-                self.state[p]["history"] = [1, 2]
+                self.state[p]["history"] = {1, 2}
 
     rank = Rank(Remembering)
     rank.step(0)
-    with pytest.raises(TaskError, match="Remembering keeps state 'history' of type list"):
-        rank.stepper.state_scalars()
+    with pytest.raises(TaskError, match="Remembering keeps state 'history' of type set"):
+        rank.stepper.check_state()
 
 
 def test_elementwise_optimizers_are_known_or_declared() -> None:

@@ -123,6 +123,12 @@ SCALAR = {"dtype": "float32", "value": 3.0}
         (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"value": [3]}), "'step'"),
         (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"dtype": "load"}), "'step'"),
         (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"dtype": "float64"}), "another"),
+        (set_to("optimizer_shared", value=3), "optimizer_shared"),
+        (set_to("optimizer_shared", value={"": {}}), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "groups", value=[{"lr": []}]), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "groups", value=[{"lr": 9.0}]), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "attributes", value={"step": 1}), "optimizer_shared"),
+        (set_to("optimizer", value=[]), "optimizer=[]"),
         (set_to("files", value={}), "manifest.json: is damaged: names no model.safetensors"),
         (set_to("files", "model.safetensors", value=3), "files.model.safetensors=3"),
     ],
@@ -149,9 +155,12 @@ def sign_as_it_is(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda t: t.pop("exp_avg/0.weight"), "has no 'exp_avg/0.weight'"),
-        (lambda t: t.update({"exp_avg/9.weight": torch.ones(1)}), "'exp_avg/9.weight' is of no"),
-        (lambda t: t.update({"exp_avg/0.bias": torch.ones(1)}), "'exp_avg/0.bias' is"),
+        (lambda t: t.pop("exp_avg/0.weight"), "exp_avg/0.weight does not fit"),
+        (lambda t: t.update({"exp_avg/9.weight": torch.ones(1)}), "exp_avg/9.weight does not fit"),
+        (
+            lambda t: t.update({"exp_avg/0.bias": torch.ones(1)}),
+            "exp_avg/0.bias is torch.float32 (1,)",
+        ),
         (lambda t: t.update({"exp_avg/0.bias": t["exp_avg/0.bias"].double()}), "torch.float64"),
         (lambda t: t.update({k.replace("avg/", "x/"): v.clone() for k, v in t.items()}), "another"),
         (lambda t: t.clear(), "is of another optimizer"),

@@ -16,7 +16,7 @@ from lockstep.recipes.abilities import Reports
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.compute import Compute
-from lockstep.train.restore import check_fits
+from lockstep.train.restore import check_fits, load_model
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 
@@ -52,7 +52,7 @@ def evaluate(
     try:
         model = build_model(task, config, device)
         check_fits(snapshot, model, str(directory.checkpoints))
-        model.load_state_dict(snapshot.model)
+        load_model(snapshot, model)
         found = evaluations(task, config, device, (split,))
         if split not in found:
             raise DataError(f"--split {split}: the task has no such dataset")

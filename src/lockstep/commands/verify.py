@@ -136,7 +136,8 @@ def _first_difference(
         roots.append(path / "checkpoints")
     names = " and ".join(f"{r.launcher} × {r.num_ranks}" for r in runs)
     for step in range(1, runs[0].step + 1):
-        first, second = (checkpoint.read(r / checkpoint.folder_name(step)).model for r in roots)
+        read = [checkpoint.read(r / checkpoint.folder_name(step)) for r in roots]
+        first, second = (snapshot.model | snapshot.buffers for snapshot in read)
         for name, tensor in first.items():
             other = second[name]
             if tensor_digest(name, tensor) != tensor_digest(name, other):

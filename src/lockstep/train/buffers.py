@@ -57,6 +57,7 @@ class ForwardState:
     Attributes:
         flat: those that are averaged, in flat memory.
         num_counters: integer scalars.
+        unsaved: those that the model's `state_dict` leaves out, by name.
     """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
@@ -69,10 +70,14 @@ class ForwardState:
         floats: list[tuple[str, Tensor]] = []
         self._counters: list[Tensor] = []
         self._owners: dict[int, list[_Owner]] = {}
+        self.unsaved: dict[str, Tensor] = {}
+        persistent = model.state_dict().keys()
         for name in names:
             owner = owners[name]
             buffer = owner.module._buffers[owner.key]
             assert buffer is not None
+            if name not in persistent:
+                self.unsaved[name] = buffer
             holders = self._owners.setdefault(id(buffer), [])
             holders.append(owner)
             if len(holders) > 1:  # one buffer of several modules

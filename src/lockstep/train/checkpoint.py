@@ -38,6 +38,8 @@ from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+_BUFFERS = "buffers.safetensors"
+"""There only if there are such buffers."""
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
@@ -47,15 +49,17 @@ class Snapshot:
 
     Attributes:
         step: committed optimizer steps.
-        model: parameters and buffers by name.
-        optimizer: whole-tensor optimizer state by "key/parameter".
+        model: the model's `state_dict`: parameters and buffers by name.
+        optimizer: tensors of the optimizer's state by "key/parameter".
         meta: JSON-able values: config, progress, versions, layout.
+        buffers: those that forward passes change and that `model` leaves out, by name.
     """
 
     step: int
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -100,9 +104,12 @@ def write(
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
+        contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
+        if snapshot.buffers:
+            contents[_BUFFERS] = snapshot.buffers
         files = {
             name: _write_file(temporary / name, _packed(tensors))
-            for name, tensors in ((_MODEL, snapshot.model), (_OPTIMIZER, snapshot.optimizer))
+            for name, tensors in contents.items()
         }
         halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
@@ -128,9 +135,11 @@ def read(folder: Path) -> Snapshot:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    files = {name: _read_verified(folder / name, manifest) for name in (_MODEL, _OPTIMIZER)}
+    names = [_MODEL, _OPTIMIZER, *([_BUFFERS] if _BUFFERS in manifest["files"] else [])]
+    files = {name: _read_verified(folder / name, manifest) for name in names}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta)
+    buffers = files.get(_BUFFERS, {})
+    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta, buffers)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

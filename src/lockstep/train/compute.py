@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, shared
 from lockstep.train.buffers import ForwardState
 from lockstep.train.precision import autocast
 from lockstep.train.task import Loss, Number, Task
@@ -140,7 +140,9 @@ def check_weight(weight: float, step: int) -> None:
         TaskError: the weights of all microbatches add up to zero, a negative number or NaN.
     """
     if not (weight > 0 and math.isfinite(weight)):
-        raise TaskError(
-            f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight must "
-            "be the number of samples (or another positive weight) of the batch"
+        raise shared(
+            TaskError(
+                f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight "
+                "must be the number of samples (or another positive weight) of the batch"
+            )
         )

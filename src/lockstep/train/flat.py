@@ -7,7 +7,7 @@ parameters as always. Offsets depend on the model and the optimizer's groups onl
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,10 +129,10 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
     return sha.digest()
 
 
-def model_digest(model: nn.Module) -> str:
-    """SHA-256 of all parameters and persistent buffers, by sorted name."""
+def model_digest(model: nn.Module, more: Mapping[str, Tensor] | None = None) -> str:
+    """SHA-256 of all parameters, persistent buffers and `more` tensors, by sorted name."""
     sha = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted((model.state_dict() | dict(more or {})).items()):
         sha.update(tensor_digest(name, tensor))
     return sha.hexdigest()
 

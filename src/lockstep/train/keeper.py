@@ -17,10 +17,10 @@ from lockstep.train import checkpoint
 from lockstep.train.events import Resumed, Warned
 from lockstep.train.progress import Progress
 from lockstep.train.replicas import check_replicas
-from lockstep.train.restore import capture, check_fits, restore
+from lockstep.train.restore import capture, check_fits, check_optimizer_fits, restore
 from lockstep.train.resumable import SamplerMeta, check_meta, check_training_state
 from lockstep.train.rundir import RunDirectory
-from lockstep.train.runtime import Runtime, on_first
+from lockstep.train.runtime import Runtime, everywhere, on_first
 from lockstep.train.saver import Saver
 from lockstep.train.setup import Parts
 from lockstep.train.slices import whole_state
@@ -61,11 +61,13 @@ class Keeper:
 
         Raises:
             DivergenceError: the ranks' parameters differ; nothing is written.
+            TaskError: the optimizer has state that cannot be saved; nothing is written.
         """
         if self._saved_step == progress.step:
             return
         started = perf_counter()
         self.check_replicas(progress)
+        self.check_optimizer()
         parts, is_first = self._parts, self._runtime.is_first
         # A whole optimizer is on rank 0 already; slices of one are with everyone.
         if is_first or parts.step.sharded:
@@ -103,7 +105,16 @@ class Keeper:
             DivergenceError: they don't.
         """
         if self._transport.size > 1:
-            check_replicas(self._transport, self._parts.model, progress.step)
+            parts = self._parts
+            check_replicas(self._transport, parts.model, parts.step.state.unsaved, progress.step)
+
+    def check_optimizer(self) -> None:
+        """Make sure that all state of the optimizer can be saved.
+
+        Raises:
+            TaskError: it cannot.
+        """
+        everywhere(self._transport, self._parts.step.stepper.check_state)
 
     def resume(self) -> Progress:
         """Restore the newest valid checkpoint on all ranks, if there is one.
@@ -127,9 +138,8 @@ class Keeper:
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
             self._check_data(data, where)
-            check_training_state(
-                snapshot, self._config, parts.total_steps, parts.step.stepper, where
-            )
+            check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
+            check_optimizer_fits(snapshot, parts.step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             return True
@@ -167,6 +177,7 @@ class Keeper:
                 "data_digest": self._parts.data_digest,
                 "epoch": sampler.epoch(progress.step),
             },
+            "optimizer": self._parts.step.stepper.description,
             "layout": {"world_size": transport.size, "transport": transport.name},
             "versions": {
                 "lockstep": version("lockstep-train"),

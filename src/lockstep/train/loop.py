@@ -8,12 +8,14 @@ from typing import Any
 
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
-from lockstep.errors import ConfigError, TaskFailure
+from lockstep.errors import ConfigError, TaskFailure, shared
 from lockstep.parallel.layout import Range, split
 from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
+from lockstep.train.hints import ignored_methods, mean_loss
 from lockstep.train.keeper import Keeper
+from lockstep.train.optimizer_state import OptimizerState
 from lockstep.train.progress import Progress
 from lockstep.train.recovery import NOWHERE, Origin, find_lead, find_origin
 from lockstep.train.report import Reporter
@@ -21,7 +23,7 @@ from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
 from lockstep.train.setup import assemble
-from lockstep.train.slices import SteppedState, collect
+from lockstep.train.slices import collect
 from lockstep.train.step import StepResult
 from lockstep.train.task import Task
 
@@ -61,9 +63,11 @@ class Trainer:
         self._runtime = runtime
         self._transport = runtime.transport
         if config.min_ranks > self._transport.size and not joins:
-            raise ConfigError(
-                f"min_ranks={config.min_ranks}: is more than the {self._transport.size} ranks "
-                "there are; start more ranks or lower it"
+            raise shared(
+                ConfigError(
+                    f"min_ranks={config.min_ranks}: is more than the {self._transport.size} ranks "
+                    "there are; start more ranks or lower it"
+                )
             )
         self._parts = assemble(task, config, runtime)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
@@ -76,9 +80,12 @@ class Trainer:
         self._stop_reason = ""
         self._failed_step = -1
         self._is_new = joins
+        self._state_checked = False
         self._dealt = (NOWHERE, 0) if joins else (self._transport.rank, self._transport.size)
         if not joins:
             self._reporter.start(self._progress, is_over=self._is_over())
+            if self._progress.step == 0:
+                self._hint(task)
 
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop; through the loss of ranks.
@@ -98,12 +105,22 @@ class Trainer:
             except TaskFailure as failure:
                 self._try_again(failure)
 
+    def _hint(self, task: Task) -> None:
+        """Say what the task probably does not mean."""
+        parts = self._parts
+        means = mean_loss(parts.model, parts.compute, parts.loader)
+        for hint in (*ignored_methods(type(task)), *means):
+            self._runtime.emit(Warned(step=0, message=hint))
+
     def _run(self) -> Finished:
         self._follow_up()
         while not self._is_over():
             progress = self._progress
             result = self._parts.step.run(progress.step, progress.decays, self._batches)
             self._commit(result)
+            if not self._state_checked:
+                self._keeper.check_optimizer()
+                self._state_checked = True
             self._follow_up()
             self._balance(result)
             self._keeper.poll()
@@ -235,13 +252,13 @@ class Trainer:
         self._balancer.restart(ranges)
         self._deal_out(ranges, state)
         self._dealt = (self._transport.rank, self._transport.size)
-        self._is_new = False
+        self._is_new = self._state_checked = False  # newcomers have not checked theirs
         self._keeper.regroup(took_over=origin.former[0] != 0)
         self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
 
-    def _catch_up(self, origin: Origin) -> tuple[bool, SteppedState | None]:
+    def _catch_up(self, origin: Origin) -> tuple[bool, OptimizerState | None]:
         """Bring ranks that are behind, or new, to where the others are.
 
         Returns:
@@ -272,7 +289,7 @@ class Trainer:
             self._commit_evaluation("val", lead.metrics, 0.0)
         return lead.is_ahead, state
 
-    def _deal_out(self, ranges: list[Range], state: SteppedState | None = None) -> None:
+    def _deal_out(self, ranges: list[Range], state: OptimizerState | None = None) -> None:
         """Compute these microbatches from now on."""
         self._parts.step.deal_out(ranges, state)
         self._balancer.use(ranges)
@@ -289,7 +306,7 @@ class Trainer:
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or self._stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(self._stop_reason, 0),
-            params_sha256=model_digest(self._parts.model),
+            params_sha256=model_digest(self._parts.model, self._parts.step.state.unsaved),
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,

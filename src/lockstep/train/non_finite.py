@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.errors import NonFiniteError
+from lockstep.errors import NonFiniteError, shared
 from lockstep.train.flat import FlatTensors
 
 _UNCHANGED = "parameters and checkpoints are as after the step before"
@@ -30,9 +30,11 @@ def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]
         for m, value in found
     ]
     rest = f" and {len(places) - 3} others" if len(places) > 3 else ""
-    return NonFiniteError(
-        f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
-        "set clip_norm, or look at the data of this step"
+    return shared(
+        NonFiniteError(
+            f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
+            "set clip_norm, or look at the data of this step"
+        )
     )
 
 
@@ -51,7 +53,9 @@ def non_finite_gradient(
         entry.name for entry in flat.entries if not flat.view(gradients, entry).isfinite().all()
     ]
     found = sorted({n for part in transport.gather_json(names) for n in part})
-    return NonFiniteError(
-        f"step {step}: the loss is finite, but not the gradient of {', '.join(found[:3])}"
-        f"{' and others' if len(found) > 3 else ''}; {_UNCHANGED}"
+    return shared(
+        NonFiniteError(
+            f"step {step}: the loss is finite, but not the gradient of {', '.join(found[:3])}"
+            f"{' and others' if len(found) > 3 else ''}; {_UNCHANGED}"
+        )
     )

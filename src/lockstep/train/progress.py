@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config import TrainConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, shared
 from lockstep.parsing import as_type
 
 
@@ -110,6 +110,8 @@ class Progress:
 
 def _check_there(key: str, name: str, metrics: dict[str, float]) -> None:
     if name not in metrics:
-        raise ConfigError(
-            f"{key}={name!r}: no such metric; the evaluation has {', '.join(sorted(metrics))}"
+        raise shared(
+            ConfigError(
+                f"{key}={name!r}: no such metric; the evaluation has {', '.join(sorted(metrics))}"
+            )
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
-from lockstep.errors import DivergenceError, TaskError
+from lockstep.errors import DivergenceError, TaskError, shared
 from lockstep.train.flat import model_digest, tensor_digest
 
 
@@ -24,9 +25,11 @@ def check_same(transport: Transport, facts: dict[str, Any]) -> None:
     for name, value in everyone[0].items():
         for rank, theirs in enumerate(everyone):
             if theirs.get(name) != value:
-                raise TaskError(
-                    f"{name}: is {value!r} on rank 0 but {theirs.get(name)!r} on rank {rank}; "
-                    "every rank must run the same script with the same config and data"
+                raise shared(
+                    TaskError(
+                        f"{name}: is {value!r} on rank 0 but {theirs.get(name)!r} on rank {rank}; "
+                        "every rank must run the same script with the same config and data"
+                    )
                 )
 
 
@@ -36,29 +39,41 @@ def check_start(transport: Transport, model: nn.Module) -> None:
     Raises:
         TaskError: on every rank, naming the first tensor and the ranks that differ.
     """
-    found = _first_difference(transport, model.state_dict())
+    found = _first_difference(transport, model.state_dict() | dict(model.named_buffers()))
     if found:
-        raise TaskError(
-            f"build_model: {found} right after it was built; draw all initial values from torch's, "
-            "numpy's or Python's global random state (it is seeded alike on all ranks), never from "
-            "a rank, the time or the system"
+        raise shared(
+            TaskError(
+                f"build_model: {found} right after it was built; draw all initial values from "
+                "torch's, numpy's or Python's global random state (it is seeded alike on all "
+                "ranks), never from a rank, the time or the system"
+            )
         )
 
 
-def check_replicas(transport: Transport, model: nn.Module, step: int) -> None:
+def check_replicas(
+    transport: Transport, model: nn.Module, buffers: Mapping[str, Tensor], step: int
+) -> None:
     """Compare all ranks' parameters and buffers after a step.
+
+    Args:
+        transport: the group of ranks.
+        model: of this rank.
+        buffers: of the model, that its `state_dict` leaves out.
+        step: number of the step.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
     """
-    digests = transport.gather_json(model_digest(model))
+    digests = transport.gather_json(model_digest(model, buffers))
     if all(d == digests[0] for d in digests):
         return
-    found = _first_difference(transport, model.state_dict())
-    raise DivergenceError(
-        f"step {step}: {found}, though all ranks must hold the "
-        "same bits: memory or hardware may be failing, or the task changed parameters outside the "
-        "optimizer; the run stops, earlier checkpoints are untouched"
+    found = _first_difference(transport, model.state_dict() | dict(buffers))
+    raise shared(
+        DivergenceError(
+            f"step {step}: {found}, though all ranks must hold the same bits: memory or hardware "
+            "may be failing, or the task changed parameters outside the optimizer; the run stops, "
+            "earlier checkpoints are untouched"
+        )
     )
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lockstep.comm.transport import Transport
 from lockstep.errors import CheckpointError
 from lockstep.train.checkpoint import Snapshot
+from lockstep.train.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
 from lockstep.train.progress import Progress
-from lockstep.train.slices import SteppedState, whole_state
+from lockstep.train.slices import whole_state
 from lockstep.train.step import Step
 
 
@@ -21,7 +22,7 @@ def capture(
     model: nn.Module,
     progress: Progress,
     meta: dict[str, Any],
-    state: SteppedState,
+    state: OptimizerState,
 ) -> Callable[[], Snapshot]:
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
@@ -32,21 +33,22 @@ def capture(
         meta: what else is to be kept.
         state: of the optimizer, already copied.
     """
-    flats, scalars = state
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+    buffers = {n: t.detach().to("cpu", copy=True) for n, t in step.state.unsaved.items()}
     meta = meta | {
         "progress": progress.to_json(),
         "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
-        "optimizer_scalars": scalars,
+        "optimizer_scalars": state.scalars,
+        "optimizer_shared": state.shared,
     }
 
     def make() -> Snapshot:
         optimizer = {
             f"{key}/{name}": tensor.cpu()
-            for key, segments in flats.items()
+            for key, segments in state.flats.items()
             for name, tensor in step.flat.named(segments).items()
-        }
-        return Snapshot(progress_step, tensors, optimizer, meta)
+        } | {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        return Snapshot(progress_step, tensors, optimizer, meta, buffers)
 
     progress_step = progress.step
     return make
@@ -64,7 +66,12 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
             raise CheckpointError(f"{where}: is of another model: it has no {name}")
         if name not in own:
             raise CheckpointError(f"{where}: is of another model: this one has no {name}")
-        here, there = own[name], snapshot.model[name]
+    buffers = dict(model.named_buffers())
+    for name in snapshot.buffers:
+        if name not in buffers:
+            raise CheckpointError(f"{where}: is of another model: this one has no {name}")
+    for name, there in (snapshot.model | snapshot.buffers).items():
+        here = own[name] if name in own else buffers[name]
         if (here.shape, here.dtype) != (there.shape, there.dtype):
             raise CheckpointError(
                 f"{where}: is of another model: {name} is {there.dtype} {tuple(there.shape)} "
@@ -72,11 +79,52 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
             )
 
 
+def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
+    """Refuse a snapshot of another optimizer; old ones do not say all of theirs.
+
+    Raises:
+        CheckpointError: names the first thing that differs.
+    """
+    here, there = step.stepper.description, snapshot.meta.get("optimizer", {})
+    for name in [n for n in (there | here) if there]:
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
+                f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
+            )
+    entries = {e.name: e for e in step.flat.entries}
+    found = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
+    if step.stepper.elementwise:
+        wanted = {(key, name) for key, _ in found for name in entries}
+    else:
+        scalars = snapshot.meta["optimizer_scalars"]
+        wanted = {(k, n) for n, kept in scalars.items() for k, v in kept.items() if v == TENSOR}
+    for key, name in [*found, *wanted]:
+        tensor = found.get((key, name))
+        if tensor is None or name not in entries:
+            raise CheckpointError(f"{where}: is damaged: optimizer state {key}/{name} does not fit")
+        shape, dtype = entries[name].shape, step.flat.segments[entries[name].segment].dtype
+        if step.stepper.elementwise and (tensor.shape, tensor.dtype) != (shape, dtype):
+            raise CheckpointError(
+                f"{where}: is damaged: optimizer state {key}/{name} is {tensor.dtype} "
+                f"{tuple(tensor.shape)}, must be {dtype} {tuple(shape)}"
+            )
+
+
+def load_model(snapshot: Snapshot, model: nn.Module) -> None:
+    """Load a snapshot that fits into a model."""
+    model.load_state_dict(snapshot.model)
+    buffers = dict(model.named_buffers())
+    for name, tensor in snapshot.buffers.items():
+        buffers[name].copy_(tensor)
+
+
 class Received(NamedTuple):
-    """A snapshot on its way into use: the model's tensors, flat optimizer state, and the rest."""
+    """A snapshot on its way into use: tensors of the model, state of the optimizer, the rest."""
 
     model: dict[str, Tensor]
-    flats: dict[str, list[Tensor]]
+    buffers: dict[str, Tensor]
+    optimizer: OptimizerState
     meta: dict[str, Any]
 
 
@@ -100,7 +148,9 @@ def receive(
     received = _receive(snapshot, step, model, transport, root)
     transport.agree()
     model.load_state_dict(received.model)
-    step.stepper.load_state(received.flats, received.meta["optimizer_scalars"])
+    for name, buffer in step.state.unsaved.items():
+        buffer.copy_(received.buffers[name])
+    step.stepper.load_state(received.optimizer)
     step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
     step.state.mark()
     return received.meta
@@ -123,7 +173,8 @@ def copy_state(
     """
     snapshot = None
     if transport.rank == root:
-        state = SteppedState({}, {}) if step.sharded else whole_state(transport, step)
+        nothing = OptimizerState({}, {}, {}, {})
+        state = nothing if step.sharded else whole_state(transport, step)
         snapshot = capture(step, model, progress, meta, state)()
     return receive(snapshot, step, model, transport, root)
 
@@ -132,21 +183,29 @@ def _receive(
     snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int
 ) -> Received:
     tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
-    for name, tensor in tensors.items():
-        if snapshot is not None:
-            tensor.copy_(snapshot.model[name])
+    buffers = {name: own.clone() for name, own in step.state.unsaved.items()}
+    sources = snapshot.model | snapshot.buffers if snapshot else {}
+    for name, tensor in (tensors | buffers).items():
+        tensor.copy_(sources.get(name, tensor))
         _broadcast(transport, tensor, root)
-    meta: dict[str, Any] = transport.gather_json(snapshot.meta if snapshot else None)[root]
-    keys = sorted({n.partition("/")[0] for n in snapshot.optimizer}) if snapshot else []
-    flats = {}
-    for key in transport.gather_json(keys)[root]:
-        flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
-        if snapshot is not None:
-            for name, view in step.flat.named(flats[key]).items():
-                view.copy_(snapshot.optimizer[f"{key}/{name}"])
-        for flat in flats[key]:
-            _broadcast(transport, flat, root)
-    return Received(tensors, flats, meta)
+    saved = snapshot.optimizer if snapshot else {}
+    layout = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in saved.items()}
+    meta, layout = transport.gather_json([snapshot.meta if snapshot else {}, layout])[root]
+    state = OptimizerState({}, {}, meta["optimizer_scalars"], meta.get("optimizer_shared", {}))
+    if step.stepper.elementwise:
+        for key in sorted({name.partition("/")[0] for name in layout}):
+            flats = state.flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
+            for name, view in step.flat.named(flats).items() if saved else ():
+                view.copy_(saved[f"{key}/{name}"])
+            for flat in flats:
+                _broadcast(transport, flat, root)
+    else:
+        for name, (dtype, shape) in layout.items():
+            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=step.flat.flats[0].device)
+            tensor.copy_(saved.get(name, tensor))
+            _broadcast(transport, tensor, root)
+            state.tensors[name] = tensor
+    return Received(tensors, buffers, state, meta)
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:

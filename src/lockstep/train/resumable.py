@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.parsing import as_type, shown
 from lockstep.train.checkpoint import Snapshot
-from lockstep.train.flat import FlatTensors
-from lockstep.train.optimizer import ELEMENTWISE, Stepper
+from lockstep.train.optimizer import ELEMENTWISE
+from lockstep.train.optimizer_state import TENSOR, from_json, to_json
 from lockstep.train.precision import LossScale
 from lockstep.train.progress import Progress
+from lockstep.train.step import Step
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def check_training_state(
     snapshot: Snapshot,
     config: TrainConfig,
     total_steps: int,
-    stepper: Stepper,
+    step: Step,
     where: str,
 ) -> None:
     """Refuse a snapshot whose progress, loss scale or optimizer state cannot be this run's.
@@ -69,7 +70,7 @@ def check_training_state(
         snapshot: whose model fits, see `restore.check_fits`.
         config: of the run.
         total_steps: of the run.
-        stepper: of the run.
+        step: of the run.
         where: what errors call the snapshot.
 
     Raises:
@@ -85,14 +86,17 @@ def check_training_state(
             f"{where}: is damaged: progress.finished={shown(progress.finished)}: nothing else in "
             "it says that the run is over"
         )
+    description = snapshot.meta.get("optimizer", {})
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{where}: is damaged: optimizer={shown(description)}: no object")
     scale = LossScale(config.precision)
     problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
-    problem = problem or _tensors_problem(snapshot, stepper.flat)
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
+    problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
-    if stepper.elementwise and type(stepper.optimizer) in ELEMENTWISE:
-        _check_layout(snapshot, stepper, scale, where)
+    if step.stepper.elementwise and type(step.stepper.optimizer) in ELEMENTWISE:
+        _check_layout(snapshot, step, where)
 
 
 def _part(snapshot: Snapshot, key: str, kind: Any, where: str) -> Any:
@@ -115,78 +119,88 @@ def _loss_scale_problem(found: Any, scale: LossScale, config: TrainConfig) -> st
     return "" if fits else f"loss_scale={found}: cannot be that of {config.precision.dtype}"
 
 
-def _tensors_problem(snapshot: Snapshot, flat: FlatTensors) -> str:
-    """What is wrong with the optimizer's tensors: there must be one for each parameter."""
-    parameters = flat.named(flat.flats)
-    keys = {name.partition("/")[0] for name in snapshot.optimizer}
-    wanted = {f"{key}/{name}": p for key in sorted(keys) for name, p in parameters.items()}
-    for name in dict.fromkeys([*wanted, *snapshot.optimizer]):
-        if name not in snapshot.optimizer:
-            return f"optimizer.safetensors: has no {shown(name)}"
-        if name not in wanted:
-            return f"optimizer.safetensors: {shown(name)} is of no parameter that is trained"
-        there, here = snapshot.optimizer[name], wanted[name]
-        if (there.shape, there.dtype) != (here.shape, here.dtype):
-            return (
-                f"optimizer.safetensors: {shown(name)} is {there.dtype} {tuple(there.shape)}, its "
-                f"parameter {here.dtype} {tuple(here.shape)}"
-            )
-    return ""
-
-
 def _scalars_problem(found: Any) -> str:
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
         return f"optimizer_scalars={shown(found)}: must be objects by name"
     for owner, values in found.items():
         for key, value in values.items():
             place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
-            if isinstance(value, list) or (isinstance(value, dict) and not _is_tensor(value)):
-                return f"{place}: must be a number, a text or a tensor of one element"
-            number = value["value"] if isinstance(value, dict) else value
-            if key == "step" and not _is_count(number):
+            if value != TENSOR and not _is_state(value):
+                return f"{place}: is no value of an optimizer's state"
+            if key == "step" and not _is_count(_number(value)):
                 return f"{place}: must be a whole number, 0 or more"
     return ""
 
 
-def _is_tensor(value: dict[str, Any]) -> bool:
-    """Whether this is how a tensor of one element is written."""
-    name, number = value.get("dtype"), value.get("value")
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if value.keys() != {"dtype", "value"} or not isinstance(dtype, torch.dtype):
-        return False
-    if not isinstance(number, (bool, int, float)):
-        return False
+def _shared_problem(found: Any) -> str:
     try:
-        there = torch.tensor(number, dtype=dtype).item()
-    except (RuntimeError, ValueError, OverflowError, TypeError):
+        states = as_type(dict[str, _Shared], found)
+    except ValueError as error:
+        return f"optimizer_shared: {error}"
+    for path, state in states.items():
+        for values in (*state.groups, state.attributes, state.state):
+            wrong = next((k for k, v in (values or {}).items() if not _is_state(v)), None)
+            if wrong is not None:
+                return f"optimizer_shared.{shown(path)}: {shown(wrong)} is no value of such state"
+    return ""
+
+
+@dataclass
+class _Shared:
+    """What `SharedState.values` gives."""
+
+    groups: list[dict[str, Any] | None]
+    attributes: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (any(self.groups) or self.attributes or self.state)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether `optimizer_state.from_json` can make something of it that says the same."""
+    try:
+        made = from_json(value, torch.device("cpu"))
+        return bool(to_json(made) == value or made != made)
+    except (LockstepError, ArithmeticError, RuntimeError, TypeError, ValueError):
         return False
-    return there == number or number != number
+
+
+def _number(value: Any) -> Any:
+    return value.get("value") if isinstance(value, dict) else value
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value < 2**53 and value == int(value)
 
 
-def _check_layout(snapshot: Snapshot, stepper: Stepper, scale: LossScale, where: str) -> None:
+def _check_layout(snapshot: Snapshot, step: Step, where: str) -> None:
     """One of torch's own optimizers keeps the same state from its first step on."""
+    scalars = snapshot.meta["optimizer_scalars"]
+    scale = step.loss_scale
     found = _Layout(
         {name.partition("/")[0] for name in snapshot.optimizer},
-        {
-            owner: {k: v["dtype"] if isinstance(v, dict) else "" for k, v in values.items()}
-            for owner, values in snapshot.meta["optimizer_scalars"].items()
-        },
+        {owner: {k: _kind(v) for k, v in values.items()} for owner, values in scalars.items()},
     )
     if found == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
         return  # no step so far, or all of them were skipped
-    own = _layout(stepper)
+    own = _layout(step)
+    if not any(_TENSOR in values.values() for values in found.scalars.values()):
+        own = own.without_tensors()  # as earlier versions wrote it
     if found != own:
         raise CheckpointError(
             f"{where}: is of another optimizer: it has {found}, this "
-            f"{type(stepper.optimizer).__name__} keeps {own}"
+            f"{type(step.stepper.optimizer).__name__} keeps {own}"
         )
-    for owner, values in snapshot.meta["optimizer_scalars"].items():
-        count = values.get("step", snapshot.step)
-        count = count["value"] if isinstance(count, dict) else count
+    for path, state in snapshot.meta.get("optimizer_shared", {}).items():
+        if path or not _Shared(**state).is_empty:
+            raise CheckpointError(
+                f"{where}: is of another optimizer: optimizer_shared.{shown(path)}="
+                f"{shown(state)}, which torch's own do not have"
+            )
+    for owner, values in scalars.items():
+        count = _number(values.get("step", snapshot.step))
         if count > snapshot.step or (count < snapshot.step and not scale.enabled):
             raise CheckpointError(
                 f"{where}: is damaged: optimizer_scalars.{owner}.step={count}: the checkpoint is "
@@ -195,7 +209,7 @@ def _check_layout(snapshot: Snapshot, stepper: Stepper, scale: LossScale, where:
 
 
 class _Layout(NamedTuple):
-    """What an optimizer keeps: whole tensors by key; all else by group and key, with its dtype."""
+    """What an optimizer keeps: whole tensors by key; by group, each key with its dtype."""
 
     tensors: set[str]
     scalars: dict[str, dict[str, str]]
@@ -204,10 +218,18 @@ class _Layout(NamedTuple):
         groups = [f"{', '.join(sorted(keys))} of group {g}" for g, keys in self.scalars.items()]
         return "; ".join(filter(None, [", ".join(sorted(self.tensors)), *groups])) or "no state"
 
+    def without_tensors(self) -> _Layout:
+        """As it was written before scalars told which tensors there are."""
+        kept = {
+            group: {k: v for k, v in values.items() if v != _TENSOR}
+            for group, values in self.scalars.items()
+        }
+        return _Layout(self.tensors, {group: values for group, values in kept.items() if values})
 
-def _layout(stepper: Stepper) -> _Layout:
+
+def _layout(step: Step) -> _Layout:
     """Found by stepping a small optimizer of the same kind."""
-    own, flat = stepper.optimizer, stepper.flat
+    own, flat = step.stepper.optimizer, step.flat
     layout = _Layout(set(), {})
     for piece in flat.pieces:
         parameter = nn.Parameter(torch.zeros_like(flat.flats[piece.segment][:2]))
@@ -217,9 +239,20 @@ def _layout(stepper: Stepper) -> _Layout:
         trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
         trial.step()
         for key, value in trial.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim():
+            is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+            if is_whole:
                 layout.tensors.add(key)
-            else:
-                dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
-                layout.scalars.setdefault(str(piece.group), {})[key] = dtype
+            kind = _TENSOR if is_whole else _kind(to_json(value))
+            layout.scalars.setdefault(str(piece.group), {})[key] = kind
     return layout
+
+
+_TENSOR = "tensor"
+
+
+def _kind(value: Any) -> str:
+    return _TENSOR if value == TENSOR else str(_fields(value).get("dtype", ""))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

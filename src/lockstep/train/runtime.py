@@ -14,7 +14,7 @@ import torch
 
 from lockstep import errors
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.errors import LockstepError, RankFailure, TaskFailure
+from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared
 from lockstep.train.events import Emit, Event
 from lockstep.train.faults import At, nothing
 
@@ -124,7 +124,6 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
 
 
 def _error(kind: str, message: str) -> LockstepError:
-    """The error of a kind, by its class's name."""
-    found = getattr(errors, kind, LockstepError)
-    error: LockstepError = found(message)
-    return error
+    """The error of a kind, by its class's name, on all ranks."""
+    found: type[LockstepError] = getattr(errors, kind, LockstepError)
+    return shared(found(message))

@@ -59,7 +59,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     transport = runtime.transport
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
-    flat = FlatTensors(_groups(model, optimizer), "parameter")
+    flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     first = everywhere(transport, lambda: loader.microbatch(0, 0))
     data_digest = batch_digest(first)
@@ -77,8 +77,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
+    check_same(transport, step.stepper.description)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    check_judged(config, splits)
+    everywhere(transport, lambda: check_judged(config, splits))
     return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
 
 

@@ -7,28 +7,15 @@ gradient to the same bits. So a slice is lost only if its owner and the next ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.errors import RankFailure
+from lockstep.errors import RankFailure, TaskError, shared
 from lockstep.parallel.arena import slice_up
-from lockstep.train.optimizer import Scalars
+from lockstep.train.optimizer_state import OptimizerState, Scalars
 from lockstep.train.step import Step
-
-
-class SteppedState(NamedTuple):
-    """An optimizer's whole state.
-
-    Attributes:
-        flats: by key, laid out as the parameters.
-        scalars: all else.
-    """
-
-    flats: dict[str, list[Tensor]]
-    scalars: Scalars
 
 
 def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[int]:
@@ -57,7 +44,7 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
 
 def collect(
     transport: Transport, step: Step, members: Sequence[int], num_members: int
-) -> SteppedState:
+) -> OptimizerState:
     """Put together all parameters, in place, and all optimizer state; a collective.
 
     A broadcast that is interrupted leaves a holder's slice as it was: who receives what it holds
@@ -77,36 +64,60 @@ def collect(
     """
     roots = holders(num_members, members, step.with_buddy)
     slices = slice_up(step.flat.segments, num_members)
-    flats = _own_flats(transport, step)
-    for segments in [step.flat.flats, *flats.values()]:
+    state = _joined(transport, step)
+    for segments in [step.flat.flats, *state.flats.values()]:
         for flat, parts in zip(segments, slices, strict=True):
             for part, root in zip(parts, roots, strict=True):
                 if len(part):
                     transport.broadcast(flat[part.first : part.last], root)
-    return SteppedState(flats, _all_scalars(transport, step))
+    return state
 
 
-def whole_state(transport: Transport, step: Step) -> SteppedState:
+def whole_state(transport: Transport, step: Step) -> OptimizerState:
     """Copies of the state of an optimizer; a collective if it is sharded."""
     if not step.sharded:
-        return SteppedState(step.stepper.state_flats(), step.stepper.state_scalars())
-    flats = _own_flats(transport, step)
-    for segments in flats.values():
+        return step.stepper.state()
+    state = _joined(transport, step)
+    for segments in state.flats.values():
         for segment, flat in enumerate(segments):
             step.share.reduction.gather(segment, flat)
-    return SteppedState(flats, _all_scalars(transport, step))
+    return state
 
 
-def _own_flats(transport: Transport, step: Step) -> dict[str, list[Tensor]]:
-    """This rank's part of the state; zeros for keys that others alone have."""
-    mine = step.stepper.state_flats()
-    keys = sorted({key for keys in transport.gather_json(sorted(mine)) for key in keys})
-    return {k: mine.get(k) or [torch.zeros_like(f) for f in step.flat.flats] for k in keys}
-
-
-def _all_scalars(transport: Transport, step: Step) -> Scalars:
-    # A slice need not hold a piece of every group.
+def _joined(transport: Transport, step: Step) -> OptimizerState:
+    """All ranks' state, but for the flats: of these the part of this rank."""
+    mine = step.stepper.state()
+    found = transport.gather_json([sorted(mine.flats), mine.scalars, mine.shared])
+    flats: dict[str, list[torch.Tensor]] = {}
     scalars: Scalars = {}
-    for theirs in transport.gather_json(step.stepper.state_scalars()):
+    for key in sorted({key for keys, _, _ in found for key in keys}):
+        flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in step.flat.flats]
+    for _, theirs, _ in found:
+        # A slice need not hold a piece of every group.
         scalars |= theirs
-    return scalars
+    return OptimizerState(flats, {}, scalars, _shared([theirs for _, _, theirs in found]))
+
+
+def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks agree on; a rank says nothing of groups that it holds no piece of.
+
+    Raises:
+        TaskError: on every rank, if they do not agree.
+    """
+    merged = everyone[0]
+    for theirs in everyone[1:]:
+        for path, values in theirs.items():
+            known = merged[path]
+            pairs = list(zip(known["groups"], values["groups"], strict=True))
+            own = {k: v for k, v in values.items() if k != "groups"}
+            if any(a is not None and b is not None and a != b for a, b in pairs) or (
+                any(b is not None for _, b in pairs) and any(known[k] != v for k, v in own.items())
+            ):
+                raise shared(
+                    TaskError(
+                        "optimizer.sharded=true: the optimizer keeps numbers that depend on the "
+                        "slice it steps, so it is not element-wise; set optimizer.sharded=false"
+                    )
+                )
+            known["groups"] = [b if a is None else a for a, b in pairs]
+    return merged

@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 
 from lockstep.config import TrainConfig
+from lockstep.data.random import Stream, random_key
 from lockstep.parallel.layout import Range
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
 from lockstep.train.flat import FlatTensors
 from lockstep.train.non_finite import non_finite_gradient, non_finite_loss
-from lockstep.train.optimizer import Scalars, Stepper
+from lockstep.train.optimizer_state import OptimizerState
 from lockstep.train.precision import LossScale
 from lockstep.train.runtime import Raised, Runtime, shared_error
 from lockstep.train.schedule import lr_factor
 from lockstep.train.share import Share
+from lockstep.train.stepper import Stepper
 from lockstep.train.timing import Stopwatch
 
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
@@ -103,7 +105,9 @@ class Step:
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
         self._summed: Summed | None = None
         self.share = self._lay_out(ranges)
-        self.stepper = Stepper(optimizer, flat, self.share.gradients, self.share.owned)
+        self.stepper = Stepper(
+            optimizer, flat, self.share.gradients, self.share.owned, self.sharded
+        )
 
     def give_up(self) -> None:
         """Forget what an interrupted step has changed beside the committed state.
@@ -117,7 +121,7 @@ class Step:
     def deal_out(
         self,
         ranges: Sequence[Range],
-        state: tuple[dict[str, list[Tensor]], Scalars] | None = None,
+        state: OptimizerState | None = None,
     ) -> None:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
 
@@ -129,7 +133,7 @@ class Step:
         self.share = self._lay_out(ranges)
         if state is not None:
             self.stepper.own(self.share.owned)
-            self.stepper.load_state(*state)
+            self.stepper.load_state(state)
         self.stepper.bind(self.share.gradients)
 
     def _lay_out(self, ranges: Sequence[Range]) -> Share:
@@ -266,7 +270,8 @@ class Step:
                 unit *= config.clip_norm / (norm + 1e-6)
             for gradient in self.share.own_gradients:
                 gradient.mul_(unit)
-            self.stepper.step(factor)
+            key = random_key(config.seed, Stream.OPTIMIZER, step) if self.stepper.may_draw else 0
+            self.stepper.step(factor, key)
             self._commit_buffers(weight, summed.headers)
         self.share.keep_aside()
         summed.result = StepResult(
