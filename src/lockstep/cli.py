@@ -90,7 +90,10 @@ def resume(
     launcher: LauncherOption = None,
     replace: Replace = 0,
 ) -> None:
-    """Go on with a run from its newest valid checkpoint, on any number of ranks."""
+    """Go on with a run from its newest valid checkpoint, on any number of ranks.
+
+    This runs the code that run.json in the directory names as target.
+    """
     _exit(train_command.resume(run_dir, overrides or [], ranks, launcher, replace))
 
 
@@ -103,7 +106,10 @@ def evaluate(
         Path | None, typer.Option("--report", help="A folder for tables and pictures.")
     ] = None,
 ) -> None:
-    """Evaluate a checkpoint of a run on a split."""
+    """Evaluate a checkpoint of a run on a split.
+
+    This runs the code that run.json in the directory names as target.
+    """
     for line in evaluate_command.lines(run_dir, split, checkpoint, report):
         print(line)
 
@@ -114,7 +120,10 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where to write.")],
     checkpoint: Checkpoint = "latest",
 ) -> None:
-    """Write a trained model for programs without Lockstep."""
+    """Write a trained model for programs without Lockstep.
+
+    This runs the code that run.json in the directory names as target.
+    """
     for line in export_command.export(run_dir, folder, checkpoint):
         print(line)
 

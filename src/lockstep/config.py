@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.config import JsonDict
 
 from lockstep.errors import ConfigError
+from lockstep.files import read_text
+from lockstep.parsing import parse_yaml, shown
 
 NO_OUTCOME: JsonDict = {"outcome": False}
 """Marks a field that cannot change the final parameters; it is left out of the hash."""
@@ -213,11 +215,13 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{source}: {item!r} is not of the form key=value")
+            raise ConfigError(f"{source}: {shown(item)} is not of the form key=value")
         try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:  # a ValueError for an impossible date
-            raise ConfigError(f"{source}: {key}: {text!r} is not a YAML value") from error
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"{source}: {shown(key)[1:-1]}: {shown(text)} is not a YAML value: {error}"
+            ) from None
         _set(data, key, value, type(config), source)
     return build(type(config), data, source)
 
@@ -229,11 +233,11 @@ def load(kind: type[AnySection], path: Path) -> AnySection:
         ConfigError: the file cannot be read, is not YAML, or does not fit `kind`.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(read_text(path, follow_links=True))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError for an impossible date
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
     if data is None:
         data = {}
     if not isinstance(data, dict):
@@ -274,7 +278,7 @@ def _explain(kind: type[Section], error: Any, source: str) -> str:
         return f"{source}: {message}"
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
         return f"{source}: {key}: {message}"
-    return f"{source}: {key}={error['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{source}: {key}={shown(error['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _unknown_key(kind: type[Section], key: str) -> str:
@@ -284,7 +288,7 @@ def _unknown_key(kind: type[Section], key: str) -> str:
     nearest = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0)
     nearest = nearest or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"unknown key {key!r}{hint}"
+    return f"unknown key {shown(key)}{hint}"
 
 
 def _keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
@@ -306,5 +310,5 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
         raise ConfigError(f"{source}: {_unknown_key(kind, key)}")
     if isinstance(target[leaf], dict) and not isinstance(value, dict):
         inner = ", ".join(f"{key}.{name}" for name in target[leaf])
-        raise ConfigError(f"{source}: {key}={value!r}: {key} is a section; set one of {inner}")
+        raise ConfigError(f"{source}: {key}={shown(value)}: {key} is a section; set one of {inner}")
     target[leaf] = value

@@ -255,11 +255,14 @@ def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
     read(folder)
 
 
-@pytest.mark.parametrize("text", ["[]", "[1, 2]", "3", "null", '"text"', "{}", "{", "", "\0"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "1" * 5000, "[]", "[1, 2]", "3", "null", '"text"', "{}", "{", "", "\0"]
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
     folder = saved(tmp_path)
     (folder / "manifest.json").write_text(text, encoding="utf-8")
-    assert refused(folder) == f"{folder}/manifest.json: is damaged: not a checkpoint's manifest"
+    message = f"{folder}/manifest.json: is damaged: not a checkpoint's manifest: "
+    assert refused(folder).startswith(message)
 
 
 def test_a_newer_format_is_refused_with_advice(tmp_path: Path) -> None:
@@ -427,6 +430,7 @@ def test_leftovers_of_a_killed_process_are_in_nobodys_way(tmp_path: Path) -> Non
     (leftover / "model.safetensors").write_bytes(b"half")
     folder = saved(tmp_path)
     assert read(folder).step == 100
+    prune(tmp_path, keep=1)
     assert not leftover.exists()
 
 

@@ -172,7 +172,7 @@ def test_a_refused_run_holds_no_claim(tmp_path: Path, why: str) -> None:
     if why == "identity":
         (tmp_path / "run.json").write_text("{", encoding="utf-8")
     kept = RunDirectory(tmp_path)
-    with pytest.raises(RunDirectoryError, match=r"choose|--resume|cannot be read"):
+    with pytest.raises(RunDirectoryError, match=r"choose|--resume|is damaged"):
         kept.open(
             config,
             identity(config, task="weather" if why == "task" else "digits"),
@@ -219,14 +219,26 @@ def test_a_folder_where_a_file_should_be_is_refused_by_its_name(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "3", "null", "{}", '{"task": "digits"}', '{"overrides": 3}', "\x00"]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"task": "digits"}',
+        '{"overrides": 3}',
+        "\x00",
+        "[" * 100_000,
+    ],
 )
 def test_a_damaged_identity_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
     used(tmp_path)
     (tmp_path / "run.json").write_text(text, encoding="utf-8")
-    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: cannot be read: ")
+    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: is damaged: ")
     (tmp_path / "run.json").write_bytes(b"\xff\xfe")
-    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: cannot be read: ")
+    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: is damaged: ")
 
 
 def test_an_identity_is_plain_json(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep.commands.target import make_task, task_class
+from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
@@ -39,7 +39,7 @@ def evaluate(
         LockstepError: there is no such run, checkpoint or split.
     """
     directory = RunDirectory(run_dir)
-    kind = task_class(directory.identity().target)
+    kind = task_class(trusted_target(directory))
     config = load(kind.Config, run_dir / "config.yaml")
     environment = detect(os.environ)
     set_threads(config.threads, environment)

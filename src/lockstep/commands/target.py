@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
+from lockstep.train.rundir import RunDirectory
 from lockstep.train.task import Task, with_config
 
 
@@ -27,9 +30,12 @@ def script_path(target: str) -> Path:
         ConfigError: there is no such file.
     """
     path = Path(target.rpartition(":")[0] if not is_script(target) else target)
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
-    return path.resolve()
+    try:
+        if path.is_file():
+            return path.resolve()
+    except (OSError, ValueError):  # too long, with a NUL, or not in the system's encoding
+        pass
+    raise ConfigError(f"{shown(str(path))[1:-1]}: there is no such file")
 
 
 def absolute(target: str) -> str:
@@ -38,6 +44,32 @@ def absolute(target: str) -> str:
         return str(script_path(target))
     if ".py:" in target:
         return f"{script_path(target)}:{target.rpartition(':')[2]}"
+    return target
+
+
+def trusted_target(directory: RunDirectory) -> str:
+    """The target that a run directory names, whose code will run as the current user's.
+
+    Raises:
+        RunDirectoryError: the directory names none; the file lies in the directory, so whoever
+            made that has also written the code; or it belongs to someone else.
+    """
+    target = directory.identity().target
+    if ".py" not in target:
+        return target
+    path = script_path(target)
+    origin = f"{directory.path / 'run.json'}: target={shown(target)}: its code would be run"
+    if path.is_relative_to(directory.path.resolve()):
+        raise RunDirectoryError(
+            f"{origin}, but it lies in the run directory; read it, move it elsewhere, and name "
+            "that path in run.json"
+        )
+    owner = path.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise RunDirectoryError(
+            f"{origin}, but it belongs to another user (number {owner}); read it, copy it to a "
+            "file of your own, and name that path in run.json"
+        )
     return target
 
 

@@ -98,6 +98,15 @@ class Loader:
         request = self._request(step, microbatch)
         return None if request is None else to_device(self._fetcher[request], self._device)
 
+    def halved(self, step: int, microbatch: int) -> Iterator[Batch]:
+        """A microbatch and its two halves, fetched now; nothing if it cannot be halved."""
+        request = self._request(step, microbatch)
+        if request is None or len(request.indices) < 2:
+            return
+        for indices in (request.indices, *request.indices.tensor_split(2)):
+            batch = self._fetcher[Request(request.key, indices)]
+            yield to_device(batch, self._device)
+
     def stream(
         self, microbatches: Range, first_step: int, last_step: int
     ) -> Iterator[tuple[int, int, Batch]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
+from lockstep.files import open_regular
 from lockstep.launch.job import GRACE_S, Job
 from lockstep.launch.ranks import RankCommand
 from lockstep.launch.signals import PREEMPTED
@@ -165,7 +166,7 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 def _opened(log: Path) -> IO[bytes]:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return log.open("ab")
+        return os.fdopen(open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
     except OSError as error:
         raise RunDirectoryError(
             f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"

@@ -6,17 +6,18 @@ A resumed run goes on in the same file, so it also tells the story of interrupti
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from lockstep.errors import RunDirectoryError
+from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.observe.files import AppendFile, end_of_rows, opening
 from lockstep.observe.rows import dumps, event_from_row, row_of
 from lockstep.observe.sink import Sink
+from lockstep.parsing import parse_object, shown
 from lockstep.train.events import Event, RunStarted
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
@@ -33,6 +34,8 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """Events that come again when work is done again after a fault, and, beside the step, the fields
 that tell one from another."""
+
+_ADVICE = "remove the line, or move the file away: the run can go on without it"
 
 _NUM_KEYS = 256
 _TAIL_BYTES = 1 << 18
@@ -85,10 +88,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with open_to_read(path) as file:
+            return [
+                _parse(line, f"{path}: line {number}")
+                for number, line in enumerate(_whole_lines(file, path), 1)
+            ]
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return [_parse(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
 
 
 def end_of_events(path: Path) -> int:
@@ -129,26 +135,35 @@ def follow_events(
 
 def _lines_from(path: Path, start: int) -> Iterator[bytes]:
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             file.seek(start)
-            # A torn line is read anew next time: its writer may die, and the next one cut it.
-            yield from (line for line in file if line.endswith(b"\n"))
+            yield from _whole_lines(file, path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    # A torn line is read anew next time: its writer may die, and the next one cut it.
+    while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
+        yield line
+    if len(line) == MAX_TEXT_BYTES:
+        raise RunDirectoryError(
+            f"{path}: is damaged: a line of more than {MAX_TEXT_BYTES:,} bytes; {_ADVICE}"
+        )
+
+
 def _key(kind: str, values: Mapping[str, Any]) -> _Key | None:
     fields = _IDENTITY.get(kind)
-    return None if fields is None else (kind, values["step"], *(values[f] for f in fields))
+    return None if fields is None else (kind, values["step"], *(values.get(f) for f in fields))
 
 
 def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
     """The keys of the rows since the start of the present sitting."""
     keys: list[_Key] = []
     for row in rows:
-        if row["event"] == "RunStarted" and not row["continued"]:
+        if row["event"] == "RunStarted" and not row.get("continued"):
             keys.clear()
         key = _key(row["event"], row)
         if key is not None:
@@ -166,9 +181,12 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_object(line)
     except ValueError as error:
-        raise RunDirectoryError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RunDirectoryError(f"{where}: is not a JSON object")
+        raise RunDirectoryError(f"{where}: is not JSON: {error}; {_ADVICE}") from None
+    for key, kind in (("event", str), ("step", int)):
+        if not isinstance(row.get(key), kind):
+            raise RunDirectoryError(
+                f"{where}: is not an event: {key}={shown(row.get(key))}; {_ADVICE}"
+            )
     return row

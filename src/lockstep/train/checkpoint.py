@@ -27,12 +27,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.files import (
+    open_to_read,
+    read_bytes,
+    read_text,
+    replacing,
+    sync_folder,
+    temporary_beside,
+)
+from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 _BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
 """There only if there are such tensors."""
-_FOLDER = re.compile(r"step_(\d{8,20})")
+_FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 
 @dataclass
@@ -54,6 +63,23 @@ class Snapshot:
     meta: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     task: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Size:
+    """What a manifest says of a file."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass
+class _Body:
+    """What every manifest has."""
+
+    format: int
+    step: int
+    files: dict[str, _Size]
 
 
 def folder_name(step: int) -> str:
@@ -78,8 +104,7 @@ def write(
         OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
     """
     final = root / folder_name(snapshot.step)
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
         contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
@@ -96,9 +121,9 @@ def write(
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
         _write_file(temporary / _MANIFEST, text)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         _rename_over(temporary, final)
-        _sync_folder(root)
+        sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -134,12 +159,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / _MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest = parse_object(read_bytes(path))
         digest = manifest.pop("sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest: {error}") from None
+    except KeyError:
+        raise CheckpointError(
+            f"{path}: is damaged: not a checkpoint's manifest: has no sha256"
+        ) from None
     if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format={manifest['format']} is newer than this library reads ({FORMAT}); "
@@ -147,9 +176,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if digest != _json_digest(manifest):
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
-    for key, kind in (("format", int), ("step", int), ("files", dict)):
-        if not isinstance(manifest.get(key), kind):
-            raise CheckpointError(f"{path}: is damaged: {key}={manifest.get(key)!r}")
+    try:
+        as_type(
+            _Body, {key: manifest[key] for key in _Body.__dataclass_fields__ if key in manifest}
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+    if folder.name != folder_name(manifest["step"]):
+        raise CheckpointError(
+            f"{path}: is damaged: step={manifest['step']}: the folder is called {folder.name}"
+        )
     return {"sha256": digest, **manifest}
 
 
@@ -185,15 +221,14 @@ def set_aside(root: Path, newer_than: Path) -> None:
 
 def write_hint(root: Path, name: str, folder: str) -> None:
     """Make `root/name` say `folder`."""
-    temporary = root / f".{name}.{os.getpid()}.tmp"
-    temporary.write_text(folder + "\n", encoding="utf-8")
-    temporary.replace(root / name)
+    with replacing(root / name) as file:
+        file.write(folder + "\n")
 
 
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
     try:
-        folder = (root / name).read_text(encoding="utf-8").strip()
+        folder = read_text(root / name, limit=100).strip()
     except (OSError, UnicodeDecodeError):
         return None
     return root / folder if _FOLDER.fullmatch(folder) and (root / folder).is_dir() else None
@@ -239,30 +274,29 @@ def _write_file(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    expected = manifest["files"].get(path.name, {})
+    expected = manifest["files"].get(path.name)
+    if expected is None:
+        raise CheckpointError(f"{path.with_name(_MANIFEST)}: is damaged: names no {path.name}")
     try:
-        data = path.read_bytes()
+        with open_to_read(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(
+                    f"{path}: is damaged: holds {size} bytes, must hold {expected['bytes']}"
+                )
+            data = file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) != expected.get("bytes"):
-        raise CheckpointError(
-            f"{path}: is damaged: holds {len(data)} bytes, must hold {expected.get('bytes')}"
-        )
-    if hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+    except MemoryError:
+        raise CheckpointError(f"{path}: its {size:,} bytes do not fit into memory") from None
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
     try:
         return safetensors.torch.load(data)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        # The format's own checks are SafetensorErrors; a dtype that torch lacks is a KeyError.
         raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
 def _json_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

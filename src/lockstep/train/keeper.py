@@ -18,6 +18,7 @@ from lockstep.train.events import Resumed, Warned
 from lockstep.train.progress import Progress
 from lockstep.train.replicas import check_replicas
 from lockstep.train.restore import capture, check_fits, check_optimizer_fits, restore
+from lockstep.train.resumable import SamplerMeta, check_meta, check_training_state
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, everywhere, on_first
 from lockstep.train.saver import Saver
@@ -136,9 +137,12 @@ class Keeper:
                     reasons = "\n".join(skipped)
                     raise CheckpointError(f"{self._root}: no checkpoint is valid:\n{reasons}")
                 return False
-            check_fits(snapshot, self._parts.model, str(folder))
-            check_optimizer_fits(snapshot, self._parts.step, str(folder))
-            self._check_data(snapshot.meta["sampler"], str(folder))
+            parts, where = self._parts, str(folder)
+            check_fits(snapshot, parts.model, where)
+            _, data = check_meta(snapshot, where)
+            self._check_data(data, where)
+            check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
+            check_optimizer_fits(snapshot, parts.step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             return True
@@ -153,14 +157,14 @@ class Keeper:
         self._saved_step = progress.step
         return progress
 
-    def _check_data(self, there: dict[str, Any], where: str) -> None:
+    def _check_data(self, there: SamplerMeta, where: str) -> None:
         here = self._parts.sampler.num_samples
-        if there["num_samples"] != here:
+        if there.num_samples != here:
             raise CheckpointError(
-                f"{where}: was trained on {there['num_samples']} samples, the dataset has {here} "
+                f"{where}: was trained on {there.num_samples} samples, the dataset has {here} "
                 "now; resume with the same data or start a new run"
             )
-        if there["data_digest"] != self._parts.data_digest:
+        if there.data_digest != self._parts.data_digest:
             raise CheckpointError(
                 f"{where}: was trained on other data: the first microbatch of the dataset has "
                 "changed; resume with the same data or start a new run"

@@ -14,6 +14,7 @@ from lockstep.train.after_step import AfterStep
 from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
+from lockstep.train.hints import ignored_methods, mean_loss
 from lockstep.train.keeper import Keeper
 from lockstep.train.optimizer_state import OptimizerState
 from lockstep.train.progress import Progress
@@ -85,6 +86,8 @@ class Trainer:
         self._dealt = (NOWHERE, 0) if joins else (self._transport.rank, self._transport.size)
         if not joins:
             self._reporter.start(self._progress, is_over=self._is_over())
+            if self._progress.step == 0:
+                self._hint(task)
 
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop; through the loss of ranks.
@@ -103,6 +106,13 @@ class Trainer:
                 self._recover()
             except TaskFailure as failure:
                 self._try_again(failure)
+
+    def _hint(self, task: Task) -> None:
+        """Say what the task probably does not mean."""
+        parts = self._parts
+        means = mean_loss(parts.model, parts.compute, parts.loader)
+        for hint in (*ignored_methods(type(task)), *means):
+            self._runtime.emit(Warned(step=0, message=hint))
 
     def _run(self) -> Finished:
         self._follow_up()

@@ -35,6 +35,22 @@ class Loss:
     weight: Number
     metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
 
+    @classmethod
+    def mean(
+        cls,
+        loss: Tensor,
+        weight: Number,
+        metrics: Mapping[str, tuple[Number, Number]] | None = None,
+    ) -> Loss:
+        """Of a loss that is a mean already, as torch's loss functions give by default.
+
+        Args:
+            loss: mean loss of the batch, a scalar tensor with a gradient.
+            weight: what the mean was divided by, as a rule the number of samples.
+            metrics: name to (sum, weight), scalars without gradient.
+        """
+        return cls(loss * weight, weight, metrics or {})
+
 
 class Task(ABC):
     """A trainable system: subclass it, then call `lockstep.train(MyTask(), config)`.
