@@ -85,3 +85,28 @@ def circuits(draw: st.DrawFn, most_qubits: int = 6, num_parameters: int = 3) -> 
 
 def some_parameters(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def dense_state(circuit: Circuit, parameters: Tensor) -> Tensor:
+    """The state by dense matrices [2^n, 2^n], one for each gate, that autograd follows."""
+    dim = 1 << circuit.num_qubits
+    state = torch.zeros(dim, dtype=torch.complex128)
+    state[0] = 1
+    angles = iter(circuit.angles(parameters))
+    for each in circuit.gates:
+        matrix, kind = each.kind.constant, each.kind
+        if each.angle is not None:
+            phase = next(angles) * kind.frequency
+            matrix = matrix + phase.cos() * kind.cosine + phase.sin() * kind.sine
+        # Entry (row, column) of the whole is entry (own row, own column) of the gate's matrix
+        # where all other qubits agree and the controls are as they must be.
+        index = torch.arange(dim)
+        own = sum((index >> q & 1) << i for i, q in enumerate(each.qubits))
+        rest = index & ~sum(1 << q for q in each.qubits)
+        same = rest[:, None] == rest[None, :]
+        acts = torch.ones(dim, dtype=torch.bool)
+        for qubit, bit in zip(each.controls, each.control_state, strict=True):
+            acts &= (index >> qubit & 1) == bit
+        acting = torch.where(same, matrix[own[:, None], own[None, :]], 0)
+        state = torch.where(acts, acting @ state, state)
+    return state
