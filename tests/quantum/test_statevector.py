@@ -16,8 +16,9 @@ from lockstep.quantum import statevector as module
 from lockstep.quantum.circuit import Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.fusion import plan
 from lockstep.quantum.measure import PauliSum, probabilities, sample_frequencies
+from lockstep.quantum.memory import check_memory
 from lockstep.quantum.shift import shifted
-from lockstep.quantum.statevector import Simulator, check_memory, statevector
+from lockstep.quantum.statevector import Simulator, statevector
 
 
 @pytest.mark.parametrize("large", [1, 1 << 13])

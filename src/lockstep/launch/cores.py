@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lockstep.cgroups import control_groups
+
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -74,21 +76,8 @@ def _affinity(pids: Iterable[int]) -> int:
 def _quota(root: Path) -> float:
     """CPU seconds a second that the control groups of this process grant (v2, then v1)."""
     limits = [math.inf]
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / controllers
-        group = mount / path.lstrip("/")
-        # A container often sees its own group at the mount but the host's path to it.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(mount):
-                break
-            limits.append(_quota_v2(folder) if not controllers else _quota_v1(folder))
+    for is_v2, folder in control_groups("cpu", root):
+        limits.append(_quota_v2(folder) if is_v2 else _quota_v1(folder))
     return min(limits)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lockstep.errors import ConfigError
 
@@ -128,15 +127,16 @@ class _Diagonal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, diagonal: Tensor) -> Tensor:
         weighted = states * diagonal
-        ctx.save_for_backward(weighted)
+        ctx.save_for_backward(states, diagonal, weighted)
         left, right = (torch.view_as_real(t).flatten(-2) for t in (states, weighted))
         found: Tensor = torch.linalg.vecdot(left, right)
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (weighted,) = ctx.saved_tensors
+        states, diagonal, weighted = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            weighted = states * diagonal
         return weighted * (2 * gradient[..., None]), None
 
 

@@ -9,25 +9,25 @@ touched.
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.blocks import BlockMatrices
 from lockstep.quantum.circuit import Circuit
-from lockstep.quantum.evolution import AddUp, Kept, Moving, Pool, added_up, matrix_gradient
+from lockstep.quantum.derivatives import OVER_RANKS, AddUp, evolve, only_once
+from lockstep.quantum.evolution import Kept, Moving, Pool, added_up, matrix_gradient
 from lockstep.quantum.fusion import MAX_TARGETS, Block, Plan, plan
+from lockstep.quantum.memory import check_fits, check_memory, memory_bytes
 
-_COPIES = 2
-"""States in memory while a circuit runs; with gradients, twice as many."""
 KEPT_BYTES = 64 << 20
 """Of earlier states kept for the backward pass, on all ranks together."""
+_COPIES_OF_A_BLOCK = 6
+"""States in memory for each block whose gradient is to be differentiated."""
 
 
 class Program(NamedTuple):
@@ -54,6 +54,11 @@ class Simulator:
             state: rank r has the amplitudes whose index has r for its high bits. All of them must
             do the same. Without it, the state is whole.
 
+    Attributes:
+        transport: to other ranks; None where the state is whole.
+        num_ranks: that hold the state.
+        rank: of this part.
+
     Raises:
         ConfigError: the number of ranks is not a power of two, or too great for so few qubits.
     """
@@ -66,8 +71,9 @@ class Simulator:
         max_targets: int = MAX_TARGETS,
         transport: Transport | None = None,
     ) -> None:
-        self.transport = transport or LocalTransport()
-        num_ranks = self.transport.size
+        self.num_ranks = num_ranks = 1 if transport is None else transport.size
+        self.transport = transport if num_ranks > 1 else None
+        self.rank = 0 if self.transport is None else self.transport.rank
         if num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
@@ -80,6 +86,7 @@ class Simulator:
         self._max_targets = max_targets
         self.num_local = circuit.num_qubits - self._num_rank_axes
         self.pool = Pool(KEPT_BYTES // num_ranks)
+        self._memory = memory_bytes(self.device)
         self.from_zero = self._program(from_zero=True)
 
     @cached_property
@@ -121,9 +128,8 @@ class Simulator:
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
-        num_ranks = self.transport.size
-        available = memory_bytes(self.device)
-        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks, available)
+        num_qubits, num_ranks = self.circuit.num_qubits, self.num_ranks
+        check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
         # Without a batch of angles, all states share their matrices.
@@ -131,7 +137,7 @@ class Simulator:
         if len(rows) not in (1, batch):
             rows = angles.expand(*lead, -1).reshape(batch, -1)
         if initial is None:
-            is_first = float(self.transport.rank == 0)
+            is_first = float(self.rank == 0)
             start = torch.full((batch, 1), is_first, dtype=self.dtype, device=self.device)
             program = self.from_zero
         else:
@@ -151,10 +157,10 @@ class Simulator:
     def part(self, block: Block) -> slice:
         """Which of a block's matrices are for this rank."""
         count = 1 << (len(block.controls) - len(block.rank_controls))
-        high = self.transport.size.bit_length() - 2
+        high = self._num_rank_axes - 1
         value = 0
         for axis in block.rank_controls:
-            value = 2 * value + (self.transport.rank >> (high - axis) & 1)
+            value = 2 * value + (self.rank >> (high - axis) & 1)
         return slice(value * count, (value + 1) * count)
 
 
@@ -168,48 +174,6 @@ def statevector(
     """
     device = "cpu" if parameters is None else parameters.device
     return Simulator(circuit, dtype, device).state(parameters)
-
-
-def check_memory(
-    num_qubits: int,
-    dtype: torch.dtype,
-    batch: int = 1,
-    gradients: bool = False,
-    num_ranks: int = 1,
-    available: int | None = None,
-) -> None:
-    """Refuse states that do not fit.
-
-    Args:
-        num_qubits: of the circuit.
-        dtype: of the amplitudes.
-        batch: number of states.
-        gradients: whether there will be a backward pass.
-        num_ranks: the state is split over.
-        available: bytes of a rank; of this machine, if left out.
-
-    Raises:
-        ConfigError: says how many bytes are needed, and how many ranks of this size would do.
-    """
-    have = memory_bytes() if available is None else available
-    need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
-    if need <= have * num_ranks:
-        return
-    enough = 1
-    while enough * have < need:
-        enough *= 2
-    states = f"{batch} states" if batch > 1 else "the state"
-    raise ConfigError(
-        f"{num_qubits} qubits: {states} and what it takes to compute with need {need:,} bytes, and "
-        f"a rank has {have:,}; {enough} ranks would do"
-    )
-
-
-def memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Bytes of memory of this machine, or of a GPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class _Evolve(torch.autograd.Function):
@@ -228,7 +192,7 @@ class _Evolve(torch.autograd.Function):
         matrices = [matrix.detach() for matrix in ctx.matrices]
         moving = Moving(start, simulator.num_local, simulator.transport, simulator.pool)
         ctx.kept = Kept(simulator.pool)
-        room = KEPT_BYTES // simulator.transport.size if ctx.needs_input_grad[0] else 0
+        room = KEPT_BYTES // simulator.num_ranks if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(program.plan.blocks):
             moving.move(block.moves)
             if moving.states.nbytes <= room:
@@ -239,52 +203,98 @@ class _Evolve(torch.autograd.Function):
         moving.release()
         state = moving.states.clone() if moving.states is start else moving.states
         ctx.simulator, ctx.program = simulator, program
-        ctx.save_for_backward(state)
+        ctx.save_for_backward(angles, start, state)
         return state
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (state,) = ctx.saved_tensors
-        simulator: Simulator = ctx.simulator
-        laid_out, transport = ctx.program.plan, simulator.transport
-        wants_angles, wants_start, *_ = ctx.needs_input_grad
-        matrices = ctx.matrices
-        common = simulator.num_local, transport, simulator.pool
-        ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
-        ket.move_back(laid_out.moves)
-        bra.move_back(laid_out.moves)
-        numbers = range(len(laid_out.blocks))
-        trained = [wants_angles and matrices[n].requires_grad for n in numbers]
-        first = trained.index(True) if any(trained) else len(numbers)
-        outputs, gradients = [], []
-        last = 0 if wants_start else first
-        for number in reversed(numbers[last:]):
-            block = laid_out.blocks[number]
-            part = simulator.part(block)
-            matrix = matrices[number].detach()[:, part]
-            if number in ctx.kept:
-                ket.release()
-                ket = Moving(ctx.kept[number], *common)
-            elif number >= first:
-                ket.undo(matrix)
-            if trained[number]:
-                outputs.append(matrices[number])
-                whole = torch.zeros_like(matrices[number])
-                whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
-                gradients.append(whole)
-            if number == last and not wants_start:
-                break
-            if number - 1 not in ctx.kept and number > first:
-                ket.move_back(block.moves)
-            bra.undo(matrix)
-            bra.move_back(block.moves)
-        ket.release()
-        bra.release()
-        found = None
-        if wants_angles:
-            found = torch.zeros_like(ctx.variable)
-            if outputs:
-                (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
-            found = added_up(found.flatten(), transport).view_as(found)
-        return found, bra.states if wants_start else None, None, None
+        if not torch.is_grad_enabled():
+            return *_adjoint(ctx, gradient), None, None
+        # The gradient is to be differentiated.
+        if ctx.simulator.transport is None:
+            return *_by_autograd(ctx, gradient), None, None
+        angles, start, _ = ctx.saved_tensors
+        with torch.no_grad():
+            found = _adjoint(ctx, gradient)
+        one, two = (
+            None if own is None else only_once(own, OVER_RANKS, gradient, angles, start)
+            for own in found
+        )
+        return one, two, None, None
+
+
+def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in the angles and in the first states, by undoing the circuit."""
+    _, _, state = ctx.saved_tensors
+    simulator: Simulator = ctx.simulator
+    laid_out, transport = ctx.program.plan, simulator.transport
+    wants_angles, wants_start, *_ = ctx.needs_input_grad
+    matrices = ctx.matrices
+    common = simulator.num_local, transport, simulator.pool
+    ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
+    ket.move_back(laid_out.moves)
+    bra.move_back(laid_out.moves)
+    numbers = range(len(laid_out.blocks))
+    trained = [wants_angles and matrices[n].requires_grad for n in numbers]
+    first = trained.index(True) if any(trained) else len(numbers)
+    outputs, gradients = [], []
+    last = 0 if wants_start else first
+    for number in reversed(numbers[last:]):
+        block = laid_out.blocks[number]
+        part = simulator.part(block)
+        matrix = matrices[number].detach()[:, part]
+        if number in ctx.kept:
+            ket.release()
+            ket = Moving(ctx.kept[number], *common)
+        elif number >= first:
+            ket.undo(matrix)
+        if trained[number]:
+            outputs.append(matrices[number])
+            whole = torch.zeros_like(matrices[number])
+            whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
+            gradients.append(whole)
+        if number == last and not wants_start:
+            break
+        if number - 1 not in ctx.kept and number > first:
+            ket.move_back(block.moves)
+        bra.undo(matrix)
+        bra.move_back(block.moves)
+    ket.release()
+    bra.release()
+    found = None
+    if wants_angles:
+        found = torch.zeros_like(ctx.variable)
+        if outputs:
+            (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
+        found = added_up(found.flatten(), transport).view_as(found)
+    return found, bra.states if wants_start else None
+
+
+def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients in the angles and in the first states, as functions that autograd knows.
+
+    Raises:
+        ConfigError: the states after each block do not fit into memory.
+    """
+    angles, start, state = ctx.saved_tensors
+    laid_out, matrices = ctx.program
+    check_fits(
+        f"second derivatives of {len(laid_out.blocks)} blocks of gates",
+        _COPIES_OF_A_BLOCK * len(laid_out.blocks) * state.nbytes,
+        state.device,
+        "use fewer states at once, or the parameter-shift rule (lockstep.quantum.shift)",
+    )
+    # Views, since the states may depend on the angles in other ways, too.
+    angles, start = angles.view_as(angles), start.view_as(start)
+    needed = ctx.needs_input_grad[:2]
+    wanted = [own for own, is_needed in zip((angles, start), needed, strict=True) if is_needed]
+    last = evolve(start, laid_out, matrices(angles))
+    if last.requires_grad:
+        found = torch.autograd.grad(
+            last, wanted, gradient, create_graph=True, materialize_grads=True
+        )
+    else:  # no gate depends on a parameter
+        found = tuple(torch.zeros_like(own) for own in wanted)
+    each = iter(found)
+    one, two = (next(each) if is_needed else None for is_needed in needed)
+    return one, two

@@ -12,6 +12,7 @@ from lockstep.errors import CheckpointError
 from lockstep.quantum.ansatz import angle_shape, unitaries
 from lockstep.quantum.circuit import Circuit
 from lockstep.quantum.closed_form import amplitudes, probability, transitions
+from lockstep.quantum.derivatives import differentiable_once
 from lockstep.quantum.encoding import encode, positions, word_vectors
 from lockstep.quantum.shift import share, shifted
 from lockstep.quantum.statevector import Simulator
@@ -19,6 +20,11 @@ from lockstep.quantum.superposition import superposition
 
 _MOST_SIMULATORS = 512
 """Sentences whose circuits are kept ready."""
+
+_OF_PARTS = (
+    "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
+    "take one part (num_parts=1)"
+)
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -112,7 +118,8 @@ class QuantumTransformer(nn.Module):
         """As `forward`, but with gradients through some transitions of each sentence only.
 
         Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
-        gradients of any function of the result is the gradient of that function.
+        gradients of any function of the result is the gradient of that function. With more than
+        one part, second derivatives are an error: they are no such sum.
         """
         states = self.encode(batch.words)
         matrices = self.unitaries().unsqueeze(-3)
@@ -124,6 +131,8 @@ class QuantumTransformer(nn.Module):
         rows = first[:, None] + torch.arange(1, width + 1, device=first.device)
         rows = rows * (rows <= last[:, None])
         part = amplitudes(matrices, transitions(states, batch.transitions, rows))
+        if num_parts > 1:
+            part = differentiable_once(part, _OF_PARTS)
         return probability(whole + (part - part.detach()))
 
     def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
@@ -171,7 +180,7 @@ class QuantumTransformer(nn.Module):
         for words, count, part in rows:
             simulator = self._simulator(tuple(words[: count + 1]))
             if shift:
-                only = share(angles.shape[1], part, num_parts)
+                only = share(angles.shape[1], part, num_parts) if num_parts > 1 else None
                 found.append(shifted(simulator, angles, measure, only)[:, 0])
             else:
                 found.append(measure(simulator.state(angles))[:, 0])
