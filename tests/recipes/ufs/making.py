@@ -17,17 +17,24 @@ import numpy as np
 Layout = Literal["grid", "rows"]
 FORMATS = {1: "NETCDF3_CLASSIC", 2: "NETCDF3_64BIT_OFFSET", 5: "NETCDF3_64BIT_DATA"}
 
-NAMES = ("sst", "hi", "uatm", "qref")
+NAMES = ("sst", "hi", "uatm", "qref", "tair")
 """The inputs of both layouts; the grid has `aice` too."""
 
 NUM_ROWS, NUM_COLUMNS = 6, 5
 
 _STORED: Mapping[Layout, Mapping[str, str]] = {
-    "grid": {"sst": "sst_h", "hi": "hi_h", "uatm": "uatm_h", "qref": "Qref_h", "aice": "aice_h"},
+    "grid": {
+        "sst": "sst_h",
+        "hi": "hi_h",
+        "uatm": "uatm_h",
+        "qref": "Qref_h",
+        "tair": "Tair_h",
+        "aice": "aice_h",
+    },
     "rows": {name: name for name in NAMES},
 }
-_TYPICAL = {"sst": -1.0, "hi": 1.0, "uatm": 2.0, "qref": 1e-3, "aice": 0.5}
-_UNIT = {"sst": "degC", "hi": "m", "uatm": "m/s", "qref": "kg/kg", "aice": "1"}
+_TYPICAL = {"sst": -1.0, "hi": 1.0, "uatm": 2.0, "qref": 1e-3, "tair": -5.0, "aice": 0.5}
+_UNIT = {"sst": "degC", "hi": "m", "uatm": "m/s", "qref": "kg/kg", "tair": "degC", "aice": "1"}
 
 
 def values(name: str, layout: Layout) -> np.ndarray[Any, Any]:
