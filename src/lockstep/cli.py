@@ -20,6 +20,7 @@ from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
 from lockstep.errors import LockstepError
+from lockstep.launch.early import INTERRUPTED, Interrupted, interrupts
 from lockstep.recipes import recipe_names, summary
 
 app = typer.Typer(
@@ -257,7 +258,11 @@ def export_quantum(
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     try:
-        app(standalone_mode=True)
+        with interrupts():
+            app(standalone_mode=True)
+    except Interrupted:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

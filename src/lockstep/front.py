@@ -112,13 +112,13 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
     Raises:
         LockstepError: on every rank.
     """
-    config = override(config, sitting.overrides)
-    task = with_config(task, config)
-    write_whole_lines()
-    environment = detect(os.environ)
-    hints = set_threads(config.threads, environment)
-    device = choose_device(config.device, environment)
     with StopRequest() as stop:
+        config = override(config, sitting.overrides)
+        task = with_config(task, config)
+        write_whole_lines()
+        environment = detect(os.environ)
+        hints = set_threads(config.threads, environment)
+        device = choose_device(config.device, environment)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             finished = _run(task, config, sitting, environment, device, transport, stop, hints)

@@ -16,6 +16,7 @@ from lockstep.commands.target import is_script, script_path
 from lockstep.errors import LaunchError
 from lockstep.front import Sitting
 from lockstep.launch.cores import usable_cores
+from lockstep.launch.early import NOTHING_SAVED
 from lockstep.launch.ranks import (
     RankCommand,
     local_command,
@@ -147,10 +148,7 @@ def start(
             f"{ended.again}; starting again from the newest checkpoint in {delay_s:g} s "
             f"({failures} of {restarts} without progress)"
         )
-        try:
-            time.sleep(delay_s)
-        except KeyboardInterrupt:
-            return ended
+        time.sleep(delay_s)
         sitting = replace(sitting, resume=True)
 
 
@@ -175,7 +173,7 @@ def _ended(outcome: Outcome) -> Ended:
     row = outcome.last
     if row is None and outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
-        return Ended(128 + stopped, "stopped before the first step; nothing was saved")
+        return Ended(128 + stopped, NOTHING_SAVED)
     if row is None and outcome.met and outcome.stopped_by is None:
         message = f"all ranks have died (exit code {outcome.exit_code}); see {outcome.log}"
         return Ended(outcome.exit_code or 1, message, "all ranks have died")

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
 from lockstep.errors import ConfigError
+from lockstep.launch.early import ending_at_interrupt
 from lockstep.recipes import load_recipe
 from lockstep.train.task import Task, with_config
 
@@ -108,7 +109,8 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with ending_at_interrupt():
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     return module

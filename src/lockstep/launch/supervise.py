@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
-from lockstep.launch.job import GRACE_S, Job
+from lockstep.launch.job import GRACE_S, Job, says_met
 from lockstep.launch.ranks import RankCommand
 from lockstep.launch.signals import PREEMPTED
 from lockstep.observe.jsonl import end_of_events, follow_events
@@ -83,7 +83,13 @@ def run_ranks(
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
     with _opened(log) as stderr, _received_signals() as received:
         log_start, rows_start = stderr.tell(), end_of_events(events)
-        job = Job(command, env, stderr, on_notice, start_timeout_s)
+
+        def has_met() -> bool:
+            with contextlib.suppress(LockstepError):
+                return any(map(says_met, follow_events(events, lambda: True, start=rows_start)))
+            return False
+
+        job = Job(command, env, stderr, on_notice, start_timeout_s, has_met)
         inbox: _Inbox = queue.SimpleQueue()
 
         def take_row(row: Row) -> None:
