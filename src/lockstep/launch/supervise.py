@@ -115,7 +115,7 @@ def run_ranks(
             job.end()
             for reader in readers:
                 reader.join(GRACE_S)
-    tail = _tail(log, log_start)
+        tail = _tail(stderr, log_start)
     if job.failure:
         raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))
     return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
@@ -171,16 +171,15 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 def _opened(log: Path) -> IO[bytes]:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return log.open("ab")
+        return log.open("a+b")
     except OSError as error:
         raise RunDirectoryError(
             f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"
         ) from error
 
 
-def _tail(log: Path, start: int) -> str:
-    """The last lines written to the log from `start` on."""
-    with log.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - _TAIL_BYTES))
-        return file.read().decode(errors="replace").strip()
+def _tail(log: IO[bytes], start: int) -> str:
+    """The last lines written to the log from `start` on; also of one that was moved or deleted."""
+    end = os.fstat(log.fileno()).st_size
+    first = max(start, end - _TAIL_BYTES)
+    return os.pread(log.fileno(), end - first, first).decode(errors="replace").strip()

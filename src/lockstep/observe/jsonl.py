@@ -7,11 +7,12 @@ A resumed run goes on in the same file, so it also tells the story of interrupti
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.files import AppendFile, end_of_rows, opening
@@ -108,6 +109,8 @@ def follow_events(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a file another process writes, each as soon as its line is whole.
 
+    A file that is moved or deleted is read on, until there is another one in its place.
+
     Args:
         path: the file; it need not be there yet.
         stop: True when nothing more will be written; rows written before are still yielded.
@@ -117,24 +120,47 @@ def follow_events(
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
-    while True:
-        stopped = stop()  # asked before reading: what was written up to now is read below
-        for line in _lines_from(path, start):
-            start += len(line)
-            yield _parse(line, f"{path}: byte {start - len(line)}")
-        if stopped:
-            return
-        time.sleep(poll_s)
-
-
-def _lines_from(path: Path, start: int) -> Iterator[bytes]:
+    file: IO[bytes] | None = None
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            # A torn line is read anew next time: its writer may die, and the next one cut it.
-            yield from (line for line in file if line.endswith(b"\n"))
+        while True:
+            stopped = stop()  # asked before reading: what was written up to now is read below
+            file = _newest(path, file)
+            for line in _whole_lines(path, file, start):
+                start += len(line)
+                yield _parse(line, f"{path}: byte {start - len(line)}")
+            if stopped:
+                return
+            time.sleep(poll_s)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _newest(path: Path, file: IO[bytes] | None) -> IO[bytes] | None:
+    """The file that is there now, opened; the one that was, if there is none."""
+    try:
+        if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        found = path.open("rb")
     except FileNotFoundError:
+        return file
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if file is not None:
+        file.close()
+    return found
+
+
+def _whole_lines(path: Path, file: IO[bytes] | None, start: int) -> Iterator[bytes]:
+    """The lines of a file from `start` on that are whole.
+
+    A torn line is read anew next time: its writer may die, and the next one cut it.
+    """
+    if file is None:
         return
+    try:
+        file.seek(start)
+        yield from (line for line in file if line.endswith(b"\n"))
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -159,7 +185,10 @@ def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 def _tail(path: Path) -> list[dict[str, Any]]:
     """The newest rows of a file."""
     start = max(0, end_of_rows(path) - _TAIL_BYTES)
-    lines = list(_lines_from(path, start))
+    file = _newest(path, None)
+    lines = list(_whole_lines(path, file, start))
+    if file is not None:
+        file.close()
     # In the middle of a file, the first line may be the end of one.
     return [_parse(line, str(path)) for line in lines[start > 0 :]]
 
