@@ -156,7 +156,8 @@ def slurm(
         Path | None, typer.Option("--job", help="A YAML file with the options below.")
     ] = None,
     time: Annotated[
-        str | None, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")
+        str | None,
+        typer.Option("--time", help="Time limit such as 1:30:00; needed, here or in --job's file."),
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
     tasks: Annotated[

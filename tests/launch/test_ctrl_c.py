@@ -17,7 +17,7 @@ from lockstep.observe import read_events
 from lockstep.train import checkpoint
 
 LONG = ("steps=1000000", "checkpoint.every=1000000", "eval_every=1000000", "log_every=1")
-STEP_S = 0.2
+STEP_S, LATER_STEP_S = 0.2, 1.0
 LAST_S = 6.0
 """The last moment to strike at; later where the ranks do not train by then."""
 
@@ -78,8 +78,8 @@ def test_of_a_script(tmp_path: Path) -> None:
 
 def sweep(folder: Path, argv: list[str], env: dict[str, str]) -> None:
     """Strike ever later, until `LAST_S` and until training has been struck a few times."""
-    struck_steps = number = 0
-    while struck_steps < 3 or number * STEP_S < LAST_S:
-        number += 1
-        assert number * STEP_S < 10 * LAST_S, "it never trained"
-        struck_steps += strike(folder / str(number), argv, number * STEP_S, env)
+    struck_steps, delay_s = 0, 0.0
+    while struck_steps < 3 or delay_s < LAST_S:
+        delay_s = round(delay_s + (STEP_S if delay_s < LAST_S else LATER_STEP_S), 1)
+        assert delay_s < 10 * LAST_S, "it never trained"
+        struck_steps += strike(folder / str(delay_s), argv, delay_s, env)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import TrainConfig
+from lockstep.errors import ConfigError
 from lockstep.launch import early
 from lockstep.launch.early import EarlyNotice, Interrupted, ending_at_interrupt, interrupts
 from lockstep.launch.signals import StopRequest
@@ -56,8 +58,20 @@ def test_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> N
     try:
         raise RuntimeError("the dog ate it")
     except RuntimeError as error:
-        early._say_interrupted(type(error), error, error.__traceback__)
+        early._say(type(error), error, error.__traceback__)
     assert "RuntimeError: the dog ate it" in capsys.readouterr().err
+
+
+def test_errors_for_the_user_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        TrainConfig(learning_rate=0.1)  # type: ignore[call-arg]
+    except ConfigError as error:
+        with pytest.raises(SystemExit) as ended:
+            early._say(type(error), error, error.__traceback__)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "error: TrainConfig: unknown key 'learning_rate'; did you mean lr? (in " in told
+    assert told.count("\n") == 1
 
 
 def test_a_command_is_interrupted_and_handlers_come_back() -> None:

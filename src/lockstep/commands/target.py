@@ -48,6 +48,11 @@ def task_class(target: str) -> type[Task]:
     Raises:
         ConfigError: there is no such recipe, file or class.
     """
+    if not target:
+        raise ConfigError(
+            "the run's task is in no file: it was started from a notebook or standard input; go on "
+            "there with train(task, config, run_dir=..., resume=True)"
+        )
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))

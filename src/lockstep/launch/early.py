@@ -82,23 +82,23 @@ def interrupts() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Have a script that Ctrl-C ends before it trains say so in one line.
+    """Have a script that Ctrl-C or a `LockstepError` ends before it trains say so in one line.
 
-    `KeyboardInterrupt` is raised as before, and can be caught. A rank also takes note of a
+    They are raised as ever, and can be caught. A rank also takes note of a
     preemption, which would end it otherwise: this way it stops after its first step.
     """
     if not _is_ours():
         return
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _say_interrupted
+        sys.excepthook = _say
     is_rank = any(name.startswith(_PLACES) for name in os.environ)
     if is_rank and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, EarlyNotice())
 
 
 def begin_training() -> None:
-    """From here on, an interrupt that nobody catches shows where the program was."""
-    if sys.excepthook is _say_interrupted:
+    """From here on, an exception that nobody catches shows where the program was."""
+    if sys.excepthook is _say:
         sys.excepthook = sys.__excepthook__
 
 
@@ -119,13 +119,19 @@ def _raise(signum: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted
 
 
-def _say_interrupted(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an exception that ends a script: what is meant for the user is one message."""
+    from lockstep.errors import LockstepError
+
     where = traceback.extract_tb(trace, limit=1)
     place = f" (in {where[0].filename}:{where[0].lineno})" if where else ""
-    print(f"{NOTHING_SAVED}{place}", file=sys.stderr, flush=True)
-    raise SystemExit(INTERRUPTED)  # else the interpreter ends itself with SIGINT
+    if isinstance(error, LockstepError):
+        message, code = f"error: {error}{place}", error.exit_code
+    elif issubclass(kind, KeyboardInterrupt):
+        # Else the interpreter ends itself with SIGINT, which is no exit code.
+        message, code = f"{NOTHING_SAVED}{place}", INTERRUPTED
+    else:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(message, file=sys.stderr, flush=True)
+    raise SystemExit(code)
