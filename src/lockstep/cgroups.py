@@ -21,7 +21,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[bo
     except OSError:
         return
     for line in groups:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / controllers

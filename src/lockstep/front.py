@@ -10,13 +10,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, EnvironError, LockstepError
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
@@ -47,7 +46,7 @@ class Sitting:
         resume: go on from the newest valid checkpoint.
         overrides: `key=value` items for the config.
         console: show progress on standard output.
-        target: what `lockstep resume` has to load to get the task.
+        target: what `lockstep resume` has to load to get the task; empty finds it out.
     """
 
     run_dir: str | None = None
@@ -62,12 +61,24 @@ class Sitting:
 
     @classmethod
     def from_env(cls) -> Sitting | None:
-        """What the launcher asked for, if one did."""
+        """What the launcher asked for, if one did.
+
+        Raises:
+            EnvironError: the variable holds something else.
+        """
         text = os.environ.get(SITTING)
         if text is None:
             return None
-        values: dict[str, Any] = json.loads(text)
-        return cls(**values | {"overrides": tuple(values["overrides"])})
+        try:
+            sitting = cls(**json.loads(text))
+            known = (sitting.run_dir or "", sitting.target, *sitting.overrides)
+            if not all(isinstance(value, str) for value in known):
+                raise TypeError("has a value of the wrong type")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise EnvironError(
+                f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
+            ) from None
+        return replace(sitting, overrides=tuple(sitting.overrides))
 
 
 def train(
@@ -94,8 +105,9 @@ def train(
     Returns:
         How the run ended, on every rank.
     """
-    asked = sitting or Sitting.from_env() or Sitting(str(run_dir) if run_dir else None, resume)
     try:
+        own = Sitting(str(run_dir) if run_dir else None, resume)
+        asked = sitting or Sitting.from_env() or own
         finished = run(task, config or task.config, asked)
     except LockstepError as error:
         if _is_first():
@@ -112,13 +124,13 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
     Raises:
         LockstepError: on every rank.
     """
-    config = override(config, sitting.overrides)
-    task = with_config(task, config)
-    write_whole_lines()
-    environment = detect(os.environ)
-    hints = set_threads(config.threads, environment)
-    device = choose_device(config.device, environment)
     with StopRequest() as stop:
+        config = override(config, sitting.overrides)
+        task = with_config(task, config)
+        write_whole_lines()
+        environment = detect(os.environ)
+        hints = set_threads(config.threads, environment)
+        device = choose_device(config.device, environment)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             finished = _run(task, config, sitting, environment, device, transport, stop, hints)
@@ -151,7 +163,7 @@ def _run(
     """The run itself, between meeting the other ranks and leaving them."""
     directory = _directory(task, sitting, transport)
     if not sitting.target:
-        sitting = replace(sitting, target=str(Path(sys.argv[0]).resolve()))
+        sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
         desk = Desk(
@@ -273,6 +285,12 @@ def _failed(error: BaseException) -> Failed:
         message=message or type(error).__name__,
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
     )
+
+
+def _script() -> str:
+    """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return str(Path(path).resolve()) if path and Path(path).is_file() else ""
 
 
 def _is_first() -> bool:

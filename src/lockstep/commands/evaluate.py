@@ -20,6 +20,8 @@ from lockstep.train.restore import check_fits, load_model
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 
+SPLITS = ("train", "val", "test")
+
 
 def evaluate(
     run_dir: Path, split: str, which: str, report: Path | None = None
@@ -38,6 +40,8 @@ def evaluate(
     Raises:
         LockstepError: there is no such run, checkpoint or split.
     """
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
     config = load(kind.Config, run_dir / "config.yaml")

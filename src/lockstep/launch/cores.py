@@ -18,6 +18,9 @@ THREAD_VARIABLES = (
 )
 """What tells the numerical libraries how many threads to start."""
 
+_DIGITS = 10
+"""A number of more digits is no number of cores."""
+
 
 def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
     """What to tell about `ranks` × `threads` on one host with `cores`."""
@@ -56,9 +59,9 @@ def usable_cores(
     limits = [_affinity(pids), _quota(root)]
     per_task = env.get("SLURM_CPUS_PER_TASK", "")
     on_node = env.get("SLURM_CPUS_ON_NODE", "")
-    if on_node.isdecimal():
+    if on_node.isdecimal() and len(on_node) < _DIGITS:
         limits.append(int(on_node))
-    elif per_task.isdecimal():
+    elif per_task.isdecimal() and len(per_task) < _DIGITS:
         limits.append(int(per_task) * local_ranks)
     return max(1, math.floor(min(limits)))
 
@@ -85,7 +88,7 @@ def _quota_v2(folder: Path) -> float:
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # absent, or "max"
+    except (OSError, ValueError, ArithmeticError):  # absent, "max", or no quota
         return math.inf
 
 
@@ -93,9 +96,9 @@ def _quota_v1(folder: Path) -> float:
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
+        return quota / period if quota > 0 else math.inf
+    except (OSError, ValueError, ArithmeticError):
         return math.inf
-    return quota / period if quota > 0 else math.inf
 
 
 def _count(number: int, noun: str) -> str:

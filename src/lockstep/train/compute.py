@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -77,19 +78,15 @@ class Compute:
                 f"{type(loss).__name__}"
             )
         if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
-            found = (
-                f"a tensor of shape {tuple(loss.sum.shape)}"
-                if isinstance(loss.sum, Tensor)
-                else f"a {type(loss.sum).__name__}"
-            )
             raise TaskError(
-                f"Task.{where}: Loss.sum must be a scalar tensor, is {found}; sum the loss over "
-                "the batch"
+                f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+                "the loss over the batch"
             )
         if training and not loss.sum.requires_grad:
             raise TaskError(
                 f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
             )
+        _check_scalars(where, loss)
         if training and self.metrics is None:
             self.metrics = tuple(sorted(loss.metrics))
         if training and tuple(sorted(loss.metrics)) != self.metrics:
@@ -97,6 +94,48 @@ class Compute:
                 f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
                 f"{list(self.metrics or ())}; every batch must have the same"
             )
+
+
+def _check_scalars(where: str, loss: Loss) -> None:
+    """Refuse a weight or metrics that are not what they must be, by name.
+
+    Raises:
+        TaskError: they are not.
+    """
+    if not _is_scalar(loss.weight):
+        raise TaskError(
+            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
+            "number of samples of the batch"
+        )
+    if not isinstance(loss.metrics, Mapping):
+        raise TaskError(
+            f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
+            f"{_described(loss.metrics)}"
+        )
+    for name, pair in loss.metrics.items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TaskError(
+                f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
+                f"{_described(pair)}; give its sum over the batch, and the number of samples"
+            )
+        for value in pair:
+            if not _is_scalar(value):
+                raise TaskError(
+                    f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
+                    f"{_described(value)}; sum over the batch"
+                )
+
+
+def _is_scalar(value: object) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 class Backward:

@@ -78,6 +78,16 @@ class Evaluation:
             constants.check(f"evaluation of batch {chunk}")
         return found
 
+    def first_batch(
+        self, transport: Transport, model: nn.Module, compute: Compute
+    ) -> dict[str, tuple[float, float]]:
+        """Loss and metrics of the first batch, each as (sum, weight); talks to nobody."""
+        model.eval()
+        try:
+            return self._chunk(0, compute, transport)
+        finally:
+            model.train()
+
     def _chunk(
         self, chunk: int, compute: Compute, transport: Transport
     ) -> dict[str, tuple[float, float]]:

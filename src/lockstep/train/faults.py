@@ -96,10 +96,14 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     try:
         values = json.loads(text)
         log, faults = str(values["log"]), [Fault(**v) for v in values["faults"]]
-        assert all(f.moment in MOMENTS and f.kind in KINDS for f in faults)
-    except (ValueError, TypeError, KeyError, AssertionError):
-        raise ConfigError(f"environment variable {FAULTS}: is not a list of faults") from None
-    struck = _struck(Path(log)) if log else []
+        if not all(map(_is_fault, faults)):
+            raise ValueError("a value is none of those there are")
+        struck = _struck(Path(log)) if log else []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(
+            f"environment variable {FAULTS}: is not a list of faults and a log of those that have "
+            f"struck ({type(error).__name__}: {error}); unset it"
+        ) from None
     due = [f for f in faults if f.slot == slot and asdict(f) not in struck]
 
     def at(moment: Moment, step: int) -> None:
@@ -146,6 +150,12 @@ class FaultsInside:
 
     def _in_backward(self, parameter: Tensor) -> None:
         self._at("backward", self.step)
+
+
+def _is_fault(fault: Fault) -> bool:
+    numbers = isinstance(fault.slot, int) and isinstance(fault.step, int)
+    is_known = fault.moment in MOMENTS and fault.kind in KINDS
+    return numbers and is_known and isinstance(fault.delay_s, int | float) and fault.delay_s >= 0
 
 
 def _struck(log: Path) -> list[dict[str, Any]]:

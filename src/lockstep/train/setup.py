@@ -18,13 +18,14 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.layout import split
-from lockstep.train.buffers import ForwardState
+from lockstep.train.buffers import ForwardState, changed_by
 from lockstep.train.compute import Compute
 from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.flat import FlatTensors
 from lockstep.train.held_state import held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
+from lockstep.train.progress import check_watched
 from lockstep.train.replicas import check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
@@ -87,6 +88,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_same(transport, facts)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
     everywhere(transport, lambda: check_judged(config, splits))
+    if "val" in splits and _watched(config) != {"loss"}:
+        everywhere(
+            transport, lambda: _check_metrics(config, splits["val"], runtime, model, compute)
+        )
     return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
 
 
@@ -132,6 +137,20 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
                 f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
                 "validation split or leave this key out"
             )
+
+
+def _watched(config: TrainConfig) -> set[str]:
+    """The evaluation metrics that the config goes by; the loss is always there."""
+    return {config.watch, *(rule.metric for rule in config.convergence)}
+
+
+def _check_metrics(
+    config: TrainConfig, val: Evaluation, runtime: Runtime, model: nn.Module, compute: Compute
+) -> None:
+    """Find out before the first step, from one batch, that evaluations have what is watched."""
+    metrics: list[str] = []
+    changed_by(model, lambda: metrics.extend(val.first_batch(runtime.transport, model, compute)))
+    check_watched(config, metrics)
 
 
 def _model(
