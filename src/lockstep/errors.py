@@ -8,9 +8,15 @@ from __future__ import annotations
 
 
 class LockstepError(ValueError):
-    """Base of all errors meant for the user."""
+    """Base of all errors meant for the user.
+
+    Attributes:
+        exit_code: of the command.
+        rank: the one this process had in its group; None while there was no group.
+    """
 
     exit_code = 2
+    rank: int | None = None
 
 
 class ConfigError(LockstepError):

@@ -37,6 +37,9 @@ SITTING = "LOCKSTEP_SITTING"
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
 
+TAKE_OVER_S = 30.0
+"""How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
+
 
 @dataclass(frozen=True)
 class Sitting:
@@ -98,7 +101,7 @@ def train(
     try:
         finished = run(task, config or task.config, asked)
     except LockstepError as error:
-        if _is_first():
+        if _is_first(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     if finished.exit_code:
@@ -122,7 +125,8 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             finished = _run(task, config, sitting, environment, device, transport, stop, hints)
-        except LockstepError:
+        except LockstepError as error:
+            error.rank = transport.rank
             transport.close()
             raise
         except BaseException:
@@ -159,7 +163,7 @@ def _run(
         stack.callback(desk.close)
 
         def take_over() -> None:
-            directory.lock()
+            directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
             desk.open()
 
         runtime = Runtime(
@@ -272,7 +276,10 @@ def _failed(error: BaseException) -> Failed:
     )
 
 
-def _is_first() -> bool:
+def _is_first(error: LockstepError) -> bool:
+    """Whether this process tells the user: rank 0 of the group it was in, else of the launch."""
+    if error.rank is not None:
+        return error.rank == 0
     try:
         return detect(os.environ).rank == 0
     except LockstepError:

@@ -107,6 +107,21 @@ def test_a_killed_rank(train, tmp_path, reference, slot, moment):
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
+@SLOW_ON_LOCAL
+def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
+    """A killed worker is an exception of the task, wherever its rank is; one that is left behind
+    holds nothing back."""
+    faults = [Fault(1, 6, "reduce", "worker"), Fault(0, 8, "optimizer", "worker"), Fault(0, 13)]
+    done = train(tmp_path / "run", 2, "data.num_workers=1", faults=faults)
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=1, num_lost=1)
+    messages = [r["message"] for r in rows if r["event"] == "Warned"]
+    again = [m.partition(":")[0] for m in messages if "is done again" in m]
+    assert again == ["step 7 is done again", "step 9 is done again"]
+    [recovered] = [r for r in rows if r["event"] == "Recovered"]
+    assert recovered["seconds"] < 2
+
+
 @ALWAYS
 @pytest.mark.slow
 def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):

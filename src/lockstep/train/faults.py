@@ -8,6 +8,7 @@ that have, also when the ranks are started again.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -32,9 +33,10 @@ ranks with a sharded one tell each other what they have stepped; after the step;
 evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
 have regrouped but not agreed yet."""
 
-Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss"]
-"""SIGKILL; SIGSTOP; an exception; half a second's sleep; SIGUSR1, the notice of a preemption; what
-a rank sees that misses the end of a collective, which others got, because another has died."""
+Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker"]
+"""SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
+that misses the end of a collective, which others got, because another has died; SIGKILL for a
+process that fetches data for this one (`data.num_workers`)."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -57,6 +59,7 @@ class Fault:
         moment: when.
         kind: what.
         delay_s: how long after that moment, whatever the process is doing by then.
+        sleep_s: how long one of kind `slow` sleeps; a slow disk, at the moment `checkpoint`.
     """
 
     slot: int
@@ -64,6 +67,7 @@ class Fault:
     moment: Moment = "compute"
     kind: Kind = "kill"
     delay_s: float = 0.0
+    sleep_s: float = SLOW_S
 
 
 class InjectedError(RuntimeError):
@@ -130,11 +134,14 @@ def _strike(fault: Fault, log: str) -> None:
         with Path(log).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), **asdict(fault)}) + "\n")
     if fault.kind == "slow":
-        time.sleep(SLOW_S)
+        time.sleep(fault.sleep_s)
     elif fault.kind == "raise":
         raise InjectedError(f"fault injected at {fault.moment} of step {fault.step}")
     elif fault.kind == "miss":
         time.sleep(MISS_S)  # for the others to get what this one misses
         raise GroupBroken(f"fault injected at {fault.moment} of step {fault.step}")
+    elif fault.kind == "worker":
+        for worker in multiprocessing.active_children()[:1]:
+            worker.kill()
     else:
         os.kill(os.getpid(), _SIGNALS[fault.kind])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from time import perf_counter
 from typing import Any
 
@@ -132,7 +132,7 @@ class Trainer:
         if self._is_save_due() or improved:
             self._keeper.save(progress, improved)
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Generator[Any, None, None]:
         """This rank's microbatches, from the present step on."""
         microbatches = self._balancer.ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, self._progress.step, self._parts.total_steps)
@@ -213,6 +213,11 @@ class Trainer:
             raise failure
         self._failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
+        self._fetch_anew()
+
+    def _fetch_anew(self) -> None:
+        """Fetch from the present step on, with other worker processes if there are any."""
+        self._batches.close()  # exceptions may refer to it for long, and so keep its workers alive
         self._batches = self._stream()
 
     def _recover(self) -> None:
@@ -276,11 +281,12 @@ class Trainer:
         """Compute these microbatches from now on."""
         self._parts.step.deal_out(ranges, state)
         self._balancer.use(ranges)
-        self._batches = self._stream()
+        self._fetch_anew()
 
     def _finish(self) -> Finished:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         progress = self._progress
+        self._batches.close()
         folder = self._keeper.finish(progress)
         if progress.finished and "test" in self._parts.evaluations:
             self._evaluate("test")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +18,8 @@ from lockstep.errors import RunDirectoryError
 from lockstep.train import checkpoint
 
 _IDENTITY = "run.json"
+
+_LOCK_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -78,14 +82,36 @@ class RunDirectory:
             self.close()
             raise
 
-    def lock(self) -> None:
+    def lock(self, patience_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> None:
         """Make sure that this process is the only one that writes here; no-op if it is.
+
+        Args:
+            patience_s: how long to wait for a process that holds the lock and is about to end.
+            on_wait: called again and again while waiting.
 
         Raises:
             RunDirectoryError: it cannot be written, or another job uses it.
         """
         if self._lock is not None:
             return
+        deadline = time.monotonic() + patience_s
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                raise RunDirectoryError(
+                    f"{self.path}: another job is training in it; wait for it, or choose another "
+                    "with --run-dir"
+                )
+            on_wait()
+            time.sleep(_LOCK_POLL_S)
+
+    def _try_lock(self) -> bool:
+        """Whether this process has the lock now.
+
+        A POSIX record lock belongs to the process: it is gone when the process ends, where an
+        `flock` would live on in forked children such as data loader workers. In return, closing
+        any descriptor of the file gives it up, and it does not exclude this process itself; so
+        nothing else may open the file.
+        """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -94,18 +120,16 @@ class RunDirectory:
                 f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
             ) from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both for "someone has it"
             self.close()
-            raise RunDirectoryError(
-                f"{self.path}: another job is training in it; wait for it, or choose another "
-                "with --run-dir"
-            ) from None
+            return False
         except OSError as error:
             self.close()
             raise RunDirectoryError(
                 f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
             ) from None
+        return True
 
     def close(self) -> None:
         """Give up the claim."""
