@@ -192,6 +192,16 @@ def lines(child: subprocess.Popen[bytes]) -> list[str]:
     return found
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_counts(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    save(directory, 5)
+    folder = directory.checkpoints / "step_00000005"
+    folder.rename(folder.with_name(".step_00000005.123.old"))
+    directory.close()
+    assert "already holds this run up to step_00000005" in refused(tmp_path, resume=False)
+    assert folder.is_dir()
+
+
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     used(tmp_path)
     with another(tmp_path) as other:

@@ -150,6 +150,13 @@ class RunDirectory:
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
                 )
+        try:
+            checkpoint.bring_back(self.checkpoints)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
+                "is a checkpoint that was about to be replaced; rename it yourself"
+            ) from None
         if checkpoint.folders(self.checkpoints) and not resume:
             newest = checkpoint.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
