@@ -25,7 +25,7 @@ from lockstep.launch.threads import set_threads
 from lockstep.launch.watchdog import Watchdog
 from lockstep.observe import Desk, open_sinks
 from lockstep.train.events import Failed, Finished, Warned
-from lockstep.train.faults import injector
+from lockstep.train.faults import edited, injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
@@ -187,6 +187,7 @@ def _run(
             )
         try:
             if transport.is_newcomer:
+                task = edited(task, os.environ, environment.rank)
                 trainer = Trainer(task, config, runtime, directory, joins=True)
             else:
                 trainer = _assembled(task, config, sitting, runtime, directory)

@@ -194,7 +194,12 @@ class MpiTransport(Transport):
     @property
     def has_newcomer(self) -> bool:
         """See `Transport.has_newcomer`."""
-        return self._newcomer is not None and self._newcomer.is_ready
+        is_wanted = self._growth is not None
+        return is_wanted and self._newcomer is not None and self._newcomer.is_ready
+
+    def stop_growing(self) -> None:
+        """See `Transport.stop_growing`."""
+        self._growth = None
 
     def is_damaged(self) -> bool:
         """Whether a rank of the group is known to have died, or the group was given up."""

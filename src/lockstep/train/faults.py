@@ -14,29 +14,33 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
+from lockstep.train.task import Loss, Task
 
 FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
 
 Moment = Literal[
     "compute", "reduce", "reduced", "optimizer", "gather", "committed", "evaluate", "checkpoint",
-    "regroup", "catch_up",
+    "regroup", "catch_up", "join",
 ]  # fmt: skip
 """When in a step: after a microbatch; before and after the reduction; before the optimizer; before
 ranks with a sharded one tell each other what they have stepped; after the step; before an
 evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
-have regrouped but not agreed yet."""
+have regrouped but not agreed yet; when a new process begins, to be taken in."""
 
-Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker"]
+Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
 that misses the end of a collective, which others got, because another has died; SIGKILL for a
-process that fetches data for this one (`data.num_workers`)."""
+process that fetches data for this one (`data.num_workers`); what a new process finds whose script
+was edited since the others began (at the moment `join`)."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -91,17 +95,10 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     Raises:
         ConfigError: the variable does not hold faults.
     """
-    text = env.get(FAULTS)
-    if not text:
+    found, log = _due(env, slot)
+    due = [fault for fault in found if fault.kind != "edit"]
+    if not due:
         return nothing
-    try:
-        values = json.loads(text)
-        log, faults = str(values["log"]), [Fault(**v) for v in values["faults"]]
-        assert all(f.moment in MOMENTS and f.kind in KINDS for f in faults)
-    except (ValueError, TypeError, KeyError, AssertionError):
-        raise ConfigError(f"environment variable {FAULTS}: is not a list of faults") from None
-    struck = _struck(Path(log)) if log else []
-    due = [f for f in faults if f.slot == slot and asdict(f) not in struck]
 
     def at(moment: Moment, step: int) -> None:
         for fault in tuple(due):
@@ -117,6 +114,37 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     return at
 
 
+def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
+    """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
+    found, log = _due(env, slot)
+    original = task.loss
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        found = original(model, batch)
+        return replace(found, sum=found.sum * (1 + 2**-10))
+
+    for fault in found:
+        if fault.kind == "edit":
+            _note(fault, log)
+            task.loss = loss  # type: ignore[method-assign]
+    return task
+
+
+def _due(env: Mapping[str, str], slot: int) -> tuple[list[Fault], str]:
+    """The faults for a process that have not struck yet, and where to log them."""
+    text = env.get(FAULTS)
+    if not text:
+        return [], ""
+    try:
+        values = json.loads(text)
+        log, faults = str(values["log"]), [Fault(**v) for v in values["faults"]]
+        assert all(f.moment in MOMENTS and f.kind in KINDS for f in faults)
+    except (ValueError, TypeError, KeyError, AssertionError):
+        raise ConfigError(f"environment variable {FAULTS}: is not a list of faults") from None
+    struck = _struck(Path(log)) if log else []
+    return [f for f in faults if f.slot == slot and asdict(f) not in struck], log
+
+
 def nothing(moment: Moment, step: int) -> None:
     """No faults."""
 
@@ -129,10 +157,14 @@ def _struck(log: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
-def _strike(fault: Fault, log: str) -> None:
+def _note(fault: Fault, log: str) -> None:
     if log:
         with Path(log).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), **asdict(fault)}) + "\n")
+
+
+def _strike(fault: Fault, log: str) -> None:
+    _note(fault, log)
     if fault.kind == "slow":
         time.sleep(fault.sleep_s)
     elif fault.kind == "raise":

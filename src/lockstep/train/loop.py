@@ -65,6 +65,8 @@ class Trainer:
                 f"min_ranks={config.min_ranks}: is more than the {self._transport.size} ranks "
                 "there are; start more ranks or lower it"
             )
+        if joins:
+            runtime.at("join", 0)
         self._parts = assemble(task, config, runtime)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
@@ -231,7 +233,9 @@ class Trainer:
                 self._transport.regroup(takes_in=True)
                 on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
-                origin = find_origin(self._transport, rank, *self._dealt, row)
+                facts = self._parts.facts
+                origin = find_origin(self._transport, rank, *self._dealt, row, facts)
+                self._refuse(origin)
                 copied, state = self._catch_up(origin)
                 break
             except GroupBroken:
@@ -245,6 +249,29 @@ class Trainer:
         self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
+
+    def _refuse(self, origin: Origin) -> None:
+        """Go on without newcomers whose script or data has been changed since the run began.
+
+        Raises:
+            GroupBroken: there are such ones; they leave.
+        """
+        if not origin.strangers:
+            return
+        if self._transport.rank in origin.strangers:
+            self._transport.withdraw()
+        for rank, names in origin.strangers.items():
+            row = origin.rows[rank]
+            self._runtime.emit(
+                Warned(
+                    step=self._progress.step,
+                    message=f"the new process of slot {row['slot']} on {row['host']} is refused: "
+                    f"it differs in {', '.join(names)}; the script or its data have changed since "
+                    "the run began; training goes on without it",
+                )
+            )
+        self._transport.stop_growing()
+        raise GroupBroken("a new process is refused")
 
     def _catch_up(self, origin: Origin) -> tuple[bool, SteppedState | None]:
         """Bring ranks that are behind, or new, to where the others are.

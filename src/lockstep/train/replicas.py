@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
 from lockstep.errors import DivergenceError, TaskError
+from lockstep.train.buffers import changed_by
+from lockstep.train.compute import Compute
 from lockstep.train.flat import model_digest, tensor_digest
 
 
@@ -68,6 +72,50 @@ def batch_digest(batch: Any) -> str:
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor):
             sha.update(tensor_digest("", leaf))
+    return sha.hexdigest()
+
+
+def optimizer_facts(optimizer: Optimizer) -> str:
+    """The class of an optimizer, its groups' settings and the shapes of their parameters."""
+    groups = [
+        {key: _plain(value) for key, value in group.items()} for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {json.dumps(groups)}"
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON; of what is none only the type, since texts may hold addresses."""
+    if isinstance(value, list) and value and isinstance(value[0], nn.Parameter):
+        return [list(p.shape) for p in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    known = value is None or isinstance(value, (bool, int, float, str))
+    return value if known else type(value).__name__
+
+
+def gradient_digest(model: nn.Module, compute: Compute, batch: Any) -> str:
+    """SHA-256 of the loss and the gradients of a microbatch, by which tasks are told apart.
+
+    No gradient and no changed buffer is left behind.
+    """
+    sha = hashlib.sha256()
+    parameters = dict(model.named_parameters())
+
+    def both_ways() -> None:
+        loss = compute.forward(0, 0, batch)
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+        sha.update(json.dumps(compute.scalars(loss)).encode())
+
+    try:
+        changed_by(model, both_ways)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                sha.update(tensor_digest(name, parameter.grad))
+    finally:
+        for parameter in parameters.values():
+            parameter.grad = None
     return sha.hexdigest()
 
 

@@ -21,9 +21,15 @@ from lockstep.parallel.layout import split
 from lockstep.train.buffers import ForwardState, changed_by
 from lockstep.train.compute import Compute
 from lockstep.train.evaluate import Evaluation
-from lockstep.train.flat import FlatTensors
+from lockstep.train.flat import FlatTensors, model_digest
 from lockstep.train.optimizer import check_optimizer, default_optimizer
-from lockstep.train.replicas import batch_digest, check_same, check_start
+from lockstep.train.replicas import (
+    batch_digest,
+    check_same,
+    check_start,
+    gradient_digest,
+    optimizer_facts,
+)
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task, own_collate
@@ -38,6 +44,7 @@ class Parts:
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
         data_digest: tells datasets apart, by their first microbatch.
+        facts: what must be the same for all that take part in a run, by what it is called.
     """
 
     model: nn.Module
@@ -48,6 +55,7 @@ class Parts:
     evaluations: dict[str, Evaluation]
     total_steps: int
     data_digest: str
+    facts: dict[str, str]
 
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
@@ -59,27 +67,32 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     transport = runtime.transport
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
+    facts = {"the model's start": model_digest(model), "optimizer": optimizer_facts(optimizer)}
     flat = FlatTensors(_groups(model, optimizer), "parameter")
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     first = everywhere(transport, lambda: loader.microbatch(0, 0))
     data_digest = batch_digest(first)
-    check_same(
-        transport,
-        {
-            "config": config.hash,
-            "number of samples": sampler.num_samples,
-            "first microbatch": data_digest,
-        },
-    )
+    same = {
+        "config": config.hash,
+        "number of samples": str(sampler.num_samples),
+        "first microbatch": data_digest,
+    }
+    check_same(transport, same)
 
     compute = Compute(task, model, config, runtime.device)
     state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, first)))
+    facts |= same | {
+        "loss and gradient of the first microbatch": everywhere(
+            transport, lambda: gradient_digest(model, compute, first)
+        ),
+        "metrics": ", ".join(compute.metrics or ()),
+    }
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
     check_judged(config, splits)
-    return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
+    return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest, facts)
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
