@@ -156,6 +156,8 @@ class MpiTransport(Transport):
         if not self._has_agreed:
             with contextlib.suppress(MPI.Exception):
                 before.Agree(0)
+        # The old communicator is not freed: messages of what was interrupted may still be under
+        # way, and Open MPI gives the number they carry to another one when this one is gone.
         shrunk = _whole(_shrink(before))
         if self._growth is not None and takes_in:
             shrunk = self._grow(shrunk, self._growth)
