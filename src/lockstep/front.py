@@ -24,7 +24,7 @@ from lockstep.launch.threads import set_threads
 from lockstep.launch.watchdog import Watchdog
 from lockstep.observe import Desk, open_sinks
 from lockstep.train.events import Failed, Finished, Warned
-from lockstep.train.faults import injector
+from lockstep.train.faults import edited, injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
@@ -35,6 +35,9 @@ SITTING = "LOCKSTEP_SITTING"
 
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
+
+TAKE_OVER_S = 30.0
+"""How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def train(
         asked = sitting or Sitting.from_env() or own
         finished = run(task, config or task.config, asked)
     except LockstepError as error:
-        if _is_first():
+        if _is_first(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     if finished.exit_code:
@@ -138,6 +141,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
                 transport.abort(error.exit_code)
+            error.rank = transport.rank
             transport.close()
             raise
         except BaseException:
@@ -174,7 +178,7 @@ def _run(
         stack.callback(desk.close)
 
         def take_over() -> None:
-            directory.lock()
+            directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
             desk.open()
 
         runtime = Runtime(
@@ -198,6 +202,7 @@ def _run(
             )
         try:
             if transport.is_newcomer:
+                task = edited(task, os.environ, environment.rank)
                 trainer = Trainer(task, config, runtime, directory, joins=True)
             else:
                 trainer = _assembled(task, config, sitting, runtime, directory)
@@ -293,7 +298,10 @@ def _script() -> str:
     return str(Path(path).resolve()) if path and Path(path).is_file() else ""
 
 
-def _is_first() -> bool:
+def _is_first(error: LockstepError) -> bool:
+    """Whether this process tells the user: rank 0 of the group it was in, else of the launch."""
+    if error.rank is not None:
+        return error.rank == 0
     try:
         return detect(os.environ).rank == 0
     except LockstepError:

@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from tests.conftest import TASKS, result, target
 from tests.distributed.tasks import Everything, EverythingConfig
 
 import lockstep as ls
+from lockstep import front
+from lockstep.config import TrainConfig
 from lockstep.data.idx import write_idx
+from lockstep.errors import DataError
 
 SMALL = ("steps=6",)
 
@@ -245,3 +249,21 @@ def test_an_unknown_master_address(lockstep):
     assert done.returncode == 2
     assert "MASTER_ADDR=no-such-host.invalid" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 1)])
+def test_who_is_rank_0_now_tells_of_errors(monkeypatch, capsys, before, now):
+    """Not who was at first: that one may have died."""
+
+    def fail(*arguments):
+        error = DataError("x.csv: is gone")
+        error.rank = now
+        raise error
+
+    for name, value in {"RANK": before, "WORLD_SIZE": 3, "TORCHELASTIC_RUN_ID": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(front, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        front.train(SimpleNamespace(config=TrainConfig()))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ("error: x.csv: is gone\n" if now == 0 else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from time import perf_counter
 from typing import Any
 
@@ -70,6 +70,8 @@ class Trainer:
                     "there are; start more ranks or lower it"
                 )
             )
+        if joins:
+            runtime.at("join", 0)
         self._parts = assemble(task, config, runtime)
         self._after_step = AfterStep(task, self._parts.model, config.seed)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
@@ -159,7 +161,7 @@ class Trainer:
         if self._is_save_due() or improved:
             self._keeper.save(progress, improved)
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Generator[Any, None, None]:
         """This rank's microbatches, from the present step on."""
         microbatches = self._balancer.ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, self._progress.step, self._parts.total_steps)
@@ -240,6 +242,11 @@ class Trainer:
             raise failure
         self._failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
+        self._fetch_anew()
+
+    def _fetch_anew(self) -> None:
+        """Fetch from the present step on, with other worker processes if there are any."""
+        self._batches.close()  # exceptions may refer to it for long, and so keep its workers alive
         self._batches = self._stream()
 
     def _recover(self) -> None:
@@ -253,7 +260,9 @@ class Trainer:
                 self._transport.regroup(takes_in=True)
                 on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
-                origin = find_origin(self._transport, rank, *self._dealt, row)
+                facts = self._parts.facts
+                origin = find_origin(self._transport, rank, *self._dealt, row, facts)
+                self._refuse(origin)
                 copied, state = self._catch_up(origin)
                 break
             except GroupBroken:
@@ -267,6 +276,29 @@ class Trainer:
         self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
+
+    def _refuse(self, origin: Origin) -> None:
+        """Go on without newcomers whose script or data has been changed since the run began.
+
+        Raises:
+            GroupBroken: there are such ones; they leave.
+        """
+        if not origin.strangers:
+            return
+        if self._transport.rank in origin.strangers:
+            self._transport.withdraw()
+        for rank, names in origin.strangers.items():
+            row = origin.rows[rank]
+            self._runtime.emit(
+                Warned(
+                    step=self._progress.step,
+                    message=f"the new process of slot {row['slot']} on {row['host']} is refused: "
+                    f"it differs in {', '.join(names)}; the script or its data have changed since "
+                    "the run began; training goes on without it",
+                )
+            )
+        self._transport.stop_growing()
+        raise GroupBroken("a new process is refused")
 
     def _catch_up(self, origin: Origin) -> tuple[bool, OptimizerState | None]:
         """Bring ranks that are behind, or new, to where the others are.
@@ -305,11 +337,12 @@ class Trainer:
         """Compute these microbatches from now on."""
         self._parts.step.deal_out(ranges, state)
         self._balancer.use(ranges)
-        self._batches = self._stream()
+        self._fetch_anew()
 
     def _finish(self) -> Finished:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         progress = self._progress
+        self._batches.close()
         folder = self._keeper.finish(progress)
         if progress.finished and "test" in self._parts.evaluations:
             self._evaluate("test")

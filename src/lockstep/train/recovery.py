@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.comm.transport import Transport
-from lockstep.errors import RankFailure
+from lockstep.errors import RankFailure, shared
 from lockstep.train.progress import Progress
 from lockstep.train.step import StepResult
 
@@ -26,30 +26,45 @@ class Origin:
         members: for each rank, the one it had when state was dealt out.
         num_members: how many ranks there were then.
         rows: for each rank, what its `Joined` event says.
+        strangers: for each newcomer that would train something else, what differs.
     """
 
     former: list[int]
     members: list[int]
     num_members: int
     rows: list[dict[str, Any]]
+    strangers: dict[int, list[str]]
 
 
 def find_origin(
-    transport: Transport, former: int, member: int, num_members: int, row: dict[str, Any]
+    transport: Transport,
+    former: int,
+    member: int,
+    num_members: int,
+    row: dict[str, Any],
+    facts: dict[str, Any],
 ) -> Origin:
     """Find out where the ranks of a new group come from, given where this one does; a collective.
 
     Raises:
         RankFailure: they are all newcomers.
     """
-    found = transport.gather_json([former, member, num_members, row])
-    if max(n for _, _, n, _ in found) == 0:
-        raise RankFailure(
-            "all ranks that had begun have died; go on from the newest checkpoint with "
-            "`lockstep resume`"
+    found = transport.gather_json([former, member, num_members, row, facts])
+    if max(n for _, _, n, _, _ in found) == 0:
+        raise shared(
+            RankFailure(
+                "all ranks that had begun have died; go on from the newest checkpoint with "
+                "`lockstep resume`"
+            )
         )
-    formers, members, sizes, rows = zip(*found, strict=True)
-    return Origin(list(formers), list(members), max(sizes), list(rows))
+    formers, members, sizes, rows, known = zip(*found, strict=True)
+    expected = next(f for f, rank in zip(known, formers, strict=True) if rank != NOWHERE)
+    differences = {
+        rank: [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
+        for rank, theirs in enumerate(known)
+    }
+    strangers = {rank: names for rank, names in differences.items() if names}
+    return Origin(list(formers), list(members), max(sizes), list(rows), strangers)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lockstep.train.buffers import ForwardState, changed_by
 from lockstep.train.compute import Compute
 from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
-from lockstep.train.flat import FlatTensors
+from lockstep.train.flat import FlatTensors, model_digest
 from lockstep.train.held_state import held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
 from lockstep.train.progress import check_watched
@@ -41,7 +41,7 @@ class Parts:
         model: in training mode, its trainable parameters in flat memory.
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
-        facts: what must be the same on all ranks, by name.
+        facts: what must be the same for all that take part in a run, by what it is called.
     """
 
     model: nn.Module
@@ -68,13 +68,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     transport = runtime.transport
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
+    start = {"the model's start": model_digest(model)}
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
-    facts = {"config": config.hash, "number of samples": sampler.num_samples}
+    facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
     trial = everywhere(transport, lambda: _try_out(task, model, flat, compute, loader))
     facts["first microbatch"] = trial.data_digest
+    facts["metrics"] = list(compute.metrics or ())
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
