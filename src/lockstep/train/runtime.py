@@ -119,9 +119,12 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
         RankFailure: it can't.
     """
     if not transport.can_regroup:
-        raise RankFailure(
-            f"a rank has died or does not answer ({loss}); go on from the newest checkpoint with "
-            "`lockstep resume` or --resume"
+        # Nobody waits for this rank any more: the group is broken for all.
+        raise shared(
+            RankFailure(
+                f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
+                "with `lockstep resume` or --resume"
+            )
         ) from None
 
 
