@@ -195,6 +195,7 @@ def test_states_over_ranks_refuse_second_derivatives_on_all_of_them() -> None:
 
 def test_second_derivatives_that_do_not_fit_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.quantum.memory.memory_bytes", lambda *_: 20_000)
+    monkeypatch.setattr("lockstep.quantum.memory._ALWAYS_FITS", 0)
     circuit = ring(6, 4)
     theta = some_parameters(circuit.num_parameters).requires_grad_()
     value = PauliSum({"Z" * 6: 1.0}).expectation(Simulator(circuit).state(theta))

@@ -155,7 +155,7 @@ def unitary(matrix: Tensor, *qubits: int) -> Gate:
         ConfigError: the matrix is not unitary, or does not fit the qubits.
     """
     if not isinstance(matrix, Tensor):
-        raise ConfigError(f"a unitary's matrix must be a torch.Tensor, not {_kind(matrix)}")
+        raise ConfigError(f"a unitary's matrix must be a torch.Tensor, not {kind_of(matrix)}")
     return Gate(UNITARY, qubits, matrix=matrix.to(torch.complex128))
 
 
@@ -185,7 +185,7 @@ class Circuit:
         given = tuple(gates) if isinstance(gates, Iterable) else (gates,)
         for number, each in enumerate(given):
             if not isinstance(each, Gate):
-                raise ConfigError(f"gate {number}: must be a Gate, not {_kind(each)}")
+                raise ConfigError(f"gate {number}: must be a Gate, not {kind_of(each)}")
         if num_parameters is not None and as_integer(num_parameters, "num_parameters") < 0:
             raise ConfigError(f"num_parameters {num_parameters}: must not be negative")
         indices = [g.angle.index for g in given if g.angle and g.angle.index is not None]
@@ -218,22 +218,30 @@ class Circuit:
             [..., len(with_angle)].
 
         Raises:
-            ConfigError: the number of parameters is wrong.
+            ConfigError: they are no such tensor.
         """
-        if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
-            raise ConfigError(
-                f"parameters must be a real tensor [..., num_parameters], not {_kind(parameters)}"
-            )
-        if parameters.shape[-1] != self.num_parameters:
-            raise ConfigError(
-                f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
-            )
+        self.check_parameters(parameters)
         if not self.num_parameters:
             parameters = parameters.new_zeros(*parameters.shape[:-1], 1)
         index, scale, offset = self._linear
         device = parameters.device
         chosen = parameters.index_select(-1, index.to(device))
         return chosen * scale.to(parameters) + offset.to(parameters)
+
+    def check_parameters(self, parameters: Tensor) -> None:
+        """Refuse what are no parameters of this circuit.
+
+        Raises:
+            ConfigError: they are no real tensor [..., num_parameters].
+        """
+        if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
+            raise ConfigError(
+                f"parameters must be a real tensor [..., num_parameters], not {kind_of(parameters)}"
+            )
+        if parameters.shape[-1] != self.num_parameters:
+            raise ConfigError(
+                f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
+            )
 
     @cached_property
     def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,7 +298,8 @@ def _check_matrix(matrix: Tensor, where: str) -> None:
         raise ConfigError(f"{where}: its matrix is not unitary (off by {gap:.1e})")
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """What a value is, for a message that says that it should be something else."""
     if isinstance(value, Tensor):
         return f"one of {value.dtype} {list(value.shape)}"
     return type(value).__name__

@@ -47,7 +47,12 @@ def to_qiskit(circuit: Circuit) -> Any:
 
 
 def bound(circuit: Circuit, parameters: torch.Tensor) -> Circuit:
-    """The circuit with numbers [num_parameters] for its parameters."""
+    """The circuit with numbers [num_parameters] for its parameters.
+
+    Raises:
+        ConfigError: they are no such tensor.
+    """
+    circuit.check_parameters(parameters)
     values = iter(circuit.angles(parameters.double()).tolist())
     gates = []
     for g in circuit.gates:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuit import as_integer, kind_of
 from lockstep.quantum.derivatives import only_once
 from lockstep.quantum.gates import shift_rule
 from lockstep.quantum.statevector import Simulator
@@ -46,7 +48,18 @@ def shifted(
 
     Returns:
         [..., M], differentiable in the parameters, any number of times by shifts of shifts.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind, or what `measure` finds of the wrong shape.
     """
+    if not isinstance(simulator, Simulator):
+        raise ConfigError(f"shifts need a Simulator, not {kind_of(simulator)}")
+    if not callable(measure):
+        raise ConfigError(f"measure must be a function of states, not {kind_of(measure)}")
+    count = simulator.circuit.num_parameters
+    if only is not None and (not isinstance(only, Tensor) or only.shape != (count,)):
+        raise ConfigError(f"only must be a tensor of bools [{count}], not {kind_of(only)}")
+    simulator.circuit.check_parameters(parameters)
     angles = simulator.circuit.angles(parameters)
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
     found = _measured(rows, simulator, measure, only)
@@ -58,7 +71,12 @@ def share(count: int, part: int, num_parts: int) -> Tensor:
 
     Returns:
         [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+
+    Raises:
+        ConfigError: there is no such part.
     """
+    if not 0 <= as_integer(part, "part") < as_integer(num_parts, "num_parts"):
+        raise ConfigError(f"part {part} of {num_parts}: must be from 0 to {num_parts} less one")
     return torch.arange(count) * num_parts // count == part
 
 
@@ -77,7 +95,12 @@ class _Shift(torch.autograd.Function):
     ) -> Tensor:
         ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
         ctx.save_for_backward(angles)
-        return measure(simulator.state_at(angles))
+        found = measure(simulator.state_at(angles))
+        if not isinstance(found, Tensor) or found.shape[:-1] != (len(angles),):
+            raise ConfigError(
+                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(found)}"
+            )
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

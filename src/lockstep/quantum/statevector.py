@@ -1,45 +1,20 @@
-"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable.
-
-Gradients are found by adjoint differentiation (Jones and Gacon, arXiv:2009.02823): the backward
-pass undoes the circuit on the state and on its gradient side by side. Beside the last state it
-keeps a fixed number of bytes of earlier ones, which need not be undone; so memory does not depend
-on the number of gates. From |0…0> on, a state has amplitudes only for the qubits that some gate has
-touched.
-"""
+"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
+from lockstep.quantum.adjoint import Evolve, Program, StatePart
 from lockstep.quantum.blocks import BlockMatrices
-from lockstep.quantum.circuit import Circuit
-from lockstep.quantum.derivatives import OVER_RANKS, AddUp, evolve, only_once
-from lockstep.quantum.evolution import Kept, Moving, Pool, added_up, matrix_gradient
-from lockstep.quantum.fusion import MAX_TARGETS, Block, Plan, plan
-from lockstep.quantum.memory import check_fits, check_memory, memory_bytes
-
-KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass, on all ranks together."""
-_COPIES_OF_A_BLOCK = 6
-"""States in memory for each block whose gradient is to be differentiated."""
-
-
-class Program(NamedTuple):
-    """What is done to a state.
-
-    Attributes:
-        plan: the blocks.
-        matrices: what makes their matrices.
-    """
-
-    plan: Plan
-    matrices: BlockMatrices
+from lockstep.quantum.circuit import Circuit, as_integer, kind_of
+from lockstep.quantum.derivatives import AddUp
+from lockstep.quantum.fusion import MAX_TARGETS, plan
+from lockstep.quantum.memory import check_memory, memory_bytes
 
 
 class Simulator:
@@ -58,9 +33,11 @@ class Simulator:
         transport: to other ranks; None where the state is whole.
         num_ranks: that hold the state.
         rank: of this part.
+        part: of the state that this rank has.
 
     Raises:
-        ConfigError: the number of ranks is not a power of two, or too great for so few qubits.
+        ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
+            or too great for so few qubits.
     """
 
     def __init__(
@@ -74,6 +51,12 @@ class Simulator:
         self.num_ranks = num_ranks = 1 if transport is None else transport.size
         self.transport = transport if num_ranks > 1 else None
         self.rank = 0 if self.transport is None else self.transport.rank
+        if not isinstance(circuit, Circuit):
+            raise ConfigError(f"a simulator needs a Circuit, not {kind_of(circuit)}")
+        if dtype not in (torch.complex64, torch.complex128):
+            raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
+        if as_integer(max_targets, "max_targets") < 1:
+            raise ConfigError(f"max_targets {max_targets}: must be at least 1")
         if num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
@@ -81,11 +64,14 @@ class Simulator:
             )
         self.circuit = circuit
         self.dtype = dtype
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device {device!r}: there is no such device") from error
         self._num_rank_axes = num_ranks.bit_length() - 1
         self._max_targets = max_targets
         self.num_local = circuit.num_qubits - self._num_rank_axes
-        self.pool = Pool(KEPT_BYTES // num_ranks)
+        self.part = StatePart(self.num_local, self.rank, self.transport)
         self._memory = memory_bytes(self.device)
         self.from_zero = self._program(from_zero=True)
 
@@ -110,20 +96,22 @@ class Simulator:
             it. Qubit 0 is the lowest bit of an index.
 
         Raises:
-            ConfigError: the number of parameters is wrong, or the state does not fit into memory.
+            ConfigError: the parameters or the initial state are no tensor of such a shape, or the
+                state does not fit into memory.
         """
-        real = torch.float64 if self.dtype == torch.complex128 else torch.float32
+        real = self.dtype.to_real()
         if parameters is None:
-            parameters = torch.zeros(self.circuit.num_parameters, dtype=real, device=self.device)
+            if self.circuit.num_parameters:
+                raise ConfigError(f"the circuit needs {self.circuit.num_parameters} parameters")
+            parameters = torch.zeros(0, dtype=real, device=self.device)
+        self.circuit.check_parameters(parameters)
         return self.state_at(self.circuit.angles(parameters.to(real)), initial)
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
         """As `state`, from the angles [..., G] of all gates that have one."""
         if not torch.is_grad_enabled():
             angles = angles.detach()  # so that nothing is kept for a backward pass
-        lead = angles.shape[:-1]
-        if initial is not None:
-            lead = torch.broadcast_shapes(lead, initial.shape[:-1])  # type: ignore[no-untyped-call]
+        lead = self._lead(angles, initial)
         batch = lead.numel()
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
@@ -143,8 +131,29 @@ class Simulator:
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
-        found: Tensor = _Evolve.apply(rows, start, self, program)  # type: ignore[no-untyped-call]
+        found: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         return found.view(*lead, -1)
+
+    def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
+        """The shape of the batch."""
+        count = len(self.circuit.with_angle)
+        if not isinstance(angles, Tensor) or not angles.dim() or angles.shape[-1] != count:
+            raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
+        if initial is None:
+            return angles.shape[:-1]
+        size = 1 << self.num_local
+        if not isinstance(initial, Tensor) or not initial.dim() or initial.shape[-1] != size:
+            raise ConfigError(
+                f"the initial state must be a tensor [..., {size}], not {kind_of(initial)}"
+            )
+        try:
+            batch = torch.broadcast_shapes(angles.shape[:-1], initial.shape[:-1])  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"parameters {list(angles.shape[:-1])} and initial states "
+                f"{list(initial.shape[:-1])} are no batch"
+            ) from error
+        return torch.Size(batch)
 
     def add_up(self, local: Tensor) -> Tensor:
         """The sum over all ranks of what each has found in its part of the state: [M], real.
@@ -153,15 +162,6 @@ class Simulator:
         """
         found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
         return found
-
-    def part(self, block: Block) -> slice:
-        """Which of a block's matrices are for this rank."""
-        count = 1 << (len(block.controls) - len(block.rank_controls))
-        high = self._num_rank_axes - 1
-        value = 0
-        for axis in block.rank_controls:
-            value = 2 * value + (self.rank >> (high - axis) & 1)
-        return slice(value * count, (value + 1) * count)
 
 
 def statevector(
@@ -174,127 +174,3 @@ def statevector(
     """
     device = "cpu" if parameters is None else parameters.device
     return Simulator(circuit, dtype, device).state(parameters)
-
-
-class _Evolve(torch.autograd.Function):
-    """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^m].
-
-    The states have the axes with which the program begins.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator, program: Program
-    ) -> Tensor:
-        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
-            ctx.matrices = program.matrices(ctx.variable)
-        matrices = [matrix.detach() for matrix in ctx.matrices]
-        moving = Moving(start, simulator.num_local, simulator.transport, simulator.pool)
-        ctx.kept = Kept(simulator.pool)
-        room = KEPT_BYTES // simulator.num_ranks if ctx.needs_input_grad[0] else 0
-        for number, block in enumerate(program.plan.blocks):
-            moving.move(block.moves)
-            if moving.states.nbytes <= room:
-                room -= moving.states.nbytes
-                ctx.kept.add(number, moving)
-            moving.apply(matrices[number][:, simulator.part(block)])
-        moving.move(program.plan.moves)
-        moving.release()
-        state = moving.states.clone() if moving.states is start else moving.states
-        ctx.simulator, ctx.program = simulator, program
-        ctx.save_for_backward(angles, start, state)
-        return state
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if not torch.is_grad_enabled():
-            return *_adjoint(ctx, gradient), None, None
-        # The gradient is to be differentiated.
-        if ctx.simulator.transport is None:
-            return *_by_autograd(ctx, gradient), None, None
-        angles, start, _ = ctx.saved_tensors
-        with torch.no_grad():
-            found = _adjoint(ctx, gradient)
-        one, two = (
-            None if own is None else only_once(own, OVER_RANKS, gradient, angles, start)
-            for own in found
-        )
-        return one, two, None, None
-
-
-def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in the angles and in the first states, by undoing the circuit."""
-    _, _, state = ctx.saved_tensors
-    simulator: Simulator = ctx.simulator
-    laid_out, transport = ctx.program.plan, simulator.transport
-    wants_angles, wants_start, *_ = ctx.needs_input_grad
-    matrices = ctx.matrices
-    common = simulator.num_local, transport, simulator.pool
-    ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
-    ket.move_back(laid_out.moves)
-    bra.move_back(laid_out.moves)
-    numbers = range(len(laid_out.blocks))
-    trained = [wants_angles and matrices[n].requires_grad for n in numbers]
-    first = trained.index(True) if any(trained) else len(numbers)
-    outputs, gradients = [], []
-    last = 0 if wants_start else first
-    for number in reversed(numbers[last:]):
-        block = laid_out.blocks[number]
-        part = simulator.part(block)
-        matrix = matrices[number].detach()[:, part]
-        if number in ctx.kept:
-            ket.release()
-            ket = Moving(ctx.kept[number], *common)
-        elif number >= first:
-            ket.undo(matrix)
-        if trained[number]:
-            outputs.append(matrices[number])
-            whole = torch.zeros_like(matrices[number])
-            whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
-            gradients.append(whole)
-        if number == last and not wants_start:
-            break
-        if number - 1 not in ctx.kept and number > first:
-            ket.move_back(block.moves)
-        bra.undo(matrix)
-        bra.move_back(block.moves)
-    ket.release()
-    bra.release()
-    found = None
-    if wants_angles:
-        found = torch.zeros_like(ctx.variable)
-        if outputs:
-            (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
-        found = added_up(found.flatten(), transport).view_as(found)
-    return found, bra.states if wants_start else None
-
-
-def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients in the angles and in the first states, as functions that autograd knows.
-
-    Raises:
-        ConfigError: the states after each block do not fit into memory.
-    """
-    angles, start, state = ctx.saved_tensors
-    laid_out, matrices = ctx.program
-    check_fits(
-        f"second derivatives of {len(laid_out.blocks)} blocks of gates",
-        _COPIES_OF_A_BLOCK * len(laid_out.blocks) * state.nbytes,
-        state.device,
-        "use fewer states at once, or the parameter-shift rule (lockstep.quantum.shift)",
-    )
-    # Views, since the states may depend on the angles in other ways, too.
-    angles, start = angles.view_as(angles), start.view_as(start)
-    needed = ctx.needs_input_grad[:2]
-    wanted = [own for own, is_needed in zip((angles, start), needed, strict=True) if is_needed]
-    last = evolve(start, laid_out, matrices(angles))
-    if last.requires_grad:
-        found = torch.autograd.grad(
-            last, wanted, gradient, create_graph=True, materialize_grads=True
-        )
-    else:  # no gate depends on a parameter
-        found = tuple(torch.zeros_like(own) for own in wanted)
-    each = iter(found)
-    one, two = (next(each) if is_needed else None for is_needed in needed)
-    return one, two
