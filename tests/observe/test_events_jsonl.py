@@ -113,10 +113,13 @@ def test_a_torn_last_line_is_left_out_and_cut_by_the_next_sitting(tmp_path: Path
     assert [row["event"] for row in read_events(path)] == ["Finished", "StepDone"]
 
 
-@pytest.mark.parametrize("damage", ["{not json}\n", "[1]\n", "\xff\n"])
+@pytest.mark.parametrize(
+    "damage",
+    ["{not json}\n", "[1]\n", "\xff\n", "{}\n", '{"event": 3, "step": 1}\n', "[" * 100_000 + "\n"],
+)
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_bytes(b"{}\n" + damage.encode("latin-1"))
+    path.write_bytes(b'{"event": "Finished", "step": 1}\n' + damage.encode("latin-1"))
     with pytest.raises(RunDirectoryError, match=r"events\.jsonl: line 2"):
         read_events(path)
 

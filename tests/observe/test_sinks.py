@@ -17,8 +17,9 @@ from sample_events import (
 )
 
 from lockstep.errors import RunDirectoryError
+from lockstep.files import replacing
 from lockstep.observe import EventsJsonl, MetricsCsv, Sink, Sinks, open_sinks, read_events
-from lockstep.observe.files import AppendFile, replacing
+from lockstep.observe.files import AppendFile
 from lockstep.train.events import Event, Warned
 
 

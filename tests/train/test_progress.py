@@ -101,7 +101,7 @@ def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
     "progress",
     [
         Progress(),
-        Progress(7, 0.25, 5, 2, {"val/loss": 0.25}, "all steps done"),
+        Progress(7, 7, 0.25, 5, 2, metrics={"val/loss": 0.25}, finished="all steps done"),
         Progress(best=INF, metrics={"val/loss": -INF}),
     ],
 )

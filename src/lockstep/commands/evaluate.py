@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lockstep.commands.target import make_task, task_class
+from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
@@ -19,6 +19,8 @@ from lockstep.train.compute import Compute
 from lockstep.train.restore import check_fits, load_model
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
+
+SPLITS = ("train", "val", "test")
 
 
 def evaluate(
@@ -38,8 +40,10 @@ def evaluate(
     Raises:
         LockstepError: there is no such run, checkpoint or split.
     """
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
-    kind = task_class(directory.identity().target)
+    kind = task_class(trusted_target(directory))
     config = load(kind.Config, run_dir / "config.yaml")
     environment = detect(os.environ)
     set_threads(config.threads, environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.commands.evaluate import find_snapshot, made
-from lockstep.commands.target import make_task, task_class
+from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load
 from lockstep.errors import ConfigError
 from lockstep.recipes.abilities import Exports
@@ -28,7 +28,7 @@ def export(run_dir: Path, folder: Path, which: str) -> list[str]:
             cannot be written.
     """
     directory = RunDirectory(run_dir)
-    kind = task_class(directory.identity().target)
+    kind = task_class(trusted_target(directory))
     task = make_task(kind, load(kind.Config, run_dir / "config.yaml"))
     if not isinstance(task, Exports):
         raise ConfigError(f"{run_dir}: {task.name} has nothing to export")

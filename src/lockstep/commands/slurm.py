@@ -17,12 +17,12 @@ from lockstep.comm.collectives import without_hierarchy
 from lockstep.commands.target import absolute, configured, is_script
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
 from lockstep.errors import LaunchError
+from lockstep.files import replacing
 from lockstep.front import Sitting
 from lockstep.launch.batch import FIRST_COMMENT, RUN_DIR, BatchJob, script
 from lockstep.launch.batch_resources import Resources
 from lockstep.launch.cores import THREAD_VARIABLES
 from lockstep.launch.ranks import mpirun_command
-from lockstep.observe.files import replacing
 
 DOCTOR = "doctor"
 """The target that tests communication instead of training."""
@@ -76,7 +76,10 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
     chosen = {name: value for name, value in given.items() if value is not None}
     job = job.model_copy(update=chosen)
     if job.time is None:
-        raise LaunchError("--time: is missing; give the job's time limit, such as 1:30:00")
+        raise LaunchError(
+            "--time: is missing; give the job's time limit, such as --time 1:30:00, or `time:` in "
+            "the file of --job"
+        )
     return job
 
 

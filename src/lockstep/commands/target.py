@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.launch.early import ending_at_interrupt
+from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
+from lockstep.train.rundir import RunDirectory
 from lockstep.train.task import Task, with_config
 
 
@@ -27,9 +31,12 @@ def script_path(target: str) -> Path:
         ConfigError: there is no such file.
     """
     path = Path(target.rpartition(":")[0] if not is_script(target) else target)
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
-    return path.resolve()
+    try:
+        if path.is_file():
+            return path.resolve()
+    except (OSError, ValueError):  # too long, with a NUL, or not in the system's encoding
+        pass
+    raise ConfigError(f"{shown(str(path))[1:-1]}: there is no such file")
 
 
 def absolute(target: str) -> str:
@@ -41,12 +48,43 @@ def absolute(target: str) -> str:
     return target
 
 
+def trusted_target(directory: RunDirectory) -> str:
+    """The target that a run directory names, whose code will run as the current user's.
+
+    Raises:
+        RunDirectoryError: the directory names none; the file lies in the directory, so whoever
+            made that has also written the code; or it belongs to someone else.
+    """
+    target = directory.identity().target
+    if ".py" not in target:
+        return target
+    path = script_path(target)
+    origin = f"{directory.path / 'run.json'}: target={shown(target)}: its code would be run"
+    if path.is_relative_to(directory.path.resolve()):
+        raise RunDirectoryError(
+            f"{origin}, but it lies in the run directory; read it, move it elsewhere, and name "
+            "that path in run.json"
+        )
+    owner = path.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise RunDirectoryError(
+            f"{origin}, but it belongs to another user (number {owner}); read it, copy it to a "
+            "file of your own, and name that path in run.json"
+        )
+    return target
+
+
 def task_class(target: str) -> type[Task]:
     """The Task class of a target; of a script, the only one it defines.
 
     Raises:
         ConfigError: there is no such recipe, file or class.
     """
+    if not target:
+        raise ConfigError(
+            "the run's task is in no file: it was started from a notebook or standard input; go on "
+            "there with train(task, config, run_dir=..., resume=True)"
+        )
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
@@ -108,7 +146,8 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with ending_at_interrupt():
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     return module

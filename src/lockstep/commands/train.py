@@ -14,7 +14,7 @@ from lockstep.commands.start import (
     rank_command,
     start_shown,
 )
-from lockstep.commands.target import absolute, configured, is_script, make_task
+from lockstep.commands.target import absolute, configured, is_script, make_task, trusted_target
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting, claim, new_run_dir
 from lockstep.front import train as train_here
@@ -99,12 +99,13 @@ def resume(
     Raises:
         LockstepError: it is no run directory, or something given does not work.
     """
-    known = RunDirectory(run_dir).identity()
-    if is_script(known.target):
+    directory = RunDirectory(run_dir)
+    known, target = directory.identity(), trusted_target(directory)
+    if is_script(target):
         overrides, file = [*known.overrides, *overrides], None
     else:
         file = run_dir / "config.yaml"
-    return train(known.target, overrides, ranks, launcher, run_dir, True, file, replacements)
+    return train(target, overrides, ranks, launcher, run_dir, True, file, replacements)
 
 
 def _train_here(

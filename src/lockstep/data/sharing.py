@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.errors import DataError
+from lockstep.files import open_regular, temporary_beside
 
 
 def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None]) -> list[Path]:
@@ -36,7 +37,7 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
     paths = [folder / name for name in names]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("a+b") as lock:
+        with os.fdopen(open_regular(folder / "lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
             for wait in (False, True):
                 for number, path in enumerate(paths):
                     if not path.exists():
@@ -58,7 +59,7 @@ def _make(
         return
     try:
         if not path.exists():
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary = temporary_beside(path)
             try:
                 make(number, temporary)
                 temporary.replace(path)

@@ -118,9 +118,13 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
     stack = os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
     text = f"{reason}; its Python stack:\n{stack}"
     with contextlib.suppress(OSError):
-        temporary = Path(f"{report}.tmp")
-        temporary.write_text(json.dumps({"reason": text}), encoding="utf-8")
-        temporary.replace(report)
+        folder, name = os.path.split(report)
+        # A file name that nobody can foresee, so that no link can lie in wait.
+        temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
+            json.dump({"reason": text}, file)
+        os.replace(temporary, report)
     sys.stderr.write(f"process {pid} {text}\n")
     sys.stderr.flush()
     os.kill(pid, signal.SIGKILL)

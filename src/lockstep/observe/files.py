@@ -1,15 +1,15 @@
-"""Files that survive a full disk, a kill at any moment and a resumed run."""
+"""Files of rows that survive a full disk, a kill at any moment and a resumed run."""
 
 from __future__ import annotations
 
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from lockstep.errors import RunDirectoryError
+from lockstep.files import open_regular, open_to_read
 
 
 @contextmanager
@@ -28,33 +28,6 @@ def opening(path: Path) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` at the end, or leaves it as it was.
-
-    Whoever reads `path` sees the whole old or the whole new text, also after a power cut.
-
-    Raises:
-        OSError: the text cannot be written; `path` is unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 def end_of_rows(path: Path) -> int:
     """Bytes up to the end of the last whole line; 0 if there is none.
 
@@ -63,7 +36,7 @@ def end_of_rows(path: Path) -> int:
     """
     block = 1 << 16
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             end = os.fstat(file.fileno()).st_size
             while end > 0:
                 start = max(0, end - block)
@@ -95,7 +68,7 @@ class AppendFile:
         self.path = path
         self._pending = b""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         end = end_of_rows(path)
         if end != os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, end)

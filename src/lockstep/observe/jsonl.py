@@ -6,17 +6,19 @@ A resumed run goes on in the same file, so it also tells the story of interrupti
 
 from __future__ import annotations
 
-import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from lockstep.errors import RunDirectoryError
+from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.observe.files import AppendFile, end_of_rows, opening
 from lockstep.observe.rows import dumps, event_from_row, row_of
 from lockstep.observe.sink import Sink
+from lockstep.parsing import parse_object, shown
 from lockstep.train.events import Event, RunStarted
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
@@ -33,6 +35,8 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
 }
 """Events that come again when work is done again after a fault, and, beside the step, the fields
 that tell one from another."""
+
+_ADVICE = "remove the line, or move the file away: the run can go on without it"
 
 _NUM_KEYS = 256
 _TAIL_BYTES = 1 << 18
@@ -85,10 +89,13 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        with open_to_read(path) as file:
+            return [
+                _parse(line, f"{path}: line {number}")
+                for number, line in enumerate(_whole_lines(file, path), 1)
+            ]
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
-    return [_parse(line, f"{path}: line {number}") for number, line in enumerate(lines, 1)]
 
 
 def end_of_events(path: Path) -> int:
@@ -108,6 +115,8 @@ def follow_events(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a file another process writes, each as soon as its line is whole.
 
+    A file that is moved or deleted is read on, until there is another one in its place.
+
     Args:
         path: the file; it need not be there yet.
         stop: True when nothing more will be written; rows written before are still yielded.
@@ -117,38 +126,68 @@ def follow_events(
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
-    while True:
-        stopped = stop()  # asked before reading: what was written up to now is read below
-        for line in _lines_from(path, start):
-            start += len(line)
-            yield _parse(line, f"{path}: byte {start - len(line)}")
-        if stopped:
-            return
-        time.sleep(poll_s)
-
-
-def _lines_from(path: Path, start: int) -> Iterator[bytes]:
+    file: BinaryIO | None = None
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            # A torn line is read anew next time: its writer may die, and the next one cut it.
-            yield from (line for line in file if line.endswith(b"\n"))
+        while True:
+            stopped = stop()  # asked before reading: what was written up to now is read below
+            file = _newest(path, file)
+            for line in _lines_from(path, file, start):
+                start += len(line)
+                yield _parse(line, f"{path}: byte {start - len(line)}")
+            if stopped:
+                return
+            time.sleep(poll_s)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
+    """The file that is there now, opened; the one that was, if there is none."""
+    try:
+        if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        found = open_to_read(path)
     except FileNotFoundError:
+        return file
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if file is not None:
+        file.close()
+    return found
+
+
+def _lines_from(path: Path, file: BinaryIO | None, start: int) -> Iterator[bytes]:
+    """The lines of a file from `start` on that are whole."""
+    if file is None:
         return
+    try:
+        file.seek(start)
+        yield from _whole_lines(file, path)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
+def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    # A torn line is read anew next time: its writer may die, and the next one cut it.
+    while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
+        yield line
+    if len(line) == MAX_TEXT_BYTES:
+        raise RunDirectoryError(
+            f"{path}: is damaged: a line of more than {MAX_TEXT_BYTES:,} bytes; {_ADVICE}"
+        )
+
+
 def _key(kind: str, values: Mapping[str, Any]) -> _Key | None:
     fields = _IDENTITY.get(kind)
-    return None if fields is None else (kind, values["step"], *(values[f] for f in fields))
+    return None if fields is None else (kind, values["step"], *(values.get(f) for f in fields))
 
 
 def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
     """The keys of the rows since the start of the present sitting."""
     keys: list[_Key] = []
     for row in rows:
-        if row["event"] == "RunStarted" and not row["continued"]:
+        if row["event"] == "RunStarted" and not row.get("continued"):
             keys.clear()
         key = _key(row["event"], row)
         if key is not None:
@@ -159,16 +198,22 @@ def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 def _tail(path: Path) -> list[dict[str, Any]]:
     """The newest rows of a file."""
     start = max(0, end_of_rows(path) - _TAIL_BYTES)
-    lines = list(_lines_from(path, start))
+    file = _newest(path, None)
+    lines = list(_lines_from(path, file, start))
+    if file is not None:
+        file.close()
     # In the middle of a file, the first line may be the end of one.
     return [_parse(line, str(path)) for line in lines[start > 0 :]]
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_object(line)
     except ValueError as error:
-        raise RunDirectoryError(f"{where}: is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RunDirectoryError(f"{where}: is not a JSON object")
+        raise RunDirectoryError(f"{where}: is not JSON: {error}; {_ADVICE}") from None
+    for key, kind in (("event", str), ("step", int)):
+        if not isinstance(row.get(key), kind):
+            raise RunDirectoryError(
+                f"{where}: is not an event: {key}={shown(row.get(key))}; {_ADVICE}"
+            )
     return row

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lockstep.errors import RunDirectoryError
-from lockstep.observe.files import AppendFile, opening, replacing
+from lockstep.files import open_text, replacing
+from lockstep.observe.files import AppendFile, opening
 from lockstep.observe.sink import Sink
+from lockstep.parsing import parse_int, shown
 from lockstep.train.events import Evaluated, Event, RunStarted, StepDone
 
 COLUMNS = (
@@ -147,13 +149,16 @@ class MetricsCsv(Sink):
     def _read(self, last_step: int) -> tuple[list[str], list[bool]]:
         """The file's header, and for each row whether it stays; what stays is noted as written."""
         kept: list[bool] = []
-        with self._path.open(encoding="utf-8", newline="") as file:
+        with open_text(self._path) as file:
             reader = csv.DictReader(file)
             header = list(reader.fieldnames or ())
+            twice = next((name for name in header if header.count(name) > 1), None)
+            if twice is not None:
+                raise self._damage(1, f"has the column {shown(twice)} twice")
             for row in reader:
                 try:
-                    kept.append(int(row["step"]) <= last_step)
-                except (KeyError, TypeError, ValueError):
+                    kept.append(parse_int(row["step"]) <= last_step)
+                except (KeyError, AttributeError, ValueError):
                     raise self._damage(reader.line_num, "has no step") from None
                 if None in row or None in row.values():
                     raise self._damage(reader.line_num, "does not have a cell for each column")
@@ -167,7 +172,7 @@ class MetricsCsv(Sink):
     def _rewrite(self, columns: list[str], keep: Callable[[Row], bool]) -> None:
         """Put a file with these columns and the kept rows in the place of the present one."""
         self._file.flush()
-        with self._path.open(encoding="utf-8", newline="") as old, replacing(self._path) as new:
+        with open_text(self._path) as old, replacing(self._path) as new:
             writer = csv.DictWriter(new, columns, restval="", lineterminator="\n")
             writer.writeheader()
             writer.writerows(row for row in csv.DictReader(old) if keep(row))

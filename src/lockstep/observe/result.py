@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.errors import RunDirectoryError
-from lockstep.observe.files import opening, replacing
+from lockstep.files import read_bytes, replacing
+from lockstep.observe.files import opening
 from lockstep.observe.rows import dumps
 from lockstep.observe.sink import Sink
+from lockstep.parsing import as_type, parse_object
 from lockstep.train.events import Event, Failed, Finished, RunStarted
+
+_ADVICE = "resume the run to have it written again"
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """The part of a result that others rely on."""
+
+    status: Literal["completed", "stopped", "failed"]
+    step: int
+    params_sha256: str | None
+    metrics: dict[str, float | Literal["NaN", "Infinity", "-Infinity"]]
+    exit_code: int
+
+
+_KEYS = tuple(_Checked.__dataclass_fields__)
 
 
 class ResultJson(Sink):
@@ -90,18 +108,24 @@ def read_result(path: Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "result.json"
     try:
-        result = json.loads(path.read_bytes())
+        result = parse_object(read_bytes(path))
     except FileNotFoundError:
         raise RunDirectoryError(
             f"{path}: no result: the run has not ended, or was killed"
         ) from None
-    except (OSError, ValueError) as error:
-        raise RunDirectoryError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(result, dict) or "status" not in result:
-        raise RunDirectoryError(f"{path}: is not a result of lockstep: no key 'status'")
-    # "NaN" and "Infinity" are strings in JSON
-    metrics = result.get("metrics", {})
-    return result | {"metrics": {name: float(value) for name, value in metrics.items()}}
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise RunDirectoryError(f"{path}: is damaged: {error}; {_ADVICE}") from None
+    missing = next((key for key in _KEYS if key not in result), None)
+    if missing is not None:
+        raise RunDirectoryError(f"{path}: is not a result of lockstep: no key {missing!r}")
+    try:
+        checked = as_type(_Checked, {key: result[key] for key in _KEYS})
+    except ValueError as error:
+        raise RunDirectoryError(f"{path}: is damaged: {error}; {_ADVICE}") from None
+    # Not-finite numbers are strings in JSON.
+    return result | {"metrics": {name: float(value) for name, value in checked.metrics.items()}}
 
 
 def _finished(event: Finished) -> dict[str, Any]:

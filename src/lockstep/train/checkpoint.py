@@ -2,11 +2,12 @@
 
     checkpoints/step_00000100/model.safetensors        parameters and buffers by name
                               optimizer.safetensors    state by "key/parameter"
-                              manifest.json            SHA-256 of both, and all the rest
+                              task.safetensors         tensors of Task.state_dict, if any
+                              manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
 A folder is written under a temporary name, flushed to disk, and renamed: it is complete or not
-there. Nothing in it depends on the number of ranks.
+there. What is there already is left alone. Nothing in it depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,24 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.files import (
+    open_to_read,
+    read_bytes,
+    read_text,
+    replacing,
+    sync_folder,
+    temporary_beside,
+)
+from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
-_BUFFERS = "buffers.safetensors"
-"""There only if there are such buffers."""
-_FOLDER = re.compile(r"step_(\d{8,20})")
+_BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
+"""There only if there are such tensors."""
+_FOLDER = re.compile(r"step_([0-9]{8,20})")
+
+_CIRCUMSTANCES = ("sha256", "layout", "versions")
+"""Keys of a manifest that may differ between two checkpoints of the same state."""
 
 
 @dataclass
@@ -42,8 +55,9 @@ class Snapshot:
         step: committed optimizer steps.
         model: the model's `state_dict`: parameters and buffers by name.
         optimizer: tensors of the optimizer's state by "key/parameter".
-        meta: JSON-able values: config, progress, versions, layout.
+        meta: JSON-able values: config, progress, versions, layout, other state of the task.
         buffers: those that forward passes change and that `model` leaves out, by name.
+        task: tensors of the task's own state by name.
     """
 
     step: int
@@ -51,6 +65,24 @@ class Snapshot:
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    task: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Size:
+    """What a manifest says of a file."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass
+class _Body:
+    """What every manifest has."""
+
+    format: int
+    step: int
+    files: dict[str, _Size]
 
 
 def folder_name(step: int) -> str:
@@ -75,13 +107,12 @@ def write(
         OSError: the disk is full, read-only, or gone; nothing half-written stays behind.
     """
     final = root / folder_name(snapshot.step)
-    temporary = root / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
         contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
-        if snapshot.buffers:
-            contents[_BUFFERS] = snapshot.buffers
+        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task}
+        contents |= {name: tensors for name, tensors in optional.items() if tensors}
         files = {
             name: _write_file(temporary / name, _packed(tensors))
             for name, tensors in contents.items()
@@ -93,9 +124,12 @@ def write(
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
         _write_file(temporary / _MANIFEST, text)
-        _sync_folder(temporary)
-        _rename_over(temporary, final)
-        _sync_folder(root)
+        sync_folder(temporary)
+        if _holds(final, body):
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            _rename_over(temporary, final)
+            sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -110,11 +144,17 @@ def read(folder: Path) -> Snapshot:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    names = [_MODEL, _OPTIMIZER, *([_BUFFERS] if _BUFFERS in manifest["files"] else [])]
+    names = [_MODEL, _OPTIMIZER, *(n for n in (_BUFFERS, _TASK) if n in manifest["files"])]
     files = {name: _read_verified(folder / name, manifest) for name in names}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    buffers = files.get(_BUFFERS, {})
-    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta, buffers)
+    return Snapshot(
+        manifest["step"],
+        files[_MODEL],
+        files[_OPTIMIZER],
+        meta,
+        files.get(_BUFFERS, {}),
+        files.get(_TASK, {}),
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -125,12 +165,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / _MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest = parse_object(read_bytes(path))
         digest = manifest.pop("sha256")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: not a checkpoint's manifest: {error}") from None
+    except KeyError:
+        raise CheckpointError(
+            f"{path}: is damaged: not a checkpoint's manifest: has no sha256"
+        ) from None
     if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format={manifest['format']} is newer than this library reads ({FORMAT}); "
@@ -138,9 +182,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     if digest != _json_digest(manifest):
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match its content")
-    for key, kind in (("format", int), ("step", int), ("files", dict)):
-        if not isinstance(manifest.get(key), kind):
-            raise CheckpointError(f"{path}: is damaged: {key}={manifest.get(key)!r}")
+    try:
+        as_type(
+            _Body, {key: manifest[key] for key in _Body.__dataclass_fields__ if key in manifest}
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is damaged: {error}") from None
+    if folder.name != folder_name(manifest["step"]):
+        raise CheckpointError(
+            f"{path}: is damaged: step={manifest['step']}: the folder is called {folder.name}"
+        )
     return {"sha256": digest, **manifest}
 
 
@@ -155,39 +206,66 @@ def folders(root: Path) -> list[Path]:
 
 def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
     """The newest checkpoint that verifies, its folder, and why newer ones were passed over."""
-    skipped: list[str] = []
+    skipped = _missing(root, "latest")
     for folder in folders(root):
         try:
             return read(folder), folder, skipped
         except CheckpointError as error:
             skipped.append(str(error))
-    return None, None, skipped
+    return None, None, skipped + _missing(root, "best")
 
 
 def set_aside(root: Path, newer_than: Path) -> None:
     """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
     for folder in folders(root):
         if folder.name == newer_than.name:
-            return
+            break
         aside = root / f"damaged_{folder.name}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+    if read_hint(root, "latest") != newer_than:
+        write_hint(root, "latest", newer_than.name)
+
+
+def bring_back(root: Path) -> None:
+    """Undo what a process did that was killed while it replaced a checkpoint by another one.
+
+    Raises:
+        OSError: the disk is read-only, or gone.
+    """
+    for aside in root.glob(".step_*.old"):
+        final = root / aside.name[1:].partition(".")[0]
+        if _FOLDER.fullmatch(final.name) and not final.exists():
+            aside.rename(final)
 
 
 def write_hint(root: Path, name: str, folder: str) -> None:
     """Make `root/name` say `folder`."""
-    temporary = root / f".{name}.{os.getpid()}.tmp"
-    temporary.write_text(folder + "\n", encoding="utf-8")
-    temporary.replace(root / name)
+    with replacing(root / name) as file:
+        file.write(folder + "\n")
 
 
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
+    folder = _hinted(root, name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _hinted(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if it names one."""
     try:
-        folder = (root / name).read_text(encoding="utf-8").strip()
+        folder = read_text(root / name, limit=100).strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return root / folder if _FOLDER.fullmatch(folder) and (root / folder).is_dir() else None
+    return root / folder if _FOLDER.fullmatch(folder) else None
+
+
+def _missing(root: Path, name: str) -> list[str]:
+    """What is wrong with a hint, if it names what is not there."""
+    folder = _hinted(root, name)
+    if folder is None or folder.is_dir():
+        return []
+    return [f"{root / name}: names {folder.name}, which is missing"]
 
 
 def prune(root: Path, keep: int) -> None:
@@ -195,14 +273,39 @@ def prune(root: Path, keep: int) -> None:
 
     The `keep` newest, the best, and what is not a checkpoint stay.
     """
+    bring_back(root)
     best = read_hint(root, "best")
     old = [folder for folder in folders(root)[keep:] if folder != best]
     for folder in (*old, *root.glob(".step_*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _holds(final: Path, body: Mapping[str, Any]) -> bool:
+    """Whether a valid checkpoint of the same state is there.
+
+    One is, when a rank was lost that had just written it. To write it anew would only be a risk:
+    a folder cannot be replaced by another one at a stroke.
+    """
+    if not final.exists():
+        return False
+    try:
+        there = read_manifest(final)
+        for name in there["files"]:
+            _read_verified(final / name, there)
+    except CheckpointError:
+        return False
+    mine, theirs = (
+        {key: value for key, value in manifest.items() if key not in _CIRCUMSTANCES}
+        for manifest in (body, there)
+    )
+    return _json_digest(mine) == _json_digest(theirs)
+
+
 def _rename_over(temporary: Path, final: Path) -> None:
-    """Rename, over an older checkpoint of the same step if there is one."""
+    """Rename, over another checkpoint of the same step if there is one.
+
+    In between the step has no folder; what a kill leaves of it then, `bring_back` puts back.
+    """
     if not final.exists():
         temporary.rename(final)
         return
@@ -230,30 +333,29 @@ def _write_file(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
-    expected = manifest["files"].get(path.name, {})
+    expected = manifest["files"].get(path.name)
+    if expected is None:
+        raise CheckpointError(f"{path.with_name(_MANIFEST)}: is damaged: names no {path.name}")
     try:
-        data = path.read_bytes()
+        with open_to_read(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected["bytes"]:
+                raise CheckpointError(
+                    f"{path}: is damaged: holds {size} bytes, must hold {expected['bytes']}"
+                )
+            data = file.read()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) != expected.get("bytes"):
-        raise CheckpointError(
-            f"{path}: is damaged: holds {len(data)} bytes, must hold {expected.get('bytes')}"
-        )
-    if hashlib.sha256(data).hexdigest() != expected.get("sha256"):
+    except MemoryError:
+        raise CheckpointError(f"{path}: its {size:,} bytes do not fit into memory") from None
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise CheckpointError(f"{path}: is damaged: its SHA-256 does not match the manifest")
     try:
         return safetensors.torch.load(data)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        # The format's own checks are SafetensorErrors; a dtype that torch lacks is a KeyError.
         raise CheckpointError(f"{path}: is damaged: {error}") from None
 
 
 def _json_digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError, shared
+from lockstep.parsing import as_type
 
 
 @dataclass
@@ -42,8 +44,30 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:
-        """The inverse of `to_json`."""
-        return cls(**values)
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: names a field that is missing, unknown, or of another type.
+        """
+        return as_type(cls, values)
+
+    def problem(self) -> str:
+        """Which field has a value that no run can have, and why; empty if none has."""
+        if self.step < 0:
+            return f"step={self.step}: is less than 0"
+        if not 0 <= self.evaluated <= self.step:
+            return f"evaluated={self.evaluated}: is not between 0 and step={self.step}"
+        if not 0 <= self.best_step <= self.evaluated:
+            return f"best_step={self.best_step}: is not between 0 and evaluated={self.evaluated}"
+        if (self.best is None) != (self.best_step == 0):
+            return f"best={self.best}: cannot be that of best_step={self.best_step}"
+        if self.best is not None and math.isnan(self.best):
+            return f"best={self.best}: cannot be the best"
+        # An evaluation comes after each step at most.
+        for name, count in (("stale", self.stale), ("decays", self.decays)):
+            if not 0 <= count <= self.evaluated:
+                return f"{name}={count}: is not between 0 and evaluated={self.evaluated}"
+        return ""
 
     def judge(self, config: TrainConfig, metrics: dict[str, float]) -> bool:
         """Take note of an evaluation; whether it is the best so far.
@@ -51,9 +75,7 @@ class Progress:
         Raises:
             ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
         """
-        _check_there("watch", config.watch, metrics)
-        for rule in config.convergence:
-            _check_there("convergence.metric", rule.metric, metrics)
+        check_watched(config, metrics)
         self.evaluated = self.step
         for name in {rule.metric for rule in config.convergence}:
             longest = max(rule.window for rule in config.convergence if rule.metric == name)
@@ -85,10 +107,19 @@ class Progress:
         return ""
 
 
-def _check_there(key: str, name: str, metrics: dict[str, float]) -> None:
-    if name not in metrics:
-        raise shared(
-            ConfigError(
-                f"{key}={name!r}: no such metric; the evaluation has {', '.join(sorted(metrics))}"
-            )
-        )
+def check_watched(config: TrainConfig, metrics: Collection[str]) -> None:
+    """Refuse a config that goes by a metric which evaluations do not have.
+
+    Raises:
+        ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
+    """
+    keys = {"watch": [config.watch], "convergence.metric": [r.metric for r in config.convergence]}
+    for key, names in keys.items():
+        for name in names:
+            if name not in metrics:
+                raise shared(
+                    ConfigError(
+                        f"{key}={name!r}: no such metric; the evaluation has "
+                        f"{', '.join(sorted(metrics))}"
+                    )
+                )

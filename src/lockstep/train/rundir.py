@@ -5,17 +5,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
 from lockstep.config import TrainConfig, outcome
 from lockstep.errors import RunDirectoryError
+from lockstep.files import leftovers, open_regular, read_text, replacing
+from lockstep.parsing import as_type, parse_object, parse_yaml, shown
 from lockstep.train import checkpoint
 
 _IDENTITY = "run.json"
+
+_LOCK_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,8 @@ class RunDirectory:
     def hang_reason(self, slot: int) -> str:
         """Why the watchdog of a process has killed it; empty if it has not."""
         try:
-            return str(json.loads(self.hang_report(slot).read_text(encoding="utf-8"))["reason"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(parse_object(read_text(self.hang_report(slot)))["reason"])
+        except (OSError, ValueError, KeyError):
             return ""
 
     def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
@@ -78,34 +83,57 @@ class RunDirectory:
             self.close()
             raise
 
-    def lock(self) -> None:
+    def lock(self, patience_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> None:
         """Make sure that this process is the only one that writes here; no-op if it is.
+
+        Args:
+            patience_s: how long to wait for a process that holds the lock and is about to end.
+            on_wait: called again and again while waiting.
 
         Raises:
             RunDirectoryError: it cannot be written, or another job uses it.
         """
         if self._lock is not None:
             return
+        deadline = time.monotonic() + patience_s
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                raise RunDirectoryError(
+                    f"{self.path}: another job is training in it; wait for it, or choose another "
+                    "with --run-dir"
+                )
+            on_wait()
+            time.sleep(_LOCK_POLL_S)
+
+    def _try_lock(self) -> bool:
+        """Whether this process has the lock now.
+
+        A POSIX record lock belongs to the process: it is gone when the process ends, where an
+        `flock` would live on in forked children such as data loader workers. In return, closing
+        any descriptor of the file gives it up, and it does not exclude this process itself; so
+        nothing else may open the file.
+        """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
             ) from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both for "someone has it"
             self.close()
-            raise RunDirectoryError(
-                f"{self.path}: another job is training in it; wait for it, or choose another "
-                "with --run-dir"
-            ) from None
+            return False
         except OSError as error:
             self.close()
             raise RunDirectoryError(
                 f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
             ) from None
+        for path in leftovers(self.path) + leftovers(self.checkpoints):
+            with suppress(OSError):  # folders are pruned with the checkpoints
+                path.unlink()
+        return True
 
     def close(self) -> None:
         """Give up the claim."""
@@ -126,6 +154,13 @@ class RunDirectory:
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
                 )
+        try:
+            checkpoint.bring_back(self.checkpoints)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
+                "is a checkpoint that was about to be replaced; rename it yourself"
+            ) from None
         if checkpoint.folders(self.checkpoints) and not resume:
             newest = checkpoint.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
@@ -144,29 +179,34 @@ class RunDirectory:
         """
         path = self.path / _IDENTITY
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            return Identity(**known | {"overrides": tuple(known["overrides"])})
+            return as_type(Identity, parse_object(read_text(path)))
         except FileNotFoundError:
             raise RunDirectoryError(f"{self.path}: is no run directory (no {_IDENTITY})") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(f"{path}: cannot be read: {error}") from None
+        except OSError as error:
+            raise RunDirectoryError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"{path}: is damaged: {error}; start the run in a new directory, or put the file "
+                "back from a copy"
+            ) from None
 
     def _differences(self, config: TrainConfig) -> str:
         """The keys of the hash with other values than those in the folder's config.yaml."""
         try:
-            there = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            there = parse_yaml(read_text(self.path / "config.yaml"))
+        except (OSError, ValueError):
             return "its config.yaml cannot be read"
         old, new = _flatten(there), _flatten(config.model_dump(mode="json"))
         harmless = new.keys() - _flatten(outcome(config)).keys()
         keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
-        return ", ".join(f"{k} is {old.get(k)!r} there, {new.get(k)!r} here" for k in keys[:5])
+        return ", ".join(
+            f"{k} is {shown(old.get(k))} there, {shown(new.get(k))} here" for k in keys[:5]
+        )
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.path / f".{name}.{os.getpid()}.tmp"
         try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.path / name)
+            with replacing(self.path / name) as file:
+                file.write(text)
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"

@@ -136,6 +136,11 @@ class Stepper:
         self._has_drawn |= self._sharded and global_state() != before
 
     @property
+    def optimizer(self) -> optim.Optimizer:
+        """The outermost one; over flat tensors if it is element-wise."""
+        return self._optimizer
+
+    @property
     def base_lr(self) -> float:
         """The first group's learning rate before the schedule."""
         return float(self._base_lr[0][1])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.errors import DataError
-from lockstep.observe.files import replacing
+from lockstep.files import replacing
 from lockstep.recipes.ufs.history import draw_history, draw_jacobian, read_curves
 from lockstep.recipes.ufs.jacobian import normalised, physical, sensitivity
 from lockstep.recipes.ufs.maps import draw_map

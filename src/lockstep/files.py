@@ -1,0 +1,163 @@
+"""Opening, reading and replacing files that others may have prepared.
+
+A run directory, a config or a dataset may come from someone else. So a file is opened only if it
+is a regular one: a FIFO would keep its reader waiting, a device would never end. In a run
+directory links are not followed either, and new files get names nobody can foresee.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from pathlib import Path
+from typing import BinaryIO, TextIO, cast
+
+MAX_TEXT_BYTES = 16 << 20
+"""The largest text that is read as a whole; its parsed form takes about twenty times as much."""
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow_links: bool = False) -> int:
+    """A file descriptor of a regular file; it never waits.
+
+    Args:
+        path: the file.
+        flags: of `os.open`; `O_CREAT` makes a file with the permissions of the umask.
+        follow_links: whether `path` may be a symbolic link; the folders above it may always be.
+
+    Raises:
+        OSError: the file cannot be opened, or is a link, folder, FIFO, socket or device.
+    """
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        # ELOOP: a link that is not to be followed; ENXIO: a socket, or a FIFO nobody reads.
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise _wrong_kind("a symbolic link", path) from None
+        if error.errno == errno.ENXIO:
+            raise _wrong_kind("a FIFO, socket or device", path) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise _wrong_kind("a FIFO, socket or device", path)
+
+
+def open_to_read(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    """A regular file, open for reading bytes.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    return cast(BinaryIO, os.fdopen(open_regular(path, follow_links=follow_links), "rb"))
+
+
+def open_text(path: Path) -> TextIO:
+    """A regular file, open for reading UTF-8 text with its line ends as they are.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    return TextIOWrapper(open_to_read(path), encoding="utf-8", newline="")
+
+
+def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> bytes:
+    """The content of a regular file.
+
+    Args:
+        path: the file.
+        limit: the most bytes it may hold.
+        follow_links: as in `open_regular`.
+
+    Raises:
+        OSError: as `open_regular`, or the file is larger.
+    """
+    with open_to_read(path, follow_links=follow_links) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
+    return data
+
+
+def read_text(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = False) -> str:
+    """The UTF-8 text in a regular file; see `read_bytes`.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return read_bytes(path, limit, follow_links=follow_links).decode("utf-8")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A text file that takes the place of `path` at the end, or leaves it as it was.
+
+    Whoever reads `path` sees the whole old or the whole new text, also after a power cut. A link
+    at `path` is replaced, not followed.
+
+    Raises:
+        OSError: the text cannot be written; `path` is unchanged.
+    """
+    temporary, descriptor = create_beside(path)
+    try:
+        with os.fdopen(
+            descriptor, "w", encoding="utf-8", errors="backslashreplace", newline=""
+        ) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def create_beside(path: Path) -> tuple[Path, int]:
+    """A new, empty file in the folder of `path`, and its descriptor for writing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    temporary = temporary_beside(path)
+    return temporary, open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A hidden name in the folder of `path` that nobody can foresee: `.name.random.tmp`."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What killed processes have left of `temporary_beside` in a folder."""
+    return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut.
+
+    Raises:
+        OSError: the folder cannot be opened or the disk failed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _wrong_kind(kind: str, path: Path) -> OSError:
+    return OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))

@@ -1,0 +1,192 @@
+"""A checkpoint that was changed and signed anew is refused by the field that cannot be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tests.distributed.tasks import Everything, EverythingConfig
+
+from lockstep.errors import CheckpointError
+from lockstep.front import Sitting, run
+from lockstep.train.events import Finished
+
+CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
+
+
+def trained(run_dir: Path, resume: bool = False, **keys: Any) -> Finished:
+    config = CONFIG.model_copy(update=keys)
+    return run(Everything(config), config, Sitting(str(run_dir), resume, (), False))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped in the middle."""
+    path = tmp_path_factory.mktemp("stopped") / "run"
+    trained(path, stop_at_step=3)
+    shutil.rmtree(path / "checkpoints" / "step_00000002")
+    return path
+
+
+@pytest.fixture
+def folder(stopped: Path, tmp_path: Path) -> Path:
+    """The only checkpoint of a copy of it."""
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run" / "checkpoints" / "step_00000003"
+
+
+def sign(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    del body["sha256"]
+    change(body)
+    for name, entry in body["files"].items():
+        data = (folder / name).read_bytes()
+        entry |= {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, **body}), encoding="utf-8")
+
+
+def set_to(*path: str, value: Any) -> Callable[[dict[str, Any]], object]:
+    def change(body: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            body = body[key]
+        body[path[-1]] = value
+
+    return change
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        trained(folder.parents[1], resume=True)
+    message = str(caught.value)
+    assert str(folder) in message
+    return message
+
+
+def test_signed_anew_without_a_change_goes_on(folder: Path, tmp_path: Path) -> None:
+    sign(folder, lambda body: None)
+    went_on = trained(folder.parents[1], resume=True)
+    assert went_on.params_sha256 == trained(tmp_path / "straight").params_sha256
+
+
+SCALAR = {"dtype": "float32", "value": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (set_to("step", value=-5), "step=-5: the folder is called step_00000003"),
+        (set_to("step", value=2), "step=2: the folder is called"),
+        (set_to("step", value=True), "step=True"),
+        (set_to("step", value=3.0), "step=3.0"),
+        (set_to("progress", value=None), "progress"),
+        (set_to("progress", "step", value=-5), "progress.step=-5"),
+        (set_to("progress", "step", value=2), "progress.step=2: the checkpoint is of step 3"),
+        (set_to("progress", "step", value="3"), "step='3'"),
+        (set_to("progress", "evaluated", value=9), "progress.evaluated=9"),
+        (set_to("progress", "best_step", value=-1), "progress.best_step=-1"),
+        (set_to("progress", "best_step", value=3), "progress.best_step=3"),
+        (set_to("progress", "best", value=None), "progress.best=None"),
+        (set_to("progress", "best", value=float("nan")), "progress.best=nan"),
+        (set_to("progress", "stale", value=10**30), "progress.stale"),
+        (set_to("progress", "decays", value=-1), "progress.decays=-1"),
+        (set_to("progress", "recent", value={"loss": "x"}), "recent.loss"),
+        (set_to("progress", "metrics", value={"a": []}), "metrics.a"),
+        (set_to("progress", "finished", value="done"), "progress.finished='done'"),
+        (set_to("progress", "finished", value=1), "finished=1"),
+        (set_to("progress", "more", value=1), "'more'"),
+        (set_to("loss_scale", value=None), "loss_scale"),
+        (set_to("loss_scale", value=[0.5, 0]), "loss_scale"),
+        (set_to("loss_scale", value=[1.0, 0, 0]), "loss_scale"),
+        (set_to("loss_scale", value=["a", "b"]), "loss_scale"),
+        (set_to("sampler", value={}), "sampler"),
+        (set_to("sampler", "num_samples", value="9"), "num_samples"),
+        (set_to("sampler", "epoch", value=-1), "epoch=-1"),
+        (set_to("optimizer_scalars", value=None), "optimizer_scalars=None"),
+        (set_to("optimizer_scalars", value={}), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", value=[]), "optimizer_scalars"),
+        (set_to("optimizer_scalars", "0", value={}), "is of another optimizer"),
+        (set_to("optimizer_scalars", "9", value={"step": SCALAR}), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", "more", value=1), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", "step", value=3), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"value": 4}), "step=4"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"value": -5}), "'step'"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"value": 1e999}), "'step'"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"value": [3]}), "'step'"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"dtype": "load"}), "'step'"),
+        (set_to("optimizer_scalars", "0", "step", value=SCALAR | {"dtype": "float64"}), "another"),
+        (set_to("optimizer_shared", value=3), "optimizer_shared"),
+        (set_to("optimizer_shared", value={"": {}}), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "groups", value=[{"lr": []}]), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "groups", value=[{"lr": 9.0}]), "optimizer_shared"),
+        (set_to("optimizer_shared", "", "attributes", value={"step": 1}), "optimizer_shared"),
+        (set_to("optimizer", value=[]), "optimizer=[]"),
+        (set_to("files", value={}), "manifest.json: is damaged: names no model.safetensors"),
+        (set_to("files", "model.safetensors", value=3), "files.model.safetensors=3"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(
+    folder: Path, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    try:
+        sign(folder, change)
+    except TypeError:  # the entry of a file is no longer one
+        sign_as_it_is(folder, change)
+    assert reason in refusal(folder)
+
+
+def sign_as_it_is(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text(encoding="utf-8"))
+    del body["sha256"]
+    change(body)
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, **body}), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: t.pop("exp_avg/0.weight"), "exp_avg/0.weight does not fit"),
+        (lambda t: t.update({"exp_avg/9.weight": torch.ones(1)}), "exp_avg/9.weight does not fit"),
+        (
+            lambda t: t.update({"exp_avg/0.bias": torch.ones(1)}),
+            "exp_avg/0.bias is torch.float32 (1,)",
+        ),
+        (lambda t: t.update({"exp_avg/0.bias": t["exp_avg/0.bias"].double()}), "torch.float64"),
+        (lambda t: t.update({k.replace("avg/", "x/"): v.clone() for k, v in t.items()}), "another"),
+        (lambda t: t.clear(), "is of another optimizer"),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_named(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], reason: str
+) -> None:
+    path = folder / "optimizer.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    change(tensors)
+    safetensors.torch.save_file(tensors, path)
+    sign(folder, lambda body: None)
+    assert reason in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("keys", [{}, {"dtype": "fp16", "growth_interval": 2}])
+def test_what_is_written_can_be_gone_on_from(
+    tmp_path: Path, name: str, sharded: bool, keys: dict[str, Any]
+) -> None:
+    optimizer = {"name": name, "momentum": 0.9, "sharded": sharded}
+    config = EverythingConfig.model_validate(
+        CONFIG.model_dump() | {"optimizer": optimizer, "precision": keys, "groups": True}
+    )
+    changes = {key: getattr(config, key) for key in ("optimizer", "precision", "groups")}
+    trained(tmp_path, stop_at_step=1, **changes)
+    assert trained(tmp_path, resume=True, **changes).status == "completed"
