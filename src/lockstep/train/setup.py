@@ -74,14 +74,14 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     data_digest = batch_digest(first)
     same = {
         "config": config.hash,
-        "number of samples": str(sampler.num_samples),
+        "number of samples": sampler.num_samples,
         "first microbatch": data_digest,
     }
     check_same(transport, same)
 
     compute = Compute(task, model, config, runtime.device)
     state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, first)))
-    facts |= same | {
+    facts |= {name: str(value) for name, value in same.items()} | {
         "loss and gradient of the first microbatch": everywhere(
             transport, lambda: gradient_digest(model, compute, first)
         ),
