@@ -9,6 +9,7 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -219,14 +220,17 @@ def _assembled(
 ) -> Trainer:
     """Everything up to the first step; begun again should a rank die meanwhile."""
     transport = runtime.transport
+    patience_s = 0.0
     while True:
         try:
+            on_first(transport, partial(directory.lock, patience_s, transport.pulse.beat))
             on_first(transport, lambda: claim(directory, task, config, sitting))
             on_first(transport, runtime.take_over)
             return Trainer(task, config, runtime, directory)
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
+            patience_s = TAKE_OVER_S
 
 
 def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirectory:
