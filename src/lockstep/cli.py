@@ -97,6 +97,7 @@ def resume(
 @app.command("eval")
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
     split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
     checkpoint: Checkpoint = "latest",
     report: Annotated[
@@ -104,7 +105,7 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate a checkpoint of a run on a split."""
-    for line in evaluate_command.lines(run_dir, split, checkpoint, report):
+    for line in evaluate_command.lines(run_dir, split, checkpoint, report, overrides or []):
         print(line)
 
 

@@ -38,6 +38,7 @@ class Parts:
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
         data_digest: tells datasets apart, by their first microbatch.
+        task_digest: tells them apart as `Task.data_digest` does.
     """
 
     model: nn.Module
@@ -48,6 +49,7 @@ class Parts:
     evaluations: dict[str, Evaluation]
     total_steps: int
     data_digest: str
+    task_digest: str | None
 
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
@@ -63,12 +65,14 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     first = everywhere(transport, lambda: loader.microbatch(0, 0))
     data_digest = batch_digest(first)
+    task_digest = everywhere(transport, task.data_digest)
     check_same(
         transport,
         {
             "config": config.hash,
             "number of samples": sampler.num_samples,
             "first microbatch": data_digest,
+            "data": task_digest,
         },
     )
 
@@ -79,7 +83,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
     check_judged(config, splits)
-    return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
+    return Parts(
+        model, compute, step, sampler, loader, splits, total_steps, data_digest, task_digest
+    )
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
