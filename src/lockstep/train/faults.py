@@ -19,6 +19,8 @@ from typing import Any, Literal, get_args
 
 from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
+from lockstep.files import read_bytes
+from lockstep.parsing import parse_object
 
 FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
@@ -121,7 +123,10 @@ def _struck(log: Path) -> list[dict[str, Any]]:
     """What has struck in an earlier life of the ranks."""
     if not log.exists():
         return []
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{log}: is no log of faults: {error}; remove it") from None
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
