@@ -372,3 +372,54 @@ def test_a_config_cannot_be_changed_in_place() -> None:
 def test_errors_are_for_the_user() -> None:
     assert issubclass(ConfigError, LockstepError)
     assert ConfigError("x").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "lr"),
+        ("batchsize", "batch_size"),
+        ("Batch-Size", "batch_size"),
+        ("num_epochs", "epochs"),
+        ("max_steps", "steps"),
+        ("wd", "optimizer.weight_decay"),
+        ("weight_decy", "optimizer.weight_decay"),
+        ("warmup", "schedule.warmup_steps"),
+        ("max_grad_norm", "clip_norm"),
+        ("epoch", "epochs"),
+    ],
+)
+def test_names_that_others_use_are_understood(key: str, meant: str) -> None:
+    assert refused(f"{key}=1").endswith(f"unknown key {key!r}; did you mean {meant}?")
+
+
+def test_a_section_and_a_key_of_it() -> None:
+    config = override(TrainConfig(), ["optimizer={name: sgd}", "optimizer.betas=[0.5, 0.9]"])
+    assert (config.optimizer.name, config.optimizer.betas) == ("sgd", (0.5, 0.9))
+    assert "did you mean optimizer.betas?" in refused("optimizer={name: sgd}", "optimizer.betos=3")
+    assert "unknown key 'lr.x'" in refused("lr.x=3")
+
+
+def test_a_dotted_key_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("optimizer: {name: sgd}\noptimizer.betas: [0.5, 0.9]\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.betas: write it as optimizer: \{betas: …\}"):
+        load(TrainConfig, path)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"learning_rate": 0.1}, "TrainConfig: unknown key 'learning_rate'; did you mean lr?"),
+        ({"lr": "fast"}, "TrainConfig: lr='fast': input should be a valid number"),
+        (
+            {"optimizer": {"betta": 1}},
+            "TrainConfig: unknown key 'optimizer.betta'; did you mean optimizer.betas?",
+        ),
+        ({"num_microbatches": 9, "batch_size": 4}, "TrainConfig: num_microbatches=9 is more than"),
+    ],
+)
+def test_a_config_made_in_python_is_checked_likewise(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**values)
+    assert str(caught.value).startswith(message)

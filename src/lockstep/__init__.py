@@ -4,10 +4,25 @@ Subclass `Task`, then call `train(MyTask(), TrainConfig(...))`: the same script 
 mpirun, torchrun and srun.
 """
 
-from lockstep.config import TrainConfig
-from lockstep.errors import LockstepError
-from lockstep.front import run, train
-from lockstep.train.events import Finished
-from lockstep.train.task import Loss, Task
+from lockstep.launch.early import ending_at_interrupt, prepare
 
-__all__ = ["Finished", "LockstepError", "Loss", "Task", "TrainConfig", "run", "train"]
+with ending_at_interrupt():
+    prepare()
+    from lockstep.config import TrainConfig
+    from lockstep.data.random import generator, numpy_generator
+    from lockstep.errors import LockstepError
+    from lockstep.front import run, train
+    from lockstep.train.events import Finished
+    from lockstep.train.task import Loss, Task
+
+__all__ = [
+    "Finished",
+    "LockstepError",
+    "Loss",
+    "Task",
+    "TrainConfig",
+    "generator",
+    "numpy_generator",
+    "run",
+    "train",
+]

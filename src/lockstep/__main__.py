@@ -1,6 +1,18 @@
 """`python -m lockstep` is the `lockstep` command."""
 
-from lockstep.cli import main
+from __future__ import annotations
+
+from typing import NoReturn
+
+from lockstep.launch.early import ending_at_interrupt
+
+
+def main() -> NoReturn:
+    """Run the command; Ctrl-C ends it at once while it is imported."""
+    with ending_at_interrupt():
+        from lockstep import cli
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

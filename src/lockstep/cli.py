@@ -20,6 +20,7 @@ from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
 from lockstep.errors import LockstepError
+from lockstep.launch.early import INTERRUPTED, Interrupted, interrupts
 from lockstep.recipes import recipe_names, summary
 
 app = typer.Typer(
@@ -164,7 +165,8 @@ def slurm(
         Path | None, typer.Option("--job", help="A YAML file with the options below.")
     ] = None,
     time: Annotated[
-        str | None, typer.Option("--time", help="Time limit, as SLURM has it: 1:30:00.")
+        str | None,
+        typer.Option("--time", help="Time limit such as 1:30:00; needed, here or in --job's file."),
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
     tasks: Annotated[
@@ -266,7 +268,11 @@ def export_quantum(
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     try:
-        app(standalone_mode=True)
+        with interrupts():
+            app(standalone_mode=True)
+    except Interrupted:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -7,20 +7,25 @@ A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.config import JsonDict
 
+from lockstep.config_keys import keys, unknown_key
 from lockstep.errors import ConfigError
 from lockstep.files import read_text
 from lockstep.parsing import parse_yaml, shown
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _ModelMetaclass
+else:
+    _ModelMetaclass = type(BaseModel)
 
 NO_OUTCOME: JsonDict = {"outcome": False}
 """Marks a field that cannot change the final parameters; it is left out of the hash."""
@@ -32,8 +37,24 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
-    """A group of keys. Unknown keys are errors."""
+class _Checked(_ModelMetaclass):
+    """Makes what a config class is called with a `ConfigError` where it does not fit."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            kind = cast("type[Section]", cls)
+            lines = [_explain(kind, e, cls.__name__) for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+
+class Section(BaseModel, metaclass=_Checked):
+    """A group of keys. Unknown keys are errors.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit.
+    """
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
 
@@ -272,7 +293,10 @@ def outcome(section: BaseModel) -> dict[str, Any]:
 def _explain(kind: type[Section], error: Any, source: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{source}: {_unknown_key(kind, key)}"
+        if len(error["loc"]) == 1 and key in keys(kind):
+            section, _, leaf = key.rpartition(".")
+            return f"{source}: {key}: write it as {section}: {{{leaf}: …}}"
+        return f"{source}: {unknown_key(kind, key)}"
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return f"{source}: {message}"
@@ -281,34 +305,26 @@ def _explain(kind: type[Section], error: Any, source: str) -> str:
     return f"{source}: {key}={shown(error['input'])}: {message[0].lower()}{message[1:]}"
 
 
-def _unknown_key(kind: type[Section], key: str) -> str:
-    known = list(_keys(kind))
-    leaf = key.rpartition(".")[2]
-    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-    nearest = difflib.get_close_matches(key, elsewhere, n=1, cutoff=0.0)
-    nearest = nearest or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"unknown key {shown(key)}{hint}"
-
-
-def _keys(kind: type[BaseModel], prefix: str = "") -> Iterable[str]:
-    for name, field in kind.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
 def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], source: str) -> None:
     *sections, leaf = key.split(".")
-    target = data
-    for section in sections:
-        if not isinstance(target.get(section), dict):
-            raise ConfigError(f"{source}: {_unknown_key(kind, key)}")
-        target = target[section]
-    if leaf not in target:
-        raise ConfigError(f"{source}: {_unknown_key(kind, key)}")
-    if isinstance(target[leaf], dict) and not isinstance(value, dict):
+    target: dict[str, Any] = data
+    section: type[BaseModel] | None = kind
+    for name in sections:
+        section = _section(section, name)
+        # What was set as a whole before may lack keys, which then have their defaults.
+        inside = target.get(name)
+        target[name] = inside = inside if isinstance(inside, dict) else {}
+        target = inside
+    if section is None or leaf not in section.model_fields:
+        raise ConfigError(f"{source}: {unknown_key(kind, key)}")
+    if isinstance(target.get(leaf), dict) and not isinstance(value, dict):
         inner = ", ".join(f"{key}.{name}" for name in target[leaf])
         raise ConfigError(f"{source}: {key}={shown(value)}: {key} is a section; set one of {inner}")
     target[leaf] = value
+
+
+def _section(kind: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
+    """The class of a section of a config class, if there is such a section."""
+    field = kind.model_fields.get(name) if kind else None
+    found = field.annotation if field else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None

@@ -18,10 +18,12 @@ class LockstepError(ValueError):
         exit_code: what the command exits with.
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
             error the group has to be aborted, or the rest would wait for this rank for good.
+        rank: the one this process had in its group; None while there was no group.
     """
 
     exit_code = 2
     is_shared = False
+    rank: int | None = None
 
 
 class ConfigError(LockstepError):

@@ -10,13 +10,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, EnvironError, LockstepError
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
@@ -24,8 +23,9 @@ from lockstep.launch.signals import StopRequest
 from lockstep.launch.threads import set_threads
 from lockstep.launch.watchdog import Watchdog
 from lockstep.observe import Desk, open_sinks
+from lockstep.parsing import as_type, parse_object
 from lockstep.train.events import Failed, Finished, Warned
-from lockstep.train.faults import injector
+from lockstep.train.faults import edited, injector
 from lockstep.train.loop import Trainer
 from lockstep.train.rundir import Identity, RunDirectory
 from lockstep.train.runtime import Runtime, check_can_regroup, on_first
@@ -37,6 +37,9 @@ SITTING = "LOCKSTEP_SITTING"
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
 
+TAKE_OVER_S = 30.0
+"""How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
+
 
 @dataclass(frozen=True)
 class Sitting:
@@ -47,7 +50,7 @@ class Sitting:
         resume: go on from the newest valid checkpoint.
         overrides: `key=value` items for the config.
         console: show progress on standard output.
-        target: what `lockstep resume` has to load to get the task.
+        target: what `lockstep resume` has to load to get the task; empty finds it out.
     """
 
     run_dir: str | None = None
@@ -62,12 +65,20 @@ class Sitting:
 
     @classmethod
     def from_env(cls) -> Sitting | None:
-        """What the launcher asked for, if one did."""
+        """What the launcher asked for, if one did.
+
+        Raises:
+            EnvironError: the variable holds something else.
+        """
         text = os.environ.get(SITTING)
         if text is None:
             return None
-        values: dict[str, Any] = json.loads(text)
-        return cls(**values | {"overrides": tuple(values["overrides"])})
+        try:
+            return as_type(cls, parse_object(text))
+        except ValueError as error:
+            raise EnvironError(
+                f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
+            ) from None
 
 
 def train(
@@ -94,11 +105,12 @@ def train(
     Returns:
         How the run ended, on every rank.
     """
-    asked = sitting or Sitting.from_env() or Sitting(str(run_dir) if run_dir else None, resume)
     try:
+        own = Sitting(str(run_dir) if run_dir else None, resume)
+        asked = sitting or Sitting.from_env() or own
         finished = run(task, config or task.config, asked)
     except LockstepError as error:
-        if _is_first():
+        if _is_first(error):
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_code) from None
     if finished.exit_code:
@@ -112,13 +124,13 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
     Raises:
         LockstepError: on every rank.
     """
-    config = override(config, sitting.overrides)
-    task = with_config(task, config)
-    write_whole_lines()
-    environment = detect(os.environ)
-    hints = set_threads(config.threads, environment)
-    device = choose_device(config.device, environment)
     with StopRequest() as stop:
+        config = override(config, sitting.overrides)
+        task = with_config(task, config)
+        write_whole_lines()
+        environment = detect(os.environ)
+        hints = set_threads(config.threads, environment)
+        device = choose_device(config.device, environment)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             finished = _run(task, config, sitting, environment, device, transport, stop, hints)
@@ -126,6 +138,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
                 transport.abort(error.exit_code)
+            error.rank = transport.rank
             transport.close()
             raise
         except BaseException:
@@ -151,7 +164,7 @@ def _run(
     """The run itself, between meeting the other ranks and leaving them."""
     directory = _directory(task, sitting, transport)
     if not sitting.target:
-        sitting = replace(sitting, target=str(Path(sys.argv[0]).resolve()))
+        sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
         desk = Desk(
@@ -162,7 +175,7 @@ def _run(
         stack.callback(desk.close)
 
         def take_over() -> None:
-            directory.lock()
+            directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
             desk.open()
 
         runtime = Runtime(
@@ -186,6 +199,7 @@ def _run(
             )
         try:
             if transport.is_newcomer:
+                task = edited(task, os.environ, environment.rank)
                 trainer = Trainer(task, config, runtime, directory, joins=True)
             else:
                 trainer = _assembled(task, config, sitting, runtime, directory)
@@ -275,7 +289,16 @@ def _failed(error: BaseException) -> Failed:
     )
 
 
-def _is_first() -> bool:
+def _script() -> str:
+    """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return str(Path(path).resolve()) if path and Path(path).is_file() else ""
+
+
+def _is_first(error: LockstepError) -> bool:
+    """Whether this process tells the user: rank 0 of the group it was in, else of the launch."""
+    if error.rank is not None:
+        return error.rank == 0
     try:
         return detect(os.environ).rank == 0
     except LockstepError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -13,19 +14,28 @@ from lockstep.commands.chaos_table import effect_of, render, started_again
 from lockstep.errors import ConfigError
 from lockstep.train.faults import FAULTS, Fault, InjectedError, injector, to_env
 
+DEADLY = ("kill", "stop", "edit")
 
-@given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32))
-def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed):
-    sittings = draw(num_blows, num_ranks, 60, seed)
+
+@given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
+def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed, more):
+    sittings = draw(num_blows, num_ranks, 60, seed, more, has_workers=bool(more))
     assert sum(len(blows) for blows in sittings) == num_blows
     for number, blows in enumerate(sittings):
-        dead = {f.slot for b in blows if b.what in ("kill", "stop") for f in b.faults}
-        assert len(dead) == sum(b.what in ("kill", "stop") for b in blows) < num_ranks
+        dead = {b.faults[0].slot for b in blows if b.what in DEADLY}
+        assert len(dead) == sum(b.what in DEADLY for b in blows) < num_ranks
         assert [b.ends_sitting for b in blows[:-1]] == [False] * (len(blows) - 1)
         if number < len(sittings) - 1:
             assert blows[-1].ends_sitting
         for blow in blows:
-            assert all(0 <= f.slot < num_ranks and 1 <= f.step < 59 for f in blow.faults)
+            own = [f for f in blow.faults if f.slot < num_ranks]
+            assert all(0 <= f.slot < num_ranks and 1 <= f.step < 59 for f in own)
+            newcomers = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
+            assert newcomers <= {("join", "edit"), ("committed", "kill")}
+            assert more or not newcomers
+        assert sum(b.what == "edit" for b in blows) <= more
+        raised = [b.step for b in blows if b.what in ("raise", "worker")]
+        assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
 
 @given(st.integers(0, 2**32))
@@ -110,7 +120,7 @@ def test_bad_arguments(here, arguments, message):
     ("seed", "arguments"),
     [
         (4, ()),
-        (5, ()),
+        (5, ("data.num_workers=1",)),
         (6, ("--launcher", "local")),
         (7, ("--launcher", "local", "--replace", 2)),
         (8, ("--replace", 2)),

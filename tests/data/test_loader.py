@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import multiprocessing
 import random
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +19,7 @@ from lockstep.data.loader import Loader, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
 from lockstep.errors import DataError
+from lockstep.launch.processes import is_alive
 from lockstep.parallel.layout import Range
 from lockstep.train.task import Task, own_collate
 
@@ -325,3 +331,69 @@ def test_random_keys_of_all_uses_differ() -> None:
 def test_random_keys_never_change() -> None:
     assert random_key(0, Stream.MODEL) == 7530090308580795546
     assert random_key(7, Stream.DATA, 3, 2) == 5896761131763000566
+
+
+DEATH = r"worker .* (killed by|exited unexp)|Connection reset|No such file"
+
+
+def started(stream: Any) -> list[Any]:
+    """The workers of a stream whose first microbatch is fetched."""
+    before = set(multiprocessing.active_children())
+    next(stream)
+    return [w for w in multiprocessing.active_children() if w not in before]
+
+
+def test_a_killed_worker_is_noticed_when_the_next_batch_is_fetched() -> None:
+    """And nowhere else: torch's handler of SIGCHLD would raise at any point of this thread."""
+    made = loader(Plain(), num_workers=1)
+    stream = made.stream(ALL, 0, STEPS)
+    [worker] = started(stream)
+    worker.kill()
+    while is_alive(worker.pid):
+        time.sleep(0.01)  # where torch's own handler would raise
+    begun = time.monotonic()
+    with pytest.raises((RuntimeError, OSError), match=DEATH):
+        list(stream)
+    assert time.monotonic() - begun < 3  # torch looks after its workers every 5 s
+    assert as_bytes(everything(made)) == as_bytes(everything(loader(Plain())))
+
+
+def test_a_worker_that_is_killed_while_its_batch_is_waited_for() -> None:
+    def slow(i: int) -> Any:
+        time.sleep(0 if multiprocessing.parent_process() is None else 30)
+
+    stream = loader(Plain(slow), num_workers=1).stream(ALL, 0, STEPS)
+    begun = time.monotonic()
+
+    def kill() -> None:
+        while not multiprocessing.active_children():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        multiprocessing.active_children()[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises((RuntimeError, OSError), match=DEATH):
+        next(stream)
+    killer.join()
+    assert time.monotonic() - begun < 3
+
+
+def test_workers_end_with_their_process() -> None:
+    script = """
+import multiprocessing, time, torch
+from torch.utils.data import DataLoader
+from lockstep.data.workers import fetched
+stream = fetched(DataLoader(torch.arange(99), num_workers=1))
+next(stream)
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 2
+    while is_alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

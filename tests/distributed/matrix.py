@@ -41,6 +41,8 @@ CASES = {
     "early-stopping": ["early_stopping.patience=2", "lr=0.2", "eval_every=2", "steps=40"],
     "plateau": ["schedule.name=plateau", "schedule.patience=0", "lr=0.2", "eval_every=2"],
     "step-decay": ["schedule.name=step", "schedule.step_size=4", "schedule.gamma=0.5"],
+    "teacher": ["teacher=true", "precision.dtype=bf16"],
+    "teacher-sharded": ["teacher=true", "precision.dtype=bf16", "optimizer.sharded=true"],
     "linear": ["schedule.name=linear", "schedule.warmup_steps=14", "digest_every=3"],
 }
 

@@ -22,6 +22,7 @@ class EverythingConfig(ls.TrainConfig):
     groups: bool = False
     gate: bool = False
     wide: int = 0
+    teacher: bool = False
     evil: str = ""
     """What goes wrong, and at which of the samples or ranks."""
 
@@ -51,10 +52,41 @@ class Gate(nn.Module):
         return self.plus(x) if x.mean() > 0 else self.minus(x)
 
 
+class Taught(nn.Module):
+    """Is drawn towards a teacher, which moves once a step."""
+
+    def __init__(self, student, teacher):
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, x):
+        return self.student(x) + 0.1 * self.teacher(x.flatten(1))
+
+
 class Everything(ls.Task):
     """Convolution, batch norm, dropout, an uneven last batch, and what the config adds."""
 
     Config = EverythingConfig
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.count, self.average = 0, torch.zeros(())
+
+    def after_step(self, model, step):
+        self.count += 1
+        if self.config.evil == "corrupt" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            model[0].weight.data[0, 0, 0, 0] += 1e-3
+        if self.config.teacher:
+            self.average = 0.9 * self.average + model.student[-1].bias.detach().mean()
+            with torch.no_grad():
+                model.teacher.weight += 0.01 * torch.randn(model.teacher.weight.shape)
+                model.teacher.bias.lerp_(model.student[-1].bias, 0.1)
+
+    def state_dict(self):
+        return {"count": self.count, "average": self.average}
+
+    def load_state_dict(self, state):
+        self.count, self.average = state["count"], state["average"]
 
     def build_model(self):
         config = self.config
@@ -67,6 +99,8 @@ class Everything(ls.Task):
         if config.wide:
             layers += [nn.Linear(width, config.wide), nn.Tanh(), nn.Linear(config.wide, width)]
         model = nn.Sequential(*layers, nn.Linear(width, 10))
+        if config.teacher:
+            model = Taught(model, nn.Linear(64, 10).requires_grad_(False))
         return model.to(getattr(torch, config.dtype))
 
     def dataset(self, split):
@@ -86,6 +120,9 @@ class Everything(ls.Task):
     def loss(self, model, batch):
         images, labels = batch
         evil = self.config.evil
+        if self.config.teacher:
+            noise = torch.randn(images.shape, generator=ls.generator(), dtype=images.dtype)
+            images = images + 0.01 * (1 + self.count) * noise * (1 + self.average)
         logits = model(images)
         if evil == "shape":
             loss = nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -94,9 +131,8 @@ class Everything(ls.Task):
             raise RuntimeError("the dog ate it")
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         if evil == "rank":
-            loss = loss * (1 + int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-        if evil == "corrupt" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
-            model[0].weight.data[0, 0, 0, 0] += 1e-3
+            rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+            loss = loss * (1 + rank * (self.count > 0))  # the first step compares ranks
         correct = (logits.argmax(1) == labels).sum()
         return ls.Loss(loss, len(labels), {"accuracy": (correct, len(labels))})
 

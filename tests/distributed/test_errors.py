@@ -2,13 +2,20 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.conftest import TASKS, result, target
+from tests.distributed.tasks import Everything, EverythingConfig
 
+import lockstep as ls
+from lockstep import front
+from lockstep.config import TrainConfig
 from lockstep.data.idx import write_idx
+from lockstep.errors import DataError
 
 SMALL = ("steps=6",)
 
@@ -49,6 +56,84 @@ def refused(done, *parts, code=2):
 )
 def test_bad_arguments(here, arguments, parts):
     refused(here("train", *arguments), *parts)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("LOCKSTEP_FAULTS", "garbage"),
+        ("LOCKSTEP_FAULTS", '{"log": "", "faults": [{"slot": 0, "step": "x"}]}'),
+        ("LOCKSTEP_FAULTS", '{"log": "/", "faults": []}'),
+        ("SLURM_STEP_NODELIST", "n" + "[" * 5000),
+    ],
+)
+def test_garbage_in_the_environment(here, monkeypatch, variable, value):
+    for name in ("STEP_ID", "PROCID", "LOCALID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2" if variable.startswith("SLURM") else "1")
+    monkeypatch.setenv(variable, value)
+    refused(here("train", "digits", "steps=1"), variable if variable[0] == "L" else "node list")
+
+
+@pytest.mark.parametrize(
+    "value", ["garbage", "[]", '{"colour": 3}', '{"overrides": [3]}', "[" * 100_000]
+)
+def test_garbage_from_the_launcher(monkeypatch, capsys, value):
+    monkeypatch.setenv("LOCKSTEP_SITTING", value)
+    with pytest.raises(SystemExit) as ended:
+        ls.train(Everything())
+    assert ended.value.code == 2
+    assert "error: environment variable LOCKSTEP_SITTING" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metrics", "parts"),
+    [
+        ("{'accuracy': correct.sum()}", ["metric 'accuracy' must be a pair", "shape ()"]),
+        ("{'accuracy': (correct, n)}", ["metric 'accuracy'", "scalars", "shape (8,)"]),
+        ("{'accuracy': (1, 2, 3)}", ["metric 'accuracy' must be a pair", "tuple of 3"]),
+        ("{'accuracy': ('a', 1)}", ["metric 'accuracy'", "scalars", "a str"]),
+        ("[correct]", ["Loss.metrics must be a dict", "list"]),
+        ("{}, 3", ["TypeError"]),
+    ],
+)
+def test_metrics_that_are_none(here, tmp_path, metrics, parts):
+    (tmp_path / "mine.py").write_text(
+        "import lockstep as ls\n"
+        "from tests.distributed.tasks import Everything\n"
+        "class Mine(Everything):\n"
+        "    Config = Everything.Config\n"
+        "    def loss(self, model, batch):\n"
+        "        loss = super().loss(model, batch)\n"
+        "        correct, n = batch[1] == 0, len(batch[1])\n"
+        f"        return ls.Loss(loss.sum, n, {metrics})\n"
+    )
+    code = 1 if parts == ["TypeError"] else 2
+    refused(here("train", "mine.py:Mine", *SMALL), *parts, code=code)
+
+
+def test_a_misspelt_metric_is_found_before_the_first_step(here, tmp_path):
+    done = here("train", target(), "watch=acuracy", "--run-dir", "r", "eval_every=6", *SMALL)
+    refused(done, "watch='acuracy'", "accuracy, loss")
+    done = here("train", target(), "convergence=[{metric: f1}]", "--run-dir", "s", *SMALL)
+    refused(done, "convergence.metric='f1'")
+    assert "StepDone" not in (tmp_path / "r" / "events.jsonl").read_text()
+
+
+def test_a_split_that_is_none(here):
+    assert here("train", target(), "--run-dir", "r", *SMALL).returncode == 0
+    done = here("eval", "r", "--split", "foo")
+    refused(done, "--split foo", "train, val, test")
+    refused(here("eval", "r", "--split", "test"), "--split test", "no such dataset")
+
+
+def test_a_run_from_standard_input(here, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["-"])
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    ls.train(Everything(), EverythingConfig(steps=2), run_dir=tmp_path / "r")
+    assert json.loads((tmp_path / "r" / "run.json").read_text())["target"] == ""
+    for command in ("resume", "eval"):
+        refused(here(command, "r"), "in no file", "resume=True")
 
 
 def images_and_labels(folder, num_images=60, num_labels=60):
@@ -164,3 +249,21 @@ def test_an_unknown_master_address(lockstep):
     assert done.returncode == 2
     assert "MASTER_ADDR=no-such-host.invalid" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 1)])
+def test_who_is_rank_0_now_tells_of_errors(monkeypatch, capsys, before, now):
+    """Not who was at first: that one may have died."""
+
+    def fail(*arguments):
+        error = DataError("x.csv: is gone")
+        error.rank = now
+        raise error
+
+    for name, value in {"RANK": before, "WORLD_SIZE": 3, "TORCHELASTIC_RUN_ID": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(front, "run", fail)
+    with pytest.raises(SystemExit) as ended:
+        front.train(SimpleNamespace(config=TrainConfig()))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ("error: x.csv: is gone\n" if now == 0 else "")

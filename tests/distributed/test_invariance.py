@@ -56,7 +56,11 @@ def test_same_bits_on_any_number_of_ranks(ranks, folder, alone, launcher, num_ra
 def test_configs_that_must_differ_do(alone):
     hashes = [alone[name][0] for name in CASES]
     equal = {("user", "user-sharded"), ("groups", "groups-sharded"), ("plain", "recompute")}
-    equal |= {("augment", "augment-workers"), ("sliced", "sliced-sharded")}
+    equal |= {
+        ("teacher", "teacher-sharded"),
+        ("augment", "augment-workers"),
+        ("sliced", "sliced-sharded"),
+    }
     for i, first in enumerate(CASES):
         for j, second in enumerate(CASES):
             if i < j:

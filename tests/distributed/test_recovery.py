@@ -15,6 +15,7 @@ from tests.conftest import result
 
 from lockstep.launch.ranks import rank_environment
 from lockstep.observe import read_events
+from lockstep.observe.jsonl import follow_events
 from lockstep.train import checkpoint
 from lockstep.train.faults import Fault, to_env
 
@@ -107,12 +108,39 @@ def test_a_killed_rank(train, tmp_path, reference, slot, moment):
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
+@SLOW_ON_LOCAL
+def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
+    """A killed worker is an exception of the task, wherever its rank is; one that is left behind
+    holds nothing back."""
+    faults = [Fault(1, 6, "reduce", "worker"), Fault(0, 8, "optimizer", "worker"), Fault(0, 13)]
+    done = train(tmp_path / "run", 2, "data.num_workers=1", faults=faults)
+    assert done.returncode == 0, done.stderr
+    rows = check(tmp_path / "run", reference, num_left=1, num_lost=1)
+    messages = [r["message"] for r in rows if r["event"] == "Warned"]
+    again = [m.partition(":")[0] for m in messages if "is done again" in m]
+    assert again == ["step 7 is done again", "step 9 is done again"]
+    [recovered] = [r for r in rows if r["event"] == "Recovered"]
+    assert recovered["seconds"] < 2
+
+
 @ALWAYS
 @pytest.mark.slow
 def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
     done = train(tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
+
+
+@SLOW_ON_LOCAL
+def test_the_best_checkpoint_on_a_slow_disk_outlives_its_writer(train, tmp_path, reference):
+    """The disk takes four hang timeouts; then rank 0 dies before the best is there."""
+    slow_disk = Fault(0, 5, "checkpoint", "slow", sleep_s=6.0)
+    faults = [slow_disk, Fault(0, 6, "checkpoint", "kill")]
+    done = train(tmp_path / "run", 2, "watch=loss", "watch_mode=max", faults=faults)
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run", reference, num_left=1, num_lost=1)
+    root = tmp_path / "run" / "checkpoints"
+    assert checkpoint.read(checkpoint.read_hint(root, "best")).meta["progress"]["best_step"] == 6
 
 
 @ALWAYS
@@ -330,6 +358,66 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     assert sum(r["num_steps"] for r in rows if r["event"] == "StepDone") == 400
 
 
+SCRIPT = """
+from dataclasses import replace
+import lockstep
+from lockstep.recipes.digits import Digits
+
+class Mine(Digits):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return replace(loss, sum=loss.sum * 1.0)
+
+lockstep.train(Mine())
+"""
+
+
+@SLOW_ON_MPI
+def test_a_new_process_with_an_edited_script_is_refused(lockstep, tmp_path, launcher):
+    run_dir, script = tmp_path / "run", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    argv = ["train", str(script), *CONFIG, "model=mlp", "steps=50000", "--run-dir"]
+    ranks = ["-n", "2", "--replace", "3", "--launcher", launcher]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *argv, str(run_dir), *ranks],
+        cwd=tmp_path, env=rank_environment(1), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for(run_dir, lambda row: row["event"] == "StepDone")
+        script.write_text(SCRIPT.replace("* 1.0", "* 1.1"))
+        kill(run_dir, slot=1)
+        refused = wait_for(run_dir, lambda row: "is refused" in row.get("message", ""))
+        wait_for(run_dir, lambda row: row["event"] == "StepDone" and row["step"] > refused["step"])
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+    finally:
+        child.kill()
+    assert refused["message"].startswith("the new process of slot 2 on ")
+    assert "differs in loss and gradient of the first microbatch; the script" in refused["message"]
+    rows = read_events(run_dir / "events.jsonl")
+    assert [r["slot"] for r in rows if r["event"] == "Joined"] == [0, 1]
+    assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [1]
+    assert len([r for r in rows if "is refused" in r.get("message", "")]) == 1
+    script.write_text(SCRIPT)
+    done = lockstep(*argv, tmp_path / "alone", f"stop_at_step={result(run_dir)['step']}")
+    assert done.returncode == 0, done.stderr
+    assert result(run_dir)["params_sha256"] == result(tmp_path / "alone")["params_sha256"]
+
+
+def wait_for(run_dir, is_it, timeout_s=120):
+    """The first row of events.jsonl, as it is written, for which `is_it` is true."""
+    deadline = time.monotonic() + timeout_s
+    rows = follow_events(run_dir / "events.jsonl", lambda: time.monotonic() > deadline)
+    return next(row for row in rows if is_it(row))
+
+
+def kill(run_dir, slot, name="KILL"):
+    """Signal the process of a slot, from outside."""
+    rows = read_events(run_dir / "events.jsonl")
+    pid = next(row["pid"] for row in rows if row.get("slot") == slot)
+    os.kill(pid, signal.Signals[f"SIG{name}"])
+
+
 @ALWAYS
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [11, 13, 16])
@@ -387,16 +475,9 @@ def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, sl
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        pid = None
-        deadline = time.monotonic() + 60
-        while pid is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-            if (run_dir / "events.jsonl").exists():
-                rows = read_events(run_dir / "events.jsonl")
-                if any(r["event"] == "StepDone" for r in rows):
-                    pid = next(r["pid"] for r in rows if r.get("slot") == slot)
+        wait_for(run_dir, lambda row: row["event"] == "StepDone")
         time.sleep(delay_s)
-        os.kill(pid, signal.Signals[f"SIG{name}"])
+        kill(run_dir, slot, name)
         assert child.wait(60) == 0
     finally:
         child.kill()

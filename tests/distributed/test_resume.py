@@ -12,7 +12,7 @@ from tests.conftest import result, target
 
 ARGUMENTS = (
     "steps=60", "optimizer.weight_decay=0.05", "clip_norm=0.5", "schedule.name=cosine",
-    "schedule.warmup_steps=5", "eval_every=7", "log_every=4",
+    "schedule.warmup_steps=5", "eval_every=7", "log_every=4", "teacher=true",
 )  # fmt: skip
 
 
@@ -135,3 +135,20 @@ def test_a_script_under_the_launcher_and_alone(lockstep, ranks, tmp_path):
     assert launched["step"] == 9
     assert launched["world_size"] == 2
     assert launched["params_sha256"] == result(tmp_path / "task")["params_sha256"]
+
+
+def test_a_run_whose_checkpoints_have_gone_does_not_start_over(here, tmp_path):
+    assert here("train", target(), "--run-dir", "run", "steps=2").returncode == 0
+    root = tmp_path / "run" / "checkpoints"
+    assert (root / "best").read_text() == "step_00000002\n"
+    (root / "best").unlink()  # as if killed between the two
+    (root / "step_00000002").rename(root / ".step_00000002.7.old")
+    done = here("resume", "run")
+    assert done.returncode == 0
+    assert "already complete" in done.stdout
+    assert (root / "best").read_text() == "step_00000002\n"
+    (root / "step_00000002").rename(tmp_path / "elsewhere")
+    done = here("resume", "run")
+    assert done.returncode == 2
+    assert "put one back, or delete this folder to start over from step 0" in done.stderr
+    assert "latest: names step_00000002, which is missing" in done.stderr

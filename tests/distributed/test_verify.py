@@ -1,6 +1,9 @@
 """`lockstep verify` tells equal from different."""
 
+from rich.console import Console
 from tests.conftest import target
+
+from lockstep.commands import verify
 
 
 def test_equal(lockstep):
@@ -8,7 +11,27 @@ def test_equal(lockstep):
         "verify", target(), "--ranks", "1,2", "--launchers", "python,mpi,torchrun", "steps=5"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: 5 runs, one SHA-256" in done.stdout
+    assert "equal: 6 runs, one SHA-256" in done.stdout
+    assert "python, then torchrun" in done.stdout
+    assert "1, then 2" in done.stdout
+
+
+class Trainings(verify._Training):
+    """Runs that are made up: those in two legs forget something."""
+
+    def run(self, legs, stop=0, more=()):
+        assert stop == (len(legs) > 1 and 10)
+        return verify.Run(legs, "forgot" if len(legs) > 1 else "kept", 20, 1.0)
+
+
+def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(verify, "_Training", Trainings)
+    monkeypatch.setattr(verify, "_first_difference", lambda _, runs, half: f"{runs[1].name} {half}")
+    code = verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
+    out = capsys.readouterr().out
+    assert code == 1, out
+    assert "different: 1 of 4 runs" in out
+    assert "mpi × 1, resumed: mpi × 3 10" in out
 
 
 def test_different_names_step_and_parameter(lockstep):

@@ -75,6 +75,14 @@ V1 = {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us":
             16,
             id="v1, no quota",
         ),
+        pytest.param("0::/a\n", {"a/cpu.max": "100000 0"}, 16, id="v2, garbage"),
+        pytest.param("garbage\n\n1:2\n", {"cpu.max": "x"}, 16, id="garbage"),
+        pytest.param(
+            "4:cpu:/\n",
+            {"cpu/cpu.cfs_quota_us": "1", "cpu/cpu.cfs_period_us": "0"},
+            16,
+            id="v1, garbage",
+        ),
     ],
 )
 def test_heeds_the_quota(
@@ -91,6 +99,7 @@ def test_heeds_the_quota(
         ({"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "6"}, 1, 6),
         ({"SLURM_CPUS_PER_TASK": "64"}, 1, 16),
         ({"SLURM_CPUS_PER_TASK": ""}, 1, 16),
+        ({"SLURM_CPUS_ON_NODE": "9" * 5000}, 1, 16),
     ],
 )
 def test_heeds_slurm(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import EnvironError
-from lockstep.launch.nodelist import expand, first_host
+from lockstep.launch.nodelist import expand, first_host, num_hosts
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,8 @@ def test_expands(nodelist: str, hosts: list[str]) -> None:
         "n[1-2-3]",
         "n[٣]",
         "n[1 ]",
+        "n[1-" + "9" * 5000 + "]",
+        "n" + "[" * 5000 + "1" + "]" * 5000,
     ],
 )
 def test_refuses(nodelist: str) -> None:
@@ -64,6 +66,14 @@ def test_refuses(nodelist: str) -> None:
 
 def test_long_ranges_cost_nothing_until_used() -> None:
     assert first_host("n[1-999999999999],b") == "n1"
+    assert num_hosts("a[1-99999999][1-3],b,c[7]") == 3 * 99_999_999 + 2
+    assert num_hosts("n" + "[1-999999999999]" * 9) == 999_999_999_999**9
+
+
+def test_many_groups_cost_no_recursion() -> None:
+    nodelist = "n" + "[1-2]" * 2000
+    assert first_host(nodelist) == "n" + "1" * 2000
+    assert num_hosts(nodelist) == 2**2000
 
 
 names = st.text("abcxyz-._", min_size=1, max_size=5)

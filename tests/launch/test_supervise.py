@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LaunchError, RunDirectoryError
-from lockstep.launch import job
+from lockstep.launch import job, supervise
 from lockstep.launch.processes import is_alive
 from lockstep.launch.ranks import (
     RankCommand,
@@ -191,6 +191,47 @@ def test_ctrl_c_before_the_ranks_have_met_ends_them(tmp_path: Path) -> None:
     )
     assert outcome.exit_code != 0
     assert outcome.stopped_by == signal.SIGINT
+
+
+MET_BUT_UNREAD = """
+import json, os, signal, socket, sys, time
+
+def tell(signum, frame):
+    os.write(1, b"asked to stop\\n")
+    os._exit(0)
+
+signal.signal(signal.SIGUSR2, tell)
+row = {"event": "Joined", "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
+path = sys.argv[1] + "/events.jsonl"
+if {met}:
+    os.write(os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644),
+             json.dumps(row).encode() + b"\\n")
+os.write(1, b"up\\n")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["python", "mpi"])
+@pytest.mark.parametrize("met", [True, False])
+def test_ranks_that_have_just_met_are_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, met: bool
+) -> None:
+    """Ranks may have met, and done a step, before the launcher has read that they have."""
+    follow = supervise.follow_events
+    monkeypatch.setattr(
+        supervise, "follow_events", lambda *a, **k: follow(*a, **{"poll_s": 1.5} | k)
+    )
+    lines: list[str] = []
+
+    def on_line(line: str) -> None:
+        lines.append(line)
+        if line == "up":
+            this_process_gets(signal.SIGINT)
+
+    rank = [*code(MET_BUT_UNREAD.replace("{met}", str(met))), str(tmp_path)]
+    outcome, _, _ = run(ranks_of(kind, rank, ranks=1), tmp_path, on_line=on_line)
+    assert outcome.stopped_by == signal.SIGINT
+    assert ("asked to stop" in lines) == met
 
 
 def test_signals_are_as_before_afterwards(tmp_path: Path) -> None:

@@ -22,6 +22,15 @@ def segments(seed: int) -> list[Tensor]:
     ]
 
 
+def many_blocks() -> list[Tensor]:
+    """So many that their norms are combined by blocks too."""
+    generator = torch.Generator().manual_seed(9)
+    blocks = torch.randn(1200, BLOCK, generator=generator) * torch.rand(
+        1200, 1, generator=generator
+    )
+    return [blocks.view(-1), torch.randn(3 * BLOCK, generator=generator, dtype=torch.float64)]
+
+
 def sharded(whole: list[Tensor], size: int) -> list[float]:
     """The norm on every rank, each of which has nothing but its slices."""
     slices = [
@@ -46,6 +55,21 @@ def test_slices_give_the_same_bits_as_the_whole(size: int, seed: int) -> None:
     whole = segments(seed)
     expected = struct.pack("d", global_norm(whole))
     assert [struct.pack("d", norm) for norm in sharded(whole, size)] == [expected] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_slices_of_many_blocks_give_the_same_bits_as_the_whole(size: int) -> None:
+    whole = many_blocks()
+    assert sharded(whole, size) == [global_norm(whole)] * size
+    exact = float(torch.linalg.vector_norm(torch.cat([s.double() for s in whole])))
+    assert global_norm(whole) == pytest.approx(exact, rel=1e-7)
+
+
+def test_norms_of_many_blocks_do_not_overflow() -> None:
+    huge = torch.zeros(300 * BLOCK, dtype=torch.float64)
+    huge[::BLOCK] = 1e150
+    assert global_norm([huge]) == pytest.approx(300**0.5 * 1e150)
+    assert global_norm([huge.clamp_max(1e18).float()]) == pytest.approx(300**0.5 * 1e18)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import torch
 from hypothesis import strategies as st
@@ -85,3 +86,54 @@ def circuits(draw: st.DrawFn, most_qubits: int = 6, num_parameters: int = 3) -> 
 
 def some_parameters(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def dense_state(circuit: Circuit, parameters: Tensor) -> Tensor:
+    """The state by dense matrices [2^n, 2^n], one for each gate, that autograd follows."""
+    dim = 1 << circuit.num_qubits
+    state = torch.zeros(dim, dtype=torch.complex128)
+    state[0] = 1
+    angles = iter(circuit.angles(parameters))
+    for each in circuit.gates:
+        matrix, kind = each.kind.constant, each.kind
+        if each.angle is not None:
+            phase = next(angles) * kind.frequency
+            matrix = matrix + phase.cos() * kind.cosine + phase.sin() * kind.sine
+        # Entry (row, column) of the whole is entry (own row, own column) of the gate's matrix
+        # where all other qubits agree and the controls are as they must be.
+        index = torch.arange(dim)
+        own = sum((index >> q & 1) << i for i, q in enumerate(each.qubits))
+        rest = index & ~sum(1 << q for q in each.qubits)
+        same = rest[:, None] == rest[None, :]
+        acts = torch.ones(dim, dtype=torch.bool)
+        for qubit, bit in zip(each.controls, each.control_state, strict=True):
+            acts &= (index >> qubit & 1) == bit
+        acting = torch.where(same, matrix[own[:, None], own[None, :]], 0)
+        state = torch.where(acts, acting @ state, state)
+    return state
+
+
+def random_circuit(
+    source: random.Random, num_qubits: int, num_gates: int, num_parameters: int = 12
+) -> Circuit:
+    """Any gates with any controls, from a seeded source; unitaries have one or two qubits."""
+    gates = []
+    for _ in range(num_gates):
+        name = source.choice([*KINDS, "unitary", "unitary"])
+        most = KINDS[name].num_targets if name in KINDS else source.randint(1, min(2, num_qubits))
+        if most > num_qubits:
+            continue
+        qubits = source.sample(range(num_qubits), num_qubits)
+        count = min(source.choice([0, 0, 1, 2]), num_qubits - most)
+        targets = tuple(qubits[count : count + most])
+        if name == "unitary":
+            made = unitary(random_unitary(most, source.randint(0, 1000)), *targets)
+        elif KINDS[name].has_angle:
+            index = source.choice([None, source.randrange(num_parameters)])
+            angle = Angle(source.uniform(-3, 3), index, source.choice([1.0, -0.5, 2.0]))
+            made = Gate(name, targets, angle)
+        else:
+            made = Gate(name, targets)
+        bits = [source.randint(0, 1) for _ in range(count)]
+        gates.append(made.controlled(*qubits[:count], state=bits) if count else made)
+    return Circuit(num_qubits, gates, num_parameters)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tests.quantum.circuits import by_definition, circuits, ring, some_parameters
 
 from lockstep.errors import ConfigError
-from lockstep.quantum import evolution
-from lockstep.quantum import statevector as module
+from lockstep.quantum import adjoint, evolution
 from lockstep.quantum.circuit import Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.fusion import plan
 from lockstep.quantum.measure import PauliSum, probabilities, sample_frequencies
+from lockstep.quantum.memory import check_memory
 from lockstep.quantum.shift import shifted
-from lockstep.quantum.statevector import Simulator, check_memory, statevector
+from lockstep.quantum.statevector import Simulator, statevector
 
 
 @pytest.mark.parametrize("large", [1, 1 << 13])
@@ -95,7 +95,7 @@ def test_qubits_that_nothing_has_touched_take_part_from_the_start_or_not_at_all(
     found = []
     for initial in (None, zero):
         parameters = some_parameters(2, 3).requires_grad_()
-        with mock.patch.object(module, "KEPT_BYTES", kept):
+        with mock.patch.object(adjoint, "KEPT_BYTES", kept):
             state = Simulator(circuit).state(parameters, initial)
             (probabilities(state) @ weights).sum().backward()
         found.append((state.detach(), parameters.grad))
@@ -124,7 +124,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_change_it(
     circuit = ring(7, 3)
     gradients = []
     for kept in (0, 3 * 16 << 7, 1 << 30):
-        monkeypatch.setattr(module, "KEPT_BYTES", kept)
+        monkeypatch.setattr(adjoint, "KEPT_BYTES", kept)
         parameters = some_parameters(circuit.num_parameters).requires_grad_()
         probabilities(statevector(circuit, parameters))[5].backward()
         gradients.append(parameters.grad)

@@ -248,7 +248,7 @@ def test_any_number_of_ranks_gives_the_same_bits(here, lockstep, tmp_path) -> No
 def test_any_number_of_ranks_gives_the_same_bits_whatever_is_dealt(lockstep, keys) -> None:
     done = lockstep("verify", "quantum", "--launchers", "mpi", "epochs=12", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: 4 runs, one SHA-256" in done.stdout
+    assert "equal: 5 runs, one SHA-256" in done.stdout
 
 
 def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lockstep.errors import CheckpointError
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import (
     Snapshot,
+    bring_back,
     folder_name,
     folders,
     newest_valid,
@@ -27,6 +28,7 @@ from lockstep.train.checkpoint import (
     read,
     read_hint,
     read_manifest,
+    set_aside,
     write,
     write_hint,
 )
@@ -460,6 +462,71 @@ def test_a_failed_exchange_of_two_checkpoints_of_a_step_brings_the_old_one_back(
         with pytest.raises(OSError, match="Input/output error"):
             saved(tmp_path, 1, 2.0)
     assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_of_the_same_state_is_left_alone(tmp_path: Path) -> None:
+    """There would be a moment without it, and it might be the only one."""
+    folder = saved(tmp_path, 1)
+    before = folder.stat().st_ino
+    again = snapshot(1)
+    again.meta |= {"layout": {"world_size": 7}}
+    write(tmp_path, again)
+    assert folder.stat().st_ino == before
+    again.meta |= {"progress": {"best": 3.0}}
+    write(tmp_path, again)
+    assert folder.stat().st_ino != before
+    (folder / "optimizer.safetensors").write_bytes(b"damaged")
+    write(tmp_path, again)
+    assert read(folder).meta["progress"] == {"best": 3.0}
+    assert {p.name for p in tmp_path.iterdir()} == {folder.name, "latest"}
+
+
+@pytest.mark.parametrize("then", ["starts", "prunes"])
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    saved(tmp_path, 1, 1.0)
+    rename = os.rename
+    is_killed = False
+
+    def killed(source: Any, target: Any) -> None:
+        nonlocal is_killed
+        if str(source).endswith(".tmp"):
+            is_killed = True
+            raise KeyboardInterrupt
+        if not is_killed:
+            rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", killed)
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            saved(tmp_path, 1, 2.0)
+    assert folders(tmp_path) == []
+    if then == "starts":
+        bring_back(tmp_path)
+    else:
+        prune(tmp_path, keep=3)
+    found, _, skipped = newest_valid(tmp_path)
+    assert found is not None
+    assert found.model["weight"][0, 0] == 1.0
+    assert skipped == []
+
+
+def test_a_hint_that_names_what_is_missing_is_told_of(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved(tmp_path, step)
+    shutil.rmtree(tmp_path / folder_name(2))
+    found, folder, skipped = newest_valid(tmp_path)
+    assert found is not None
+    assert folder == tmp_path / folder_name(1)
+    assert skipped == [f"{tmp_path}/latest: names step_00000002, which is missing"]
+    set_aside(tmp_path, folder)
+    assert newest_valid(tmp_path)[2] == []
+    shutil.rmtree(folder)
+    assert newest_valid(tmp_path)[2] == [
+        f"{tmp_path}/latest: names step_00000001, which is missing"
+    ]
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:

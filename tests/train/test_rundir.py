@@ -4,6 +4,13 @@ import errno
 import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,19 +155,83 @@ def test_a_run_with_checkpoints_is_resumed_only_on_request(tmp_path: Path) -> No
     opened(tmp_path, resume=True).close()
 
 
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+_HOLD = """
+import fcntl, os, sys, time
+file = open(os.path.join(sys.argv[1], ".lock"), "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+"""
+_FORK = """
+import os, sys, time
+from pathlib import Path
+from lockstep.train.rundir import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+directory.lock()
+child = os.fork() or time.sleep(60)
+print(child)
+"""
+
+
+@contextmanager
+def another(path: Path, script: str = _HOLD) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which has locked a folder."""
+    argv = [sys.executable, "-c", f"{script}print('held', flush=True)\ntime.sleep(60)", str(path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def lines(child: subprocess.Popen[bytes]) -> list[str]:
+    """What it prints until it holds the lock."""
+    assert child.stdout is not None
+    found = []
+    while (line := child.stdout.readline().decode().strip()) != "held":
+        assert child.poll() is None
+        found.append(line)
+    return found
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_counts(tmp_path: Path) -> None:
     directory = opened(tmp_path)
-    message = refused(tmp_path)
-    assert "another job is training in it" in message
+    save(directory, 5)
+    folder = directory.checkpoints / "step_00000005"
+    folder.rename(folder.with_name(".step_00000005.123.old"))
     directory.close()
-    opened(tmp_path).close()
+    assert "already holds this run up to step_00000005" in refused(tmp_path, resume=False)
+    assert folder.is_dir()
 
 
-def test_a_lock_held_by_someone_else_is_respected(tmp_path: Path) -> None:
-    with (used(tmp_path) / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    used(tmp_path)
+    with another(tmp_path) as other:
+        lines(other)
         assert "another job is training in it" in refused(tmp_path)
     opened(tmp_path).close()
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    used(tmp_path)
+    waits: list[float] = []
+    with another(tmp_path) as other:
+        lines(other)
+        killer = threading.Timer(0.2, other.kill)
+        killer.start()
+        directory = RunDirectory(tmp_path)
+        directory.lock(30.0, on_wait=lambda: waits.append(time.monotonic()))
+    assert 1 < len(waits) < 100
+    directory.close()
+
+
+def test_a_forked_child_that_outlives_its_parent_holds_no_claim(tmp_path: Path) -> None:
+    with another(tmp_path, _FORK) as other:
+        [orphan] = map(int, lines(other))
+        try:
+            other.kill()
+            other.wait()
+            opened(tmp_path).close()
+        finally:
+            os.kill(orphan, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("why", ["config", "task", "checkpoints", "identity"])
@@ -188,7 +259,7 @@ def test_a_file_system_without_locks_is_named_as_such(
     def fail(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "lockf", fail)
     assert "cannot be locked: No locks available" in refused(tmp_path)
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.comm.pulse import Pulse
 from lockstep.errors import CheckpointError
 from lockstep.train import checkpoint
+from lockstep.train import saver as saver_module
 from lockstep.train.checkpoint import Snapshot, folder_name
 from lockstep.train.events import Checkpointed, Event, Warned
 from lockstep.train.saver import Saver
@@ -29,7 +31,8 @@ class Heard(list[Event]):
 
     def __init__(self, root: Path, keep: int = 3, background: bool = True) -> None:
         super().__init__()
-        self.saver = Saver(root, keep, background, self.append)
+        self.pulse = Pulse()
+        self.saver = Saver(root, keep, background, self.append, self.pulse)
 
     def save(self, step: int, best: bool = False) -> float:
         return self.saver.save(snapshot(step), best, perf_counter())
@@ -210,6 +213,29 @@ def test_a_run_does_not_end_without_its_last_checkpoint(
         heard.saver.finish(9)
     assert str(caught.value).startswith(f"{tmp_path / folder_name(9)}: the last checkpoint")
     assert [type(e) for e in heard] == [Warned]
+
+
+def test_who_waits_for_a_slow_disk_is_not_taken_for_hung_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "SLOW_S", 0.05)
+    heard, gate = Heard(tmp_path), threading.Event()
+    waits: list[int] = []
+
+    def at(moment: str, step: int) -> None:
+        assert gate.wait(30)
+
+    heard.saver = Saver(tmp_path, 3, True, heard.append, heard.pulse, at)
+    heard.save(7)
+    assert heard.pulse._memory[1] == 0
+    release = threading.Timer(0.2, lambda: (waits.append(heard.pulse._memory[1]), gate.set()))
+    release.start()
+    heard.saver.wait()
+    release.join()
+    assert waits == [1]
+    assert heard.pulse._memory[1] == 0
+    assert [type(e) for e in heard] == [Warned, Checkpointed]
+    assert "training has waited 0.05 s for the checkpoint of step 7" in heard[0].message  # type: ignore[attr-defined]
 
 
 def test_waiting_for_nothing_is_fine(tmp_path: Path) -> None:

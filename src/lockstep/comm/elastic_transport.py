@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -91,6 +92,13 @@ class ElasticTransport(GroupTransport):
     def has_newcomer(self) -> bool:
         """See `Transport.has_newcomer`."""
         return self._supervision.has_newcomer
+
+    def withdraw(self) -> NoReturn:
+        """See `Transport.withdraw`; the supervisor replaces none that ends by itself."""
+        os._exit(2)
+
+    def stop_growing(self) -> None:
+        """Nothing to do: see `withdraw`."""
 
     def is_damaged(self) -> bool:
         """Whether the supervisor has missed a rank.

@@ -156,6 +156,8 @@ class MpiTransport(Transport):
         if not self._has_agreed:
             with contextlib.suppress(MPI.Exception):
                 before.Agree(0)
+        # The old communicator is not freed: messages of what was interrupted may still be under
+        # way, and Open MPI gives the number they carry to another one when this one is gone.
         shrunk = _whole(_shrink(before))
         if self._growth is not None and takes_in:
             shrunk = self._grow(shrunk, self._growth)
@@ -194,7 +196,12 @@ class MpiTransport(Transport):
     @property
     def has_newcomer(self) -> bool:
         """See `Transport.has_newcomer`."""
-        return self._newcomer is not None and self._newcomer.is_ready
+        is_wanted = self._growth is not None
+        return is_wanted and self._newcomer is not None and self._newcomer.is_ready
+
+    def stop_growing(self) -> None:
+        """See `Transport.stop_growing`."""
+        self._growth = None
 
     def is_damaged(self) -> bool:
         """Whether a rank of the group is known to have died, or the group was given up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 
 NUM_BYTES = 24
 
@@ -13,15 +14,28 @@ class Pulse:
 
     Three integers of 64 bits: beats, whether it is waiting, whether it has got going.
 
-    Attributes:
-        fd: of the memory, for a child process.
+    The memory becomes a file with the first use of `fd`: most processes are not watched.
     """
 
     def __init__(self) -> None:
-        self.fd = os.memfd_create("lockstep-pulse") if hasattr(os, "memfd_create") else -1
-        if self.fd >= 0:
-            os.ftruncate(self.fd, NUM_BYTES)
-        self._memory = memoryview(mmap.mmap(self.fd, NUM_BYTES)).cast("q")
+        self._memory = memoryview(bytearray(NUM_BYTES)).cast("q")
+        self._fd: int | None = None
+
+    @property
+    def fd(self) -> int:
+        """File descriptor of the memory, for a child process; -1 where there is no such memory.
+
+        It is closed with this object.
+        """
+        if self._fd is None:
+            self._fd = os.memfd_create("lockstep-pulse") if hasattr(os, "memfd_create") else -1
+            if self._fd >= 0:
+                weakref.finalize(self, os.close, self._fd)
+                os.ftruncate(self._fd, NUM_BYTES)
+                shared = memoryview(mmap.mmap(self._fd, NUM_BYTES)).cast("q")
+                shared[:] = self._memory
+                self._memory = shared
+        return self._fd
 
     def beat(self) -> None:
         """Something was done."""

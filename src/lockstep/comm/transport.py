@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -146,6 +147,15 @@ class Transport(ABC):
     def has_newcomer(self) -> bool:
         """Whether, as far as this rank knows, a new process waits to be taken in."""
         return False
+
+    def withdraw(self) -> NoReturn:
+        """End this process, a newcomer the others do not want; they see it die and regroup."""
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("is dead")
+
+    def stop_growing(self) -> None:
+        """Have no more new processes started; called by all ranks."""
+        raise NotImplementedError(f"{self.name} takes in no new processes")
 
     @abstractmethod
     def close(self) -> None:

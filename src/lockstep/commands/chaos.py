@@ -14,16 +14,15 @@ from typing import Any
 
 from rich.console import Console
 
-from lockstep.commands.chaos_plan import Blow, draw
+from lockstep.commands.chaos_plan import HANG_TIMEOUT_S, Blow, draw
 from lockstep.commands.chaos_table import Effect, Row, effect_of, render, started_again
 from lockstep.commands.start import check_replacements, rank_command, start
 from lockstep.commands.target import absolute, configured, is_script
+from lockstep.config import TrainConfig, override
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.observe import read_events, read_result
 from lockstep.train import checkpoint, faults
-
-HANG_TIMEOUT_S = 2.0
 
 LAUNCHERS = ("mpi", "local")
 """Those under which survivors go on."""
@@ -90,7 +89,10 @@ def chaos(
         with console.status("training without faults"):
             runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
-        plan = draw(num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements)
+        plan = draw(
+            num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
+            _has_workers(target, overrides),
+        )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
         for blows in plan:
@@ -155,6 +157,14 @@ class _Runs:
         rows = _rows(run_dir)[rows_before:]
         strikes = [json.loads(line) for line in log.read_text().splitlines()] if blows else []
         return [effect_of(blow, strikes, rows) for blow in blows], rows
+
+
+def _has_workers(target: str, overrides: Sequence[str]) -> bool:
+    """Whether ranks fetch data in processes of their own, as far as is known of a script."""
+    if not is_script(target):
+        return configured(target, overrides)[1].data.num_workers > 0
+    given = [o for o in overrides if o.startswith("data.num_workers=")]
+    return override(TrainConfig(), given).data.num_workers > 0
 
 
 def _damage_newest(root: Path) -> None:

@@ -53,7 +53,7 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
     effect = Effect(blow, True, time)
     if blow.ends_sitting:
         return effect
-    if blow.what not in ("kill", "stop"):
+    if blow.what not in ("kill", "stop", "edit"):
         return replace(effect, resumed_s=_next_step(after, time), steps_lost=0)
     slot = blow.faults[0].slot
     lost = next(

@@ -22,6 +22,8 @@ from lockstep.train.resumable import check_meta
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 
+SPLITS = ("train", "val", "test")
+
 
 def evaluate(
     run_dir: Path, split: str, which: str, report: Path | None = None
@@ -40,6 +42,8 @@ def evaluate(
     Raises:
         LockstepError: there is no such run, checkpoint or split.
     """
+    if split not in SPLITS:
+        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
     config = load(kind.Config, run_dir / "config.yaml")

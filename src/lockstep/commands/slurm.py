@@ -76,7 +76,10 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
     chosen = {name: value for name, value in given.items() if value is not None}
     job = job.model_copy(update=chosen)
     if job.time is None:
-        raise LaunchError("--time: is missing; give the job's time limit, such as 1:30:00")
+        raise LaunchError(
+            "--time: is missing; give the job's time limit, such as --time 1:30:00, or `time:` in "
+            "the file of --job"
+        )
     return job
 
 

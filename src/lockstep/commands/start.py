@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import signal
 import sys
 import time
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from lockstep.commands.target import is_script, script_path
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launch.cores import usable_cores
+from lockstep.launch.early import NOTHING_SAVED
 from lockstep.launch.ranks import (
     RankCommand,
     local_command,
@@ -25,7 +27,7 @@ from lockstep.launch.ranks import (
     torchrun_command,
 )
 from lockstep.launch.supervise import Outcome, run_ranks
-from lockstep.observe import ConsoleView, Sinks, event_from_row
+from lockstep.observe import ConsoleView, Sinks, event_from_row, read_result
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
@@ -130,13 +132,14 @@ def start(
         on_row(row)
 
     while True:
+        since = time.time()
         everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
         try:
             outcome = run_ranks(
                 command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
                 on_notice=_notice,
             )  # fmt: skip
-            ended = _ended(outcome)
+            ended = _ended(outcome, sitting, since)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
         if not ended.again or failures >= restarts:
@@ -147,10 +150,7 @@ def start(
             f"{ended.again}; starting again from the newest checkpoint in {delay_s:g} s "
             f"({failures} of {restarts} without progress)"
         )
-        try:
-            time.sleep(delay_s)
-        except KeyboardInterrupt:
-            return ended
+        time.sleep(delay_s)
         sitting = replace(sitting, resume=True)
 
 
@@ -171,24 +171,59 @@ def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
         view.close()
 
 
-def _ended(outcome: Outcome) -> Ended:
-    row = outcome.last
-    if row is None and outcome.stopped_by is not None:
+def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
+    """What an outcome means.
+
+    Args:
+        outcome: of the launch.
+        sitting: what was asked of the ranks.
+        since: when the launch began, in unix seconds.
+    """
+    row = outcome.last or _result(Path(str(sitting.run_dir)), since)
+    if row is not None:
+        code = int(row["exit_code"])
+        message = str(row["message"]) if row["event"] == "Failed" else ""
+        again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
+        return Ended(code, message, again)
+    code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
+    if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
-        return Ended(128 + stopped, "stopped before the first step; nothing was saved")
-    if row is None and outcome.met and outcome.stopped_by is None:
-        message = f"all ranks have died (exit code {outcome.exit_code}); see {outcome.log}"
-        return Ended(outcome.exit_code or 1, message, "all ranks have died")
-    if row is None:
-        message = _own_message(outcome.stderr_tail) or (
-            f"the ranks ended with code {outcome.exit_code} before they had a result; their "
-            f"messages are in {outcome.log}\n{outcome.stderr_tail}"
-        )
-        return Ended(outcome.exit_code or 1, message)
-    code = int(row["exit_code"])
-    message = str(row["message"]) if row["event"] == "Failed" else ""
-    again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
-    return Ended(code, message, again)
+        lost = "ended before a checkpoint was written; steps since the newest one are lost"
+        return Ended(128 + stopped, lost if outcome.met else NOTHING_SAVED)
+    # Ranks that leave with a code of their own, and say why, would only do so again.
+    if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
+        message = f"all ranks have died (exit code {code}); see {outcome.log}"
+        return Ended(code or 1, message, "all ranks have died")
+    if not outcome.met and code == 0 and is_script(sitting.target):
+        return Ended(LockstepError.exit_code, _never_trains(sitting.target))
+    where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
+    return Ended(
+        code or 1, told or f"the ranks ended with code {code} before they had a result; {where}"
+    )
+
+
+def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
+    """The last event of a run as its `result.json` tells, where `events.jsonl` does not."""
+    try:
+        path = run_dir / "result.json"
+        if path.stat().st_mtime < since:
+            return None
+        result = read_result(path)
+        event = "Failed" if result["status"] == "failed" else "Finished"
+        return {"event": event, "message": result["reason"]} | result
+    except (OSError, LockstepError):
+        return None
+
+
+def _never_trains(script: str) -> str:
+    """What to do about a script that has ended without training."""
+    tree = ast.parse(Path(script).read_bytes())
+    bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    tasks = [name for name, found in bases.items() if any("Task" in ast.unparse(b) for b in found)]
+    return (
+        f"{script}: ended without calling lockstep.train; call it, or name a Task class to have "
+        f"it trained: {', '.join(f'{script}:{name}' for name in tasks or ['Task'])}"
+    )
 
 
 def _own_message(stderr: str) -> str:

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
 from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.launch.early import ending_at_interrupt
 from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
 from lockstep.train.rundir import RunDirectory
@@ -79,6 +80,11 @@ def task_class(target: str) -> type[Task]:
     Raises:
         ConfigError: there is no such recipe, file or class.
     """
+    if not target:
+        raise ConfigError(
+            "the run's task is in no file: it was started from a notebook or standard input; go on "
+            "there with train(task, config, run_dir=..., resume=True)"
+        )
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
@@ -140,7 +146,8 @@ def _import(path: Path) -> ModuleType:
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        with ending_at_interrupt():
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     return module

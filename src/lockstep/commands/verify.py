@@ -1,4 +1,4 @@
-"""`lockstep verify`: prove that the result does not depend on the number of ranks."""
+"""`lockstep verify`: prove that the result does not depend on the number of ranks, nor on stops."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.commands.start import LAUNCHERS, rank_command, start
+from lockstep.commands.start import LAUNCHERS, Ended, rank_command, start
 from lockstep.commands.target import absolute, configured, is_script
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
@@ -21,25 +22,35 @@ from lockstep.train import checkpoint
 from lockstep.train.flat import tensor_digest
 
 
+class Leg(NamedTuple):
+    """Some ranks, started by someone."""
+
+    launcher: str
+    num_ranks: int
+
+
 @dataclass(frozen=True)
 class Run:
     """One training of the config.
 
     Attributes:
-        launcher: who started the ranks.
-        num_ranks: how many.
+        legs: who started the ranks, and how many: the first, and those that went on after a stop.
         sha256: of the final parameters; empty if it failed.
         step: committed steps.
         wall_s: seconds of training.
         error: why it failed.
     """
 
-    launcher: str
-    num_ranks: int
-    sha256: str
-    step: int
-    wall_s: float
+    legs: tuple[Leg, ...]
+    sha256: str = ""
+    step: int = 0
+    wall_s: float = 0.0
     error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its legs, for people."""
+        return ", resumed: ".join(f"{leg.launcher} × {leg.num_ranks}" for leg in self.legs)
 
 
 def verify(
@@ -52,13 +63,15 @@ def verify(
 ) -> int:
     """Train on each number of ranks under each launcher, and print a table of SHA-256s.
 
+    If all are equal, another run is stopped half way and resumed on other ranks.
+
     Returns:
         0 if all are equal, 1 if not.
 
     Raises:
         LockstepError: something given does not work.
     """
-    cases = list(_cases(ranks, launchers))
+    legs = list(_legs(ranks, launchers))
     if not is_script(target):
         configured(target, overrides)
     with ExitStack() as stack:
@@ -66,15 +79,20 @@ def verify(
             folder = tempfile.mkdtemp(prefix="lockstep-verify-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             keep = Path(folder)
+        training = _Training(target, overrides, keep)
         runs = []
-        for launcher, num_ranks in cases:
-            with console.status(f"{target}: {num_ranks} ranks under {launcher}"):
-                path = keep / f"{launcher}-{num_ranks}"
-                runs.append(_run(target, overrides, launcher, num_ranks, path))
+        for leg in legs:
+            with console.status(f"{target}: {leg.num_ranks} ranks under {leg.launcher}"):
+                runs.append(training.run((leg,)))
+        half = runs[0].step // 2
+        if half and len({run.sha256 for run in runs}) == 1:
+            other = next((leg for leg in reversed(legs) if leg[1] != legs[0][1]), legs[-1])
+            with console.status(f"{target}: stopped after step {half} and resumed"):
+                runs.append(training.run((legs[0], other), half))
         console.print(_table(runs))
         for run in runs:
             if run.error:
-                console.print(f"{run.launcher} × {run.num_ranks} failed: {run.error}", markup=False)
+                console.print(f"{run.name} failed: {run.error}", markup=False)
         if any(run.error for run in runs):
             return 1
         odd = [run for run in runs if run.sha256 != runs[0].sha256]
@@ -82,12 +100,12 @@ def verify(
             console.print(f"equal: {len(runs)} runs, one SHA-256", style="green")
             return 0
         console.print(f"different: {len(odd)} of {len(runs)} runs", style="red")
-        console.print(_first_difference(target, overrides, (runs[0], odd[0]), keep), markup=False)
+        console.print(_first_difference(training, (runs[0], odd[0]), half), markup=False)
         return 1
 
 
-def _cases(ranks: str, launchers: str) -> Iterator[tuple[str, int]]:
-    """Launcher and number of ranks; plain python runs one rank only."""
+def _legs(ranks: str, launchers: str) -> Iterator[Leg]:
+    """All launchers and numbers of ranks; plain python runs one rank only."""
     names = launchers.split(",")
     for name in names:
         if name not in LAUNCHERS:
@@ -98,43 +116,57 @@ def _cases(ranks: str, launchers: str) -> Iterator[tuple[str, int]]:
     if names == ["python"] and 1 not in numbers:
         raise ConfigError(f"--ranks {ranks}: plain python runs one rank; add mpi to --launchers")
     if "python" in names:
-        yield "python", 1
+        yield Leg("python", 1)
     for name in names:
         if name != "python":
-            yield from ((name, number) for number in numbers)
+            yield from (Leg(name, number) for number in numbers)
 
 
-def _run(
-    target: str, overrides: Sequence[str], launcher: str, num_ranks: int, run_dir: Path
-) -> Run:
-    where = absolute(target)
-    script = is_script(target)
-    sitting = Sitting(str(run_dir), False, tuple(overrides) if script else (), False, where)
-    threads = 1 if script else configured(target, overrides)[1].threads
-    command = rank_command(launcher, num_ranks, where, overrides)
-    ended = start(command, sitting, threads, on_row=_ignore, on_line=_ignore)
-    if ended.exit_code:
-        message = ended.message or f"exit code {ended.exit_code}"
-        return Run(launcher, num_ranks, "", 0, 0.0, message)
-    result = read_result(run_dir / "result.json")
-    return Run(
-        launcher, num_ranks, result["params_sha256"], result["step"], float(result["wall_s"])
-    )
+@dataclass(frozen=True)
+class _Training:
+    """What is run over and over."""
+
+    target: str
+    overrides: Sequence[str]
+    folder: Path
+
+    def run(self, legs: tuple[Leg, ...], stop: int = 0, more: Sequence[str] = ()) -> Run:
+        """Train to the end; if there is a second leg, stop after a step and go on with it."""
+        path = self.path(legs, more)
+        wall_s = 0.0
+        for number, leg in enumerate(legs, 1):
+            until = [f"stop_at_step={stop}"] if number < len(legs) else []
+            ended = self._start(leg, path, [*self.overrides, *more, *until], resume=number > 1)
+            if ended.exit_code:
+                return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
+            result = read_result(path / "result.json")
+            wall_s += float(result["wall_s"])
+        return Run(legs, result["params_sha256"], result["step"], wall_s)
+
+    def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:
+        """The run directory."""
+        name = "-".join(f"{leg.launcher}-{leg.num_ranks}" for leg in legs)
+        return self.folder / (f"steps-{name}" if more else name)
+
+    def _start(self, leg: Leg, path: Path, overrides: Sequence[str], resume: bool) -> Ended:
+        where = absolute(self.target)
+        script = is_script(self.target)
+        sitting = Sitting(str(path), resume, tuple(overrides) if script else (), False, where)
+        threads = 1 if script else configured(self.target, overrides)[1].threads
+        command = rank_command(leg.launcher, leg.num_ranks, where, overrides)
+        return start(command, sitting, threads, on_row=_ignore, on_line=_ignore)
 
 
-def _first_difference(
-    target: str, overrides: Sequence[str], runs: tuple[Run, Run], keep: Path
-) -> str:
+def _first_difference(training: _Training, runs: tuple[Run, Run], half: int) -> str:
     """Train both again with a checkpoint at each step, and compare these."""
     every = ["checkpoint.every=1", f"checkpoint.keep={max(r.step for r in runs)}"]
     roots = []
     for run in runs:
-        path = keep / f"steps-{run.launcher}-{run.num_ranks}"
-        again = _run(target, [*overrides, *every], run.launcher, run.num_ranks, path)
+        again = training.run(run.legs, half, every)
         if again.error:
             return f"could not be traced: {again.error}"
-        roots.append(path / "checkpoints")
-    names = " and ".join(f"{r.launcher} × {r.num_ranks}" for r in runs)
+        roots.append(training.path(run.legs, every) / "checkpoints")
+    names = " and ".join(r.name for r in runs)
     for step in range(1, runs[0].step + 1):
         read = [checkpoint.read(r / checkpoint.folder_name(step)) for r in roots]
         first, second = (snapshot.model | snapshot.buffers for snapshot in read)
@@ -155,8 +187,8 @@ def _table(runs: Sequence[Run]) -> Table:
     for run in runs:
         equal = run.sha256 and run.sha256 == runs[0].sha256
         table.add_row(
-            run.launcher,
-            str(run.num_ranks),
+            ", then ".join(leg.launcher for leg in run.legs),
+            ", then ".join(str(leg.num_ranks) for leg in run.legs),
             str(run.step),
             f"{run.wall_s:.2f}",
             run.sha256 or "failed",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
+from lockstep.data.workers import fetched
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 
@@ -69,7 +70,11 @@ def dataset_size(dataset: Dataset[Any], split: str) -> int:
 
 
 class Loader:
-    """Microbatches in the order in which a rank computes them."""
+    """Microbatches in the order in which a rank computes them.
+
+    Attributes:
+        dataset: that the samples come from.
+    """
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
+        self.dataset = dataset
         self._fetcher = Fetcher(dataset, collate)
         self._sampler = sampler
         self._seed = seed
@@ -104,10 +110,13 @@ class Loader:
 
     def stream(
         self, microbatches: Range, first_step: int, last_step: int
-    ) -> Iterator[tuple[int, int, Batch]]:
+    ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
         Each comes with its step and number; those without samples as None.
+
+        Raises:
+            RuntimeError: a worker process has died.
         """
         if not self._num_workers:
             for step in range(first_step, last_step):
@@ -115,7 +124,7 @@ class Loader:
                     yield step, m, self.microbatch(step, m)
             return
         wanted = _Requests(self._request, microbatches, first_step, last_step)
-        fetched = iter(
+        batches = fetched(
             DataLoader(
                 self._fetcher,
                 sampler=wanted,
@@ -128,7 +137,7 @@ class Loader:
         for step in range(first_step, last_step):
             for m in range(*microbatches):
                 empty = self._sampler.microbatch_size(step, m) == 0
-                yield step, m, None if empty else to_device(next(fetched), self._device)
+                yield step, m, None if empty else to_device(next(batches), self._device)
 
     def _request(self, step: int, microbatch: int) -> Request | None:
         if not self._sampler.microbatch_size(step, microbatch):

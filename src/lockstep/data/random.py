@@ -17,6 +17,7 @@ class Stream(IntEnum):
     FORWARD = 3
     EVALUATION = 4
     OPTIMIZER = 5
+    AFTER_STEP = 6
 
 
 _MASK = (1 << 64) - 1
@@ -47,6 +48,21 @@ def seed_all(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)
 
 
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of one's own for the microbatch, sample or step that is being computed.
+
+    It is seeded with a number drawn from torch's global state, which is set for each microbatch.
+    Make it anew each time, in `Task.loss`, `Task.after_step` or the dataset: one that is kept
+    would depend on how many batches this process has seen.
+    """
+    return torch.Generator(device).manual_seed(_drawn_seed())
+
+
+def numpy_generator() -> np.random.Generator:
+    """As `generator`, for numpy."""
+    return np.random.default_rng(_drawn_seed())
+
+
 def global_state() -> object:
     """The state of all global generators, to be compared with `==`; takes some 50 us."""
     numpys = np.random.get_state(legacy=False)
@@ -55,3 +71,7 @@ def global_state() -> object:
         states.append(torch.cuda.get_rng_state())
     torchs = [s.numpy().tobytes() for s in states]
     return torchs, random.getstate(), numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
+
+
+def _drawn_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from lockstep.cgroups import control_groups
+
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -15,6 +17,9 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 """What tells the numerical libraries how many threads to start."""
+
+_DIGITS = 10
+"""A number of more digits is no number of cores."""
 
 
 def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
@@ -54,9 +59,9 @@ def usable_cores(
     limits = [_affinity(pids), _quota(root)]
     per_task = env.get("SLURM_CPUS_PER_TASK", "")
     on_node = env.get("SLURM_CPUS_ON_NODE", "")
-    if on_node.isdecimal():
+    if on_node.isdecimal() and len(on_node) < _DIGITS:
         limits.append(int(on_node))
-    elif per_task.isdecimal():
+    elif per_task.isdecimal() and len(per_task) < _DIGITS:
         limits.append(int(per_task) * local_ranks)
     return max(1, math.floor(min(limits)))
 
@@ -74,21 +79,8 @@ def _affinity(pids: Iterable[int]) -> int:
 def _quota(root: Path) -> float:
     """CPU seconds a second that the control groups of this process grant (v2, then v1)."""
     limits = [math.inf]
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / controllers
-        group = mount / path.lstrip("/")
-        # A container often sees its own group at the mount but the host's path to it.
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(mount):
-                break
-            limits.append(_quota_v2(folder) if not controllers else _quota_v1(folder))
+    for is_v2, folder in control_groups("cpu", root):
+        limits.append(_quota_v2(folder) if is_v2 else _quota_v1(folder))
     return min(limits)
 
 
@@ -96,7 +88,7 @@ def _quota_v2(folder: Path) -> float:
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError):  # absent, or "max"
+    except (OSError, ValueError, ArithmeticError):  # absent, "max", or no quota
         return math.inf
 
 
@@ -104,9 +96,9 @@ def _quota_v1(folder: Path) -> float:
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
+        return quota / period if quota > 0 else math.inf
+    except (OSError, ValueError, ArithmeticError):
         return math.inf
-    return quota / period if quota > 0 else math.inf
 
 
 def _count(number: int, noun: str) -> str:

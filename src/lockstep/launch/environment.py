@@ -12,7 +12,7 @@ from typing import Literal
 
 from lockstep.errors import EnvironError
 from lockstep.launch import local
-from lockstep.launch.nodelist import expand, first_host
+from lockstep.launch.nodelist import first_host, num_hosts
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
@@ -271,8 +271,8 @@ def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> i
     """This node's entry of `SLURM_STEP_TASKS_PER_NODE`, such as `4(x2),3`."""
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE")
     if per_node is None:
-        nodes = list(expand(env["SLURM_STEP_NODELIST"])) if "SLURM_STEP_NODELIST" in env else [""]
-        return -(-world_size // len(nodes))
+        nodelist = env.get("SLURM_STEP_NODELIST")
+        return -(-world_size // (1 if nodelist is None else num_hosts(nodelist)))
     try:
         for item in per_node.split(","):
             count, _, repeat = item.partition("(x")
@@ -295,7 +295,7 @@ def _number(
 ) -> int:
     """An integer variable; `advice` tells what to do when it is not one in [low, below)."""
     text = _text(env, name, advice)
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
         raise _wrong(env, name, "is not a whole number", advice)
     value = int(text)
     if value < low:

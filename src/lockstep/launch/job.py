@@ -18,6 +18,7 @@ from lockstep.launch.processes import (
     MARK,
     children,
     is_alive,
+    is_held,
     is_stopped,
     kill_marked,
     marked,
@@ -31,6 +32,8 @@ from lockstep.launch.tether import tethered
 GRACE_S = 5.0
 """How long something that ought to end by itself is given for it."""
 
+_HOLD_S = 1.0
+_POLL_S = 0.002
 
 _MPI_RANK = "OMPI_COMM_WORLD_RANK"
 
@@ -38,6 +41,11 @@ _MPI_RANK = "OMPI_COMM_WORLD_RANK"
 def named(ranks: Sequence[str]) -> str:
     """Ranks as a subject: rank 1, or ranks 1, 2."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+
+
+def says_met(row: Mapping[str, Any]) -> bool:
+    """Whether an event says that all ranks have met."""
+    return row.get("event") in ("Joined", "RunStarted", "Failed", "Finished")
 
 
 def _is_new(pid: int) -> bool:
@@ -54,6 +62,7 @@ class Job:
         stderr: the file for standard error.
         notify: told what the user should know.
         start_timeout_s: how long the ranks may take to meet each other.
+        has_met: whether the ranks have written that they have met, which `note` may not know yet.
 
     Attributes:
         ended: set when all processes are gone.
@@ -70,6 +79,7 @@ class Job:
         stderr: IO[bytes],
         notify: Callable[[str], None],
         start_timeout_s: float,
+        has_met: Callable[[], bool],
     ) -> None:
         self.ended = threading.Event()
         self.failure: str | None = None
@@ -77,6 +87,7 @@ class Job:
         self.stopped_by: signal.Signals | None = None
         self._command = command
         self._notify = notify
+        self._has_met = has_met
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         self._kill_deadline: float | None = None
@@ -113,12 +124,10 @@ class Job:
     def note(self, row: dict[str, Any]) -> None:
         """Learn from an event."""
         kind = row.get("event")
-        if kind in ("Joined", "RunStarted"):
-            self.met = True
+        self.met = self.met or says_met(row)
         if kind == "Joined" and row.get("host") == socket.gethostname():
             self._local_pids.add(row["pid"])
         if kind in ("Failed", "Finished"):
-            self.met = True
             self.last = row
 
     def heed(self, signum: signal.Signals) -> None:
@@ -128,9 +137,11 @@ class Job:
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
         if self.stopped_by in (None, PREEMPTED):
             self.stopped_by = signum
-        if again or not self.met:
+        if again:
             self._notify(f"{signum.name}: ending the ranks")
             self._terminate()
+            return
+        if not self.met and not self._meets_while_held():
             return
         hint = "" if signum == PREEMPTED else " (again to end the ranks at once)"
         self._notify(f"{signum.name}: stopping at the next step boundary{hint}")
@@ -167,6 +178,28 @@ class Job:
                 os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         self.ended.set()
+
+    def _meets_while_held(self) -> bool:
+        """Whether the ranks have met; if not, they are ended before they can do a step.
+
+        They are stopped while this is found out, for what they have written a moment ago may not
+        have been read yet.
+        """
+        held = [pid for pid in marked(self._mark) if pid != self._child.pid]
+        send(held, signal.SIGSTOP)
+        deadline = time.monotonic() + _HOLD_S
+        while not all(map(is_held, held)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self.met = self._has_met()
+        if self.met:
+            send(held, signal.SIGCONT)
+        elif self._command.launcher == "mpi":
+            # Ranks must not hear of mpirun's SIGTERM and train on; mpirun is left to clean up.
+            send(held, signal.SIGKILL)
+            self._terminate()
+        else:
+            self.end()
+        return self.met
 
     def _look_after_start(self, now: float) -> None:
         if now > self._start_deadline:

@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from lockstep.errors import EnvironError
 
-_GROUP = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_NUMBER = r"\d{1,18}"
+_GROUP = rf"\[{_NUMBER}(?:-{_NUMBER})?(?:,{_NUMBER}(?:-{_NUMBER})?)*\]"
 _HOST = rf"(?:[^][,\s]|{_GROUP})+"
 _LIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers `first` to `last`, each written with at least `width` digits."""
+
+    first: int
+    last: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """How many there are; may be more than `len` can tell."""
+        return self.last - self.first + 1
+
+    def __getitem__(self, index: int) -> str:
+        return f"{self.first + index:0{self.width}d}"
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """One host of a list with its bracket groups, of which the last varies fastest.
+
+    Attributes:
+        texts: before, between and after the groups.
+        groups: each a list of ranges.
+    """
+
+    texts: list[str]
+    groups: list[list[_Numbers]]
+
+    @property
+    def size(self) -> int:
+        """How many hosts these are."""
+        return math.prod(map(_size, self.groups))
+
+    def __getitem__(self, index: int) -> str:
+        chosen: list[str] = []
+        for group in reversed(self.groups):
+            index, place = divmod(index, _size(group))
+            chosen.append(_at(group, place))
+        pairs = zip(self.texts, [*reversed(chosen), ""], strict=True)
+        return "".join(text + number for text, number in pairs)
 
 
 def expand(nodelist: str) -> Iterator[str]:
@@ -18,15 +65,20 @@ def expand(nodelist: str) -> Iterator[str]:
     Raises:
         EnvironError: the list is not well-formed.
     """
-    groups = "".join(re.findall(r"\[.*?\]", nodelist))
-    ranges = re.findall(r"(\d+)-(\d+)", groups)
-    if not _LIST.fullmatch(nodelist) or any(int(last) < int(first) for first, last in ranges):
-        raise EnvironError(
-            f"node list {nodelist!r} is malformed: expected hosts like n1 or n[01-03,07], "
-            "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
-        )
-    for host in re.finditer(_HOST, nodelist, re.ASCII):
-        yield from _expand_host(host[0])
+    for hosts in _parsed(nodelist):
+        index = 0
+        while index < hosts.size:
+            yield hosts[index]
+            index += 1
+
+
+def num_hosts(nodelist: str) -> int:
+    """The number of hosts of a list.
+
+    Raises:
+        EnvironError: the list is not well-formed.
+    """
+    return sum(hosts.size for hosts in _parsed(nodelist))
 
 
 def first_host(nodelist: str) -> str:
@@ -38,21 +90,38 @@ def first_host(nodelist: str) -> str:
     return next(expand(nodelist))
 
 
-def _expand_host(host: str) -> Iterator[str]:
-    """All combinations of the bracket groups of one host; the last group varies fastest."""
-    before, bracket, rest = host.partition("[")
-    if not bracket:
-        yield host
-        return
-    group, _, after = rest.partition("]")
-    for number in _numbers(group):
-        for tail in _expand_host(after):
-            yield before + number + tail
+def _parsed(nodelist: str) -> list[_Hosts]:
+    found = []
+    if _LIST.fullmatch(nodelist):
+        for host in re.finditer(_HOST, nodelist, re.ASCII):
+            texts = re.split(_GROUP, host[0], flags=re.ASCII)
+            groups = [_group(g) for g in re.findall(_GROUP, host[0], re.ASCII)]
+            found.append(_Hosts(texts, groups))
+    if not found or any(r.size < 1 for hosts in found for g in hosts.groups for r in g):
+        shown = nodelist if len(nodelist) <= _SHOWN else f"{nodelist[:_SHOWN]}…"
+        raise EnvironError(
+            f"node list {shown!r} is malformed: expected hosts like n1 or n[01-03,07], "
+            "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
+        )
+    return found
 
 
-def _numbers(group: str) -> Iterator[str]:
-    """`01-03,07` as 01, 02, 03, 07: a range's numbers are as wide as its first one."""
-    for item in group.split(","):
+def _group(text: str) -> list[_Numbers]:
+    """`[01-03,07]` as ranges: a range's numbers are as wide as its first one."""
+    ranges = []
+    for item in text[1:-1].split(","):
         first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield f"{number:0{len(first)}d}"
+        ranges.append(_Numbers(int(first), int(last or first), len(first)))
+    return ranges
+
+
+def _size(group: list[_Numbers]) -> int:
+    return sum(numbers.size for numbers in group)
+
+
+def _at(group: list[_Numbers], index: int) -> str:
+    for numbers in group:
+        if index < numbers.size:
+            return numbers[index]
+        index -= numbers.size
+    raise IndexError(index)

@@ -42,6 +42,11 @@ def is_stopped(pid: int) -> bool:
     return _state(pid) == "T"
 
 
+def is_held(pid: int) -> bool:
+    """Whether a process does nothing more for now: a signal has stopped it, or it has ended."""
+    return _state(pid) in "TtZX"
+
+
 def variable(pid: int, name: str) -> str:
     """What an environment variable was when a process began; empty if it was not set."""
     with contextlib.suppress(OSError):

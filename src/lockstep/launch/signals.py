@@ -7,6 +7,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from lockstep.launch.early import EarlyNotice, begin_training
+
 ASK_STOP = signal.SIGUSR2
 """What the launcher sends its ranks for "stop at the next step boundary": mpirun passes it on,
 where it would answer SIGINT and SIGTERM by killing the ranks."""
@@ -25,7 +27,8 @@ _REASONS = {
 class StopRequest:
     """Turns signals into a request to stop, while it is entered as a context manager.
 
-    Enter it before other ranks can know of this one: from then on no such signal kills it.
+    Enter it before other ranks can know of this one: from then on no such signal kills it. A
+    preemption that came while this process started counts.
     A second SIGINT raises `KeyboardInterrupt`. Outside of the main thread, where Python allows
     no signal handlers, nothing is ever requested.
     """
@@ -41,8 +44,11 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
+            begin_training()
             for signum in _REASONS:
-                self._previous[signum] = signal.signal(signum, self._handle)
+                previous = self._previous[signum] = signal.signal(signum, self._handle)
+                if isinstance(previous, EarlyNotice) and previous.came:
+                    self._reason = self._reason or _REASONS[signum]
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ from typing import IO, Any, TypeAlias
 
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.files import open_regular
-from lockstep.launch.job import GRACE_S, Job
+from lockstep.launch.job import GRACE_S, Job, says_met
 from lockstep.launch.ranks import RankCommand
 from lockstep.launch.signals import PREEMPTED
 from lockstep.observe.jsonl import end_of_events, follow_events
@@ -84,7 +84,13 @@ def run_ranks(
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
     with _opened(log) as stderr, _received_signals() as received:
         log_start, rows_start = stderr.tell(), end_of_events(events)
-        job = Job(command, env, stderr, on_notice, start_timeout_s)
+
+        def has_met() -> bool:
+            with contextlib.suppress(LockstepError):
+                return any(map(says_met, follow_events(events, lambda: True, start=rows_start)))
+            return False
+
+        job = Job(command, env, stderr, on_notice, start_timeout_s, has_met)
         inbox: _Inbox = queue.SimpleQueue()
 
         def take_row(row: Row) -> None:
@@ -110,7 +116,7 @@ def run_ranks(
             job.end()
             for reader in readers:
                 reader.join(GRACE_S)
-    tail = _tail(log, log_start)
+        tail = _tail(stderr, log_start)
     if job.failure:
         raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))
     return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
@@ -166,16 +172,15 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 def _opened(log: Path) -> IO[bytes]:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        return os.fdopen(open_regular(log, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
     except OSError as error:
         raise RunDirectoryError(
             f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"
         ) from error
 
 
-def _tail(log: Path, start: int) -> str:
-    """The last lines written to the log from `start` on."""
-    with log.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - _TAIL_BYTES))
-        return file.read().decode(errors="replace").strip()
+def _tail(log: IO[bytes], start: int) -> str:
+    """The last lines written to the log from `start` on; also of one that was moved or deleted."""
+    end = os.fstat(log.fileno()).st_size
+    first = max(start, end - _TAIL_BYTES)
+    return os.pread(log.fileno(), end - first, first).decode(errors="replace").strip()

@@ -6,6 +6,7 @@ A resumed run goes on in the same file, so it also tells the story of interrupti
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,6 +115,8 @@ def follow_events(
 ) -> Iterator[dict[str, Any]]:
     """The rows of a file another process writes, each as soon as its line is whole.
 
+    A file that is moved or deleted is read on, until there is another one in its place.
+
     Args:
         path: the file; it need not be there yet.
         stop: True when nothing more will be written; rows written before are still yielded.
@@ -123,23 +126,44 @@ def follow_events(
     Raises:
         RunDirectoryError: the file cannot be read, or a whole line is not a JSON object.
     """
-    while True:
-        stopped = stop()  # asked before reading: what was written up to now is read below
-        for line in _lines_from(path, start):
-            start += len(line)
-            yield _parse(line, f"{path}: byte {start - len(line)}")
-        if stopped:
-            return
-        time.sleep(poll_s)
-
-
-def _lines_from(path: Path, start: int) -> Iterator[bytes]:
+    file: BinaryIO | None = None
     try:
-        with open_to_read(path) as file:
-            file.seek(start)
-            yield from _whole_lines(file, path)
+        while True:
+            stopped = stop()  # asked before reading: what was written up to now is read below
+            file = _newest(path, file)
+            for line in _lines_from(path, file, start):
+                start += len(line)
+                yield _parse(line, f"{path}: byte {start - len(line)}")
+            if stopped:
+                return
+            time.sleep(poll_s)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
+    """The file that is there now, opened; the one that was, if there is none."""
+    try:
+        if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+            return file
+        found = open_to_read(path)
     except FileNotFoundError:
+        return file
+    except OSError as error:
+        raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if file is not None:
+        file.close()
+    return found
+
+
+def _lines_from(path: Path, file: BinaryIO | None, start: int) -> Iterator[bytes]:
+    """The lines of a file from `start` on that are whole."""
+    if file is None:
         return
+    try:
+        file.seek(start)
+        yield from _whole_lines(file, path)
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -174,7 +198,10 @@ def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 def _tail(path: Path) -> list[dict[str, Any]]:
     """The newest rows of a file."""
     start = max(0, end_of_rows(path) - _TAIL_BYTES)
-    lines = list(_lines_from(path, start))
+    file = _newest(path, None)
+    lines = list(_lines_from(path, file, start))
+    if file is not None:
+        file.close()
     # In the middle of a file, the first line may be the end of one.
     return [_parse(line, str(path)) for line in lines[start > 0 :]]
 

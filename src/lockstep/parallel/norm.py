@@ -7,16 +7,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lockstep.comm.transport import Transport
 from lockstep.parallel.arena import BLOCK
 from lockstep.parallel.layout import Range
 
+_FEW = 256
+"""Numbers that Python adds up faster than torch."""
+_FEWEST_ROWS = 16
+"""With fewer, torch's CUDA kernel (`Reduce.cuh`) gives each row more threads, and so another order
+of summation; but a slice of few blocks must have the norms that they have in the whole."""
+
 
 def block_norms(flat: Tensor) -> Tensor:
     """The Euclidean norm of each block of `BLOCK` elements, [numel / BLOCK]."""
-    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1)
-    return norms
+    rows = flat.view(-1, BLOCK)
+    num_blocks = len(rows)
+    if flat.is_cuda and num_blocks < _FEWEST_ROWS:
+        rows = pad(rows, (0, 0, 0, _FEWEST_ROWS - num_blocks))
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms[:num_blocks]
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:
@@ -39,4 +50,14 @@ def sharded_global_norm(
 
 
 def _combine(norms: Sequence[Tensor]) -> float:
-    return math.hypot(*(norm for part in norms for norm in part.tolist()))
+    return math.hypot(*(norm for part in norms for norm in _few(part).tolist()))
+
+
+def _few(norms: Tensor) -> Tensor:
+    """At most `_FEW` norms of the same vector, in an order that depends on their number alone."""
+    while len(norms) > _FEW:
+        missing = -len(norms) % BLOCK
+        rows = (pad(norms, (0, missing)) if missing else norms).view(-1, BLOCK)
+        # Squares of large norms would overflow in float32.
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return norms

@@ -5,9 +5,11 @@ Qubit 0 is the least significant bit of an amplitude's index, as in Qiskit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.quantum.gates import KINDS, UNITARY, Kind
 
+MAX_QUBITS = 62
+"""Of a circuit: numbers of amplitudes are integers of 64 bits."""
 _UNITARY_TOLERANCE = 1e-9
 
 
@@ -25,6 +29,18 @@ class Angle:
     offset: float = 0.0
     index: int | None = None
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: they are not finite numbers, or the index is not one.
+        """
+        for name, value in (("offset", self.offset), ("scale", self.scale)):
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ConfigError(f"angle: {name} must be a finite number, not {value!r}")
+        if self.index is not None and as_integer(self.index, "parameter") < 0:
+            raise ConfigError(f"parameter {self.index}: must not be negative")
 
 
 def parameter(index: int, scale: float = 1.0, offset: float = 0.0) -> Angle:
@@ -58,26 +74,30 @@ class Gate:
         Raises:
             ConfigError: there is no such gate, or its qubits, angle or matrix do not fit it.
         """
+        for name in ("qubits", "controls", "control_state"):
+            object.__setattr__(self, name, _integers(getattr(self, name), f"{self.name}: {name}"))
         if not self.control_state:
             object.__setattr__(self, "control_state", (1,) * len(self.controls))
         where = f"gate {self.name} on {', '.join(map(str, self.every_qubit)) or 'nothing'}"
         if self.name != UNITARY and self.name not in KINDS:
             raise ConfigError(f"{where}: not supported (there are: {', '.join(KINDS)}, {UNITARY})")
+        if not self.qubits:
+            raise ConfigError(f"{where}: needs at least one qubit beside controls")
+        if not isinstance(self.angle, (Angle, type(None))):
+            raise ConfigError(f"{where}: its angle must be an Angle, not {self.angle!r}")
         if (self.matrix is not None) != (self.name == UNITARY):
             raise ConfigError(f"{where}: {UNITARY}, and no other, is given by a matrix")
         if len(set(self.every_qubit)) < len(self.every_qubit) or min(self.every_qubit) < 0:
             raise ConfigError(f"{where}: its qubits must be different, and not negative")
-        if len(self.control_state) != len(self.controls):
+        if len(self.control_state) != len(self.controls) or set(self.control_state) - {0, 1}:
             raise ConfigError(f"{where}: control_state must have one bit for each control")
+        if self.matrix is not None:
+            _check_matrix(self.matrix, where)
         if len(self.qubits) != self.kind.num_targets:
             raise ConfigError(f"{where}: needs {self.kind.num_targets} qubits beside controls")
         if (self.angle is not None) != self.kind.has_angle:
             needed = "an angle" if self.kind.has_angle else "no angle"
             raise ConfigError(f"{where}: needs {needed}")
-        if self.matrix is not None:
-            gap = (self.matrix @ self.matrix.mH - torch.eye(len(self.matrix))).abs().max()
-            if not gap < _UNITARY_TOLERANCE:
-                raise ConfigError(f"{where}: its matrix is not unitary (off by {gap:.1e})")
 
     @cached_property
     def kind(self) -> Kind:
@@ -115,15 +135,27 @@ def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
         ConfigError: there is no such gate, or its qubits or angle do not fit it.
     """
     base = name
+    if not isinstance(name, str):
+        raise ConfigError(f"gate {name!r}: its name must be a string")
     while base not in KINDS and base.startswith("c"):
         base = base[1:]
     count = len(name) - len(base)
-    number = Angle(angle) if isinstance(angle, (int, float)) else angle
+    if angle is not None and not isinstance(angle, (Real, Angle)):
+        raise ConfigError(
+            f"gate {name}: its angle must be a number or a `parameter`, not {angle!r}"
+        )
+    number = Angle(float(angle)) if isinstance(angle, Real) else angle
     return Gate(base, qubits[count:], number, qubits[:count])
 
 
 def unitary(matrix: Tensor, *qubits: int) -> Gate:
-    """A gate given by its matrix; the first qubit is its low bit."""
+    """A gate given by its matrix; the first qubit is its low bit.
+
+    Raises:
+        ConfigError: the matrix is not unitary, or does not fit the qubits.
+    """
+    if not isinstance(matrix, Tensor):
+        raise ConfigError(f"a unitary's matrix must be a torch.Tensor, not {kind_of(matrix)}")
     return Gate(UNITARY, qubits, matrix=matrix.to(torch.complex128))
 
 
@@ -149,7 +181,13 @@ class Circuit:
         Raises:
             ConfigError: a gate is on a qubit, or an angle of a parameter, that there is not.
         """
-        given = tuple(gates)
+        num_qubits = check_num_qubits(num_qubits)
+        given = tuple(gates) if isinstance(gates, Iterable) else (gates,)
+        for number, each in enumerate(given):
+            if not isinstance(each, Gate):
+                raise ConfigError(f"gate {number}: must be a Gate, not {kind_of(each)}")
+        if num_parameters is not None and as_integer(num_parameters, "num_parameters") < 0:
+            raise ConfigError(f"num_parameters {num_parameters}: must not be negative")
         indices = [g.angle.index for g in given if g.angle and g.angle.index is not None]
         least = max(indices, default=-1) + 1
         count = least if num_parameters is None else num_parameters
@@ -180,18 +218,30 @@ class Circuit:
             [..., len(with_angle)].
 
         Raises:
-            ConfigError: the number of parameters is wrong.
+            ConfigError: they are no such tensor.
         """
-        if parameters.shape[-1] != self.num_parameters:
-            raise ConfigError(
-                f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
-            )
+        self.check_parameters(parameters)
         if not self.num_parameters:
             parameters = parameters.new_zeros(*parameters.shape[:-1], 1)
         index, scale, offset = self._linear
         device = parameters.device
         chosen = parameters.index_select(-1, index.to(device))
         return chosen * scale.to(parameters) + offset.to(parameters)
+
+    def check_parameters(self, parameters: Tensor) -> None:
+        """Refuse what are no parameters of this circuit.
+
+        Raises:
+            ConfigError: they are no real tensor [..., num_parameters].
+        """
+        if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
+            raise ConfigError(
+                f"parameters must be a real tensor [..., num_parameters], not {kind_of(parameters)}"
+            )
+        if parameters.shape[-1] != self.num_parameters:
+            raise ConfigError(
+                f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
+            )
 
     @cached_property
     def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,3 +256,50 @@ class Circuit:
         """The circuit that undoes this one."""
         undone = (g.inverse() for g in reversed(self.gates))
         return Circuit(self.num_qubits, undone, self.num_parameters)
+
+
+def check_num_qubits(num_qubits: int) -> int:
+    """The number of a circuit's qubits.
+
+    Raises:
+        ConfigError: it is no integer, less than 1 or too many for their amplitudes to be numbered.
+    """
+    count = as_integer(num_qubits, "num_qubits")
+    if not 1 <= count <= MAX_QUBITS:
+        raise ConfigError(f"{count} qubits: a circuit has from 1 to {MAX_QUBITS}")
+    return count
+
+
+def as_integer(value: object, name: str) -> int:
+    """An integer of any kind but bool.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        raise ConfigError(f"{name}: must be an integer, not {value!r}")
+    return int(value.__index__())
+
+
+def _integers(values: object, name: str) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise ConfigError(f"{name} must be integers, not {values!r}")
+    return tuple(as_integer(value, name) for value in values)
+
+
+def _check_matrix(matrix: Tensor, where: str) -> None:
+    size = len(matrix) if matrix.dim() else 0
+    if matrix.shape != (size, size) or size < 2 or size & (size - 1):
+        raise ConfigError(
+            f"{where}: its matrix must be [2^k, 2^k] for k qubits, not {list(matrix.shape)}"
+        )
+    gap = (matrix @ matrix.mH - torch.eye(size, device=matrix.device)).abs().max()
+    if not gap < _UNITARY_TOLERANCE:
+        raise ConfigError(f"{where}: its matrix is not unitary (off by {gap:.1e})")
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message that says that it should be something else."""
+    if isinstance(value, Tensor):
+        return f"one of {value.dtype} {list(value.shape)}"
+    return type(value).__name__

@@ -54,7 +54,7 @@ def _local_sum(simulator: Simulator, state: Tensor, terms: Mapping[str, float]) 
     near: dict[str, float] = {}
     for string, coefficient in terms.items():
         far = int(string[:num_far].replace("I", "0").replace("Z", "1") or "0", 2)
-        sign = -1 if (far & simulator.transport.rank).bit_count() % 2 else 1
+        sign = -1 if (far & simulator.rank).bit_count() % 2 else 1
         own = string[num_far:]
         near[own] = near.get(own, 0.0) + sign * coefficient
     return PauliSum(near).expectation(state)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lockstep.comm.transport import Transport
 from lockstep.quantum.fusion import Move
@@ -27,8 +25,13 @@ class Pool:
     """
 
     def __init__(self, most: int) -> None:
+        self._most = most
         self._room = most
         self._free: list[Tensor] = []
+
+    def __reduce__(self) -> tuple[type[Pool], tuple[int]]:
+        """A copy has memory of its own, and none at first."""
+        return Pool, (self._most,)
 
     def take(self, size: int, like: Tensor) -> Tensor:
         """Memory for `size` amplitudes of the kind of others, with anything in it."""
@@ -56,13 +59,15 @@ class Moving:
         states: the present ones. Those given are not changed.
     """
 
-    def __init__(self, states: Tensor, num_axes: int, transport: Transport, pool: Pool) -> None:
+    def __init__(
+        self, states: Tensor, num_axes: int, transport: Transport | None, pool: Pool
+    ) -> None:
         """Go on from some states.
 
         Args:
             states: [B, 2^m].
             num_axes: the greatest m there will be.
-            transport: to the ranks that have the other parts of the states.
+            transport: to the ranks that have the other parts of the states, if there are any.
             pool: where memory comes from and goes to.
         """
         self.states = states
@@ -139,6 +144,7 @@ class Moving:
 
     def _exchange(self) -> None:
         """Let the ranks' axes and the first local ones change places."""
+        assert self._transport is not None
         target, size = self._target(), self._transport.size
         send, recv = (torch.view_as_real(t).view(-1) for t in (self.states, target))
         count = len(send) // size
@@ -221,22 +227,9 @@ def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     return found
 
 
-class AddUp(torch.autograd.Function):
-    """The sum of all ranks' tensors [M]; its gradient is that of each."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, transport: Transport) -> Tensor:  # noqa: D102
-        return added_up(local, transport)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        return gradient, None
-
-
-def added_up(local: Tensor, transport: Transport) -> Tensor:
+def added_up(local: Tensor, transport: Transport | None) -> Tensor:
     """The sum of all ranks' tensors [M], in the order of ranks, the same on all."""
-    if transport.size == 1:
+    if transport is None:
         return local.clone()
     everyone = local.new_empty(transport.size * len(local))
     transport.all_gather(local.contiguous(), everyone, [len(local)] * transport.size)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lockstep.errors import ConfigError
+from lockstep.quantum.circuit import as_integer, kind_of
 
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
@@ -22,17 +24,36 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
 
     Returns:
         [..., 2^len(qubits)], real.
+
+    Raises:
+        ConfigError: the states are none, or a qubit is not one of theirs.
     """
+    num_qubits = qubits_of(states)
     squares = torch.view_as_real(states).square().sum(-1)
     if qubits is None:
         return squares
-    num_qubits = states.shape[-1].bit_length() - 1
+    wrong = [q for q in qubits if not 0 <= as_integer(q, "qubit") < num_qubits]
+    if wrong or len(set(qubits)) < len(qubits):
+        raise ConfigError(f"qubits {list(qubits)}: must be different ones of {num_qubits}")
     lead = squares.dim() - 1
     split = squares.view(*squares.shape[:-1], *(2,) * num_qubits)
     axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
     others = [lead + i for i in range(num_qubits) if lead + i not in axes]
     split = split.permute(*range(lead), *axes, *others)
     return split.reshape(*squares.shape[:-1], 1 << len(qubits), -1).sum(-1)
+
+
+def qubits_of(states: Tensor) -> int:
+    """The number of qubits of states [..., 2^n].
+
+    Raises:
+        ConfigError: they are no complex tensor of such a shape.
+    """
+    if isinstance(states, Tensor) and states.is_complex() and states.dim():
+        size = states.shape[-1]
+        if size and not size & (size - 1):
+            return size.bit_length() - 1
+    raise ConfigError(f"states must be a complex tensor [..., 2^n], not {kind_of(states)}")
 
 
 class PauliSum:
@@ -50,14 +71,25 @@ class PauliSum:
         """Check and keep the terms.
 
         Raises:
-            ConfigError: there are none, or a string has other letters or another length.
+            ConfigError: there are none, or a string has other letters or another length, or a
+                coefficient is no finite number.
         """
+        if not isinstance(terms, Mapping):
+            raise ConfigError(f"a Pauli sum needs {{string: coefficient}}, not {kind_of(terms)}")
         self.strings = tuple(terms)
         self.coefficients = tuple(terms.values())
         if not terms:
             raise ConfigError("a Pauli sum needs at least one term")
-        self.num_qubits = len(self.strings[0])
         for string in self.strings:
+            if not isinstance(string, str) or not string:
+                raise ConfigError(f"Pauli string {string!r}: must have letters of I, X, Y, Z")
+        self.num_qubits = len(self.strings[0])
+        for string, coefficient in terms.items():
+            if not isinstance(coefficient, Real) or not math.isfinite(coefficient):
+                raise ConfigError(
+                    f"Pauli string {string!r}: its coefficient must be a finite number, not "
+                    f"{coefficient!r}"
+                )
             if len(string) != self.num_qubits or set(string) - set("IXYZ"):
                 raise ConfigError(
                     f"Pauli string {string!r}: must have {self.num_qubits} letters of I, X, Y, Z"
@@ -70,7 +102,7 @@ class PauliSum:
         Raises:
             ConfigError: the states are of another number of qubits.
         """
-        self.check(states.shape[-1].bit_length() - 1)
+        self.check(qubits_of(states))
         total: Tensor | None = None
         mixed = [s for s in self.strings if set(s) & set("XY")]
         if len(mixed) < len(self.strings):
@@ -84,7 +116,7 @@ class PauliSum:
 
     def terms(self, states: Tensor) -> Tensor:
         """The expectation value of each string without its coefficient: [..., terms]."""
-        self.check(states.shape[-1].bit_length() - 1)
+        self.check(qubits_of(states))
         return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
 
     def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
@@ -94,7 +126,11 @@ class PauliSum:
             states: [..., 2^n].
             shots: for each string.
             generator: of the noise; torch's own if left out.
+
+        Raises:
+            ConfigError: there are no shots, or the states are of another number of qubits.
         """
+        _check_shots(shots)
         likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
         counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
@@ -128,15 +164,16 @@ class _Diagonal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, diagonal: Tensor) -> Tensor:
         weighted = states * diagonal
-        ctx.save_for_backward(weighted)
+        ctx.save_for_backward(states, diagonal, weighted)
         left, right = (torch.view_as_real(t).flatten(-2) for t in (states, weighted))
         found: Tensor = torch.linalg.vecdot(left, right)
         return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (weighted,) = ctx.saved_tensors
+        states, diagonal, weighted = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            weighted = states * diagonal
         return weighted * (2 * gradient[..., None]), None
 
 
@@ -166,8 +203,19 @@ def sample_frequencies(
         likely: [..., outcomes], probabilities.
         shots: number of measurements.
         generator: of the noise; torch's own if left out.
+
+    Raises:
+        ConfigError: there are no shots, or these are no probabilities.
     """
+    _check_shots(shots)
+    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
+        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
     rows = likely.detach().reshape(-1, likely.shape[-1]).clamp(min=0)
     drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
     counts = torch.zeros_like(rows).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
     return (counts / shots).view(likely.shape)
+
+
+def _check_shots(shots: int) -> None:
+    if as_integer(shots, "shots") < 1:
+        raise ConfigError(f"shots={shots}: must be at least 1")

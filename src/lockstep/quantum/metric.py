@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from lockstep.quantum.ansatz import unitaries
+from lockstep.quantum.memory import check_fits
 
+_COPIES = 3
+"""Of ρ in memory while its eigenvectors are found."""
 _NEGLIGIBLE = 1e-14
 """Eigenvalues of ρ below this part of the greatest are rounding."""
 
@@ -24,8 +27,17 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
 
     Returns:
         [r, d, d] with r ≤ d (d + 1) / 2.
+
+    Raises:
+        ConfigError: ρ does not fit into memory.
     """
     dim = states.shape[2]
+    check_fits(
+        f"the metric of words of dimension {dim}",
+        _COPIES * dim**4 * states.dtype.itemsize,
+        states.device,
+        "take a smaller dimension, or an optimizer other than natural",
+    )
     density = states.new_zeros(dim * dim, dim * dim)
     for sentence, count in zip(states, transitions.tolist(), strict=True):
         keys = sentence[:count]

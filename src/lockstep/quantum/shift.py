@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuit import as_integer, kind_of
+from lockstep.quantum.derivatives import only_once
 from lockstep.quantum.gates import shift_rule
 from lockstep.quantum.statevector import Simulator
+
+_OF_SOME = (
+    "second derivatives of some parameters' shifts are not supported: they are no sum over parts; "
+    "leave `only` out"
+)
 
 _AMPLITUDES = 1 << 17
 """About how many amplitudes are simulated at a time: what stays in a core's cache."""
@@ -35,14 +42,27 @@ def shifted(
         simulator: of the circuit.
         parameters: [..., num_parameters].
         measure: linear in the density matrix; may sample.
-        only: [num_parameters], bool, the parameters that get a gradient; all if left out.
+        only: [num_parameters], bool, the parameters that get a gradient; all if left out. The
+            gradient of some can't be differentiated again: derivatives of second order are no sum
+            over parts.
 
     Returns:
-        [..., M], differentiable once in the parameters.
+        [..., M], differentiable in the parameters, any number of times by shifts of shifts.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind, or what `measure` finds of the wrong shape.
     """
+    if not isinstance(simulator, Simulator):
+        raise ConfigError(f"shifts need a Simulator, not {kind_of(simulator)}")
+    if not callable(measure):
+        raise ConfigError(f"measure must be a function of states, not {kind_of(measure)}")
+    count = simulator.circuit.num_parameters
+    if only is not None and (not isinstance(only, Tensor) or only.shape != (count,)):
+        raise ConfigError(f"only must be a tensor of bools [{count}], not {kind_of(only)}")
+    simulator.circuit.check_parameters(parameters)
     angles = simulator.circuit.angles(parameters)
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
-    found: Tensor = _Shift.apply(rows, simulator, measure, only)  # type: ignore[no-untyped-call]
+    found = _measured(rows, simulator, measure, only)
     return found.view(*angles.shape[:-1], -1)
 
 
@@ -51,8 +71,21 @@ def share(count: int, part: int, num_parts: int) -> Tensor:
 
     Returns:
         [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+
+    Raises:
+        ConfigError: there is no such part.
     """
+    if not 0 <= as_integer(part, "part") < as_integer(num_parts, "num_parts"):
+        raise ConfigError(f"part {part} of {num_parts}: must be from 0 to {num_parts} less one")
     return torch.arange(count) * num_parts // count == part
+
+
+def _measured(
+    angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
+) -> Tensor:
+    """What `measure` finds [B, M] at angles [B, G] of all gates."""
+    found: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Shift(torch.autograd.Function):
@@ -62,10 +95,14 @@ class _Shift(torch.autograd.Function):
     ) -> Tensor:
         ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
         ctx.save_for_backward(angles)
-        return measure(simulator.state_at(angles))
+        found = measure(simulator.state_at(angles))
+        if not isinstance(found, Tensor) or found.shape[:-1] != (len(angles),):
+            raise ConfigError(
+                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(found)}"
+            )
+        return found
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (angles,) = ctx.saved_tensors
         places, coefficients, shifts = _terms(ctx.simulator, ctx.only)
@@ -76,8 +113,11 @@ class _Shift(torch.autograd.Function):
                 own = slice(first, first + chunk)
                 moved = angles[row].repeat(len(places[own]), 1)
                 moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
-                values = ctx.measure(ctx.simulator.state_at(moved)) @ gradient[row]
+                measured = _measured(moved, ctx.simulator, ctx.measure, ctx.only)
+                values = measured @ gradient[row]
                 found[row].index_add_(0, places[own], values * coefficients[own].to(values))
+        if torch.is_grad_enabled() and ctx.only is not None:
+            found = only_once(found.detach(), _OF_SOME, gradient, angles)
         return found, None, None, None
 
 

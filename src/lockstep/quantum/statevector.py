@@ -1,45 +1,20 @@
-"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable.
-
-Gradients are found by adjoint differentiation (Jones and Gacon, arXiv:2009.02823): the backward
-pass undoes the circuit on the state and on its gradient side by side. Beside the last state it
-keeps a fixed number of bytes of earlier ones, which need not be undone; so memory does not depend
-on the number of gates. From |0…0> on, a state has amplitudes only for the qubits that some gate has
-touched.
-"""
+"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable."""
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
+from lockstep.quantum.adjoint import Evolve, Program, StatePart
 from lockstep.quantum.blocks import BlockMatrices
-from lockstep.quantum.circuit import Circuit
-from lockstep.quantum.evolution import AddUp, Kept, Moving, Pool, added_up, matrix_gradient
-from lockstep.quantum.fusion import MAX_TARGETS, Block, Plan, plan
-
-_COPIES = 2
-"""States in memory while a circuit runs; with gradients, twice as many."""
-KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass, on all ranks together."""
-
-
-class Program(NamedTuple):
-    """What is done to a state.
-
-    Attributes:
-        plan: the blocks.
-        matrices: what makes their matrices.
-    """
-
-    plan: Plan
-    matrices: BlockMatrices
+from lockstep.quantum.circuit import Circuit, as_integer, kind_of
+from lockstep.quantum.derivatives import AddUp
+from lockstep.quantum.fusion import MAX_TARGETS, plan
+from lockstep.quantum.memory import check_memory, memory_bytes
 
 
 class Simulator:
@@ -54,8 +29,15 @@ class Simulator:
             state: rank r has the amplitudes whose index has r for its high bits. All of them must
             do the same. Without it, the state is whole.
 
+    Attributes:
+        transport: to other ranks; None where the state is whole.
+        num_ranks: that hold the state.
+        rank: of this part.
+        part: of the state that this rank has.
+
     Raises:
-        ConfigError: the number of ranks is not a power of two, or too great for so few qubits.
+        ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
+            or too great for so few qubits.
     """
 
     def __init__(
@@ -66,8 +48,15 @@ class Simulator:
         max_targets: int = MAX_TARGETS,
         transport: Transport | None = None,
     ) -> None:
-        self.transport = transport or LocalTransport()
-        num_ranks = self.transport.size
+        self.num_ranks = num_ranks = 1 if transport is None else transport.size
+        self.transport = transport if num_ranks > 1 else None
+        self.rank = 0 if self.transport is None else self.transport.rank
+        if not isinstance(circuit, Circuit):
+            raise ConfigError(f"a simulator needs a Circuit, not {kind_of(circuit)}")
+        if dtype not in (torch.complex64, torch.complex128):
+            raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
+        if as_integer(max_targets, "max_targets") < 1:
+            raise ConfigError(f"max_targets {max_targets}: must be at least 1")
         if num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
@@ -75,11 +64,15 @@ class Simulator:
             )
         self.circuit = circuit
         self.dtype = dtype
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device {device!r}: there is no such device") from error
         self._num_rank_axes = num_ranks.bit_length() - 1
         self._max_targets = max_targets
         self.num_local = circuit.num_qubits - self._num_rank_axes
-        self.pool = Pool(KEPT_BYTES // num_ranks)
+        self.part = StatePart(self.num_local, self.rank, self.transport)
+        self._memory = memory_bytes(self.device)
         self.from_zero = self._program(from_zero=True)
 
     @cached_property
@@ -103,27 +96,28 @@ class Simulator:
             it. Qubit 0 is the lowest bit of an index.
 
         Raises:
-            ConfigError: the number of parameters is wrong, or the state does not fit into memory.
+            ConfigError: the parameters or the initial state are no tensor of such a shape, or the
+                state does not fit into memory.
         """
-        real = torch.float64 if self.dtype == torch.complex128 else torch.float32
+        real = self.dtype.to_real()
         if parameters is None:
-            parameters = torch.zeros(self.circuit.num_parameters, dtype=real, device=self.device)
+            if self.circuit.num_parameters:
+                raise ConfigError(f"the circuit needs {self.circuit.num_parameters} parameters")
+            parameters = torch.zeros(0, dtype=real, device=self.device)
+        self.circuit.check_parameters(parameters)
         return self.state_at(self.circuit.angles(parameters.to(real)), initial)
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
         """As `state`, from the angles [..., G] of all gates that have one."""
         if not torch.is_grad_enabled():
             angles = angles.detach()  # so that nothing is kept for a backward pass
-        lead = angles.shape[:-1]
-        if initial is not None:
-            lead = torch.broadcast_shapes(lead, initial.shape[:-1])  # type: ignore[no-untyped-call]
+        lead = self._lead(angles, initial)
         batch = lead.numel()
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
-        num_ranks = self.transport.size
-        available = memory_bytes(self.device)
-        check_memory(self.circuit.num_qubits, self.dtype, batch, grads, num_ranks, available)
+        num_qubits, num_ranks = self.circuit.num_qubits, self.num_ranks
+        check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
         # Without a batch of angles, all states share their matrices.
@@ -131,14 +125,35 @@ class Simulator:
         if len(rows) not in (1, batch):
             rows = angles.expand(*lead, -1).reshape(batch, -1)
         if initial is None:
-            is_first = float(self.transport.rank == 0)
+            is_first = float(self.rank == 0)
             start = torch.full((batch, 1), is_first, dtype=self.dtype, device=self.device)
             program = self.from_zero
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
-        found: Tensor = _Evolve.apply(rows, start, self, program)  # type: ignore[no-untyped-call]
+        found: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         return found.view(*lead, -1)
+
+    def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
+        """The shape of the batch."""
+        count = len(self.circuit.with_angle)
+        if not isinstance(angles, Tensor) or not angles.dim() or angles.shape[-1] != count:
+            raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
+        if initial is None:
+            return angles.shape[:-1]
+        size = 1 << self.num_local
+        if not isinstance(initial, Tensor) or not initial.dim() or initial.shape[-1] != size:
+            raise ConfigError(
+                f"the initial state must be a tensor [..., {size}], not {kind_of(initial)}"
+            )
+        try:
+            batch = torch.broadcast_shapes(angles.shape[:-1], initial.shape[:-1])  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"parameters {list(angles.shape[:-1])} and initial states "
+                f"{list(initial.shape[:-1])} are no batch"
+            ) from error
+        return torch.Size(batch)
 
     def add_up(self, local: Tensor) -> Tensor:
         """The sum over all ranks of what each has found in its part of the state: [M], real.
@@ -147,15 +162,6 @@ class Simulator:
         """
         found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
         return found
-
-    def part(self, block: Block) -> slice:
-        """Which of a block's matrices are for this rank."""
-        count = 1 << (len(block.controls) - len(block.rank_controls))
-        high = self.transport.size.bit_length() - 2
-        value = 0
-        for axis in block.rank_controls:
-            value = 2 * value + (self.transport.rank >> (high - axis) & 1)
-        return slice(value * count, (value + 1) * count)
 
 
 def statevector(
@@ -168,123 +174,3 @@ def statevector(
     """
     device = "cpu" if parameters is None else parameters.device
     return Simulator(circuit, dtype, device).state(parameters)
-
-
-def check_memory(
-    num_qubits: int,
-    dtype: torch.dtype,
-    batch: int = 1,
-    gradients: bool = False,
-    num_ranks: int = 1,
-    available: int | None = None,
-) -> None:
-    """Refuse states that do not fit.
-
-    Args:
-        num_qubits: of the circuit.
-        dtype: of the amplitudes.
-        batch: number of states.
-        gradients: whether there will be a backward pass.
-        num_ranks: the state is split over.
-        available: bytes of a rank; of this machine, if left out.
-
-    Raises:
-        ConfigError: says how many bytes are needed, and how many ranks of this size would do.
-    """
-    have = memory_bytes() if available is None else available
-    need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
-    if need <= have * num_ranks:
-        return
-    enough = 1
-    while enough * have < need:
-        enough *= 2
-    states = f"{batch} states" if batch > 1 else "the state"
-    raise ConfigError(
-        f"{num_qubits} qubits: {states} and what it takes to compute with need {need:,} bytes, and "
-        f"a rank has {have:,}; {enough} ranks would do"
-    )
-
-
-def memory_bytes(device: torch.device | str = "cpu") -> int:
-    """Bytes of memory of this machine, or of a GPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-class _Evolve(torch.autograd.Function):
-    """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^m].
-
-    The states have the axes with which the program begins.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, angles: Tensor, start: Tensor, simulator: Simulator, program: Program
-    ) -> Tensor:
-        with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
-            ctx.matrices = program.matrices(ctx.variable)
-        matrices = [matrix.detach() for matrix in ctx.matrices]
-        moving = Moving(start, simulator.num_local, simulator.transport, simulator.pool)
-        ctx.kept = Kept(simulator.pool)
-        room = KEPT_BYTES // simulator.transport.size if ctx.needs_input_grad[0] else 0
-        for number, block in enumerate(program.plan.blocks):
-            moving.move(block.moves)
-            if moving.states.nbytes <= room:
-                room -= moving.states.nbytes
-                ctx.kept.add(number, moving)
-            moving.apply(matrices[number][:, simulator.part(block)])
-        moving.move(program.plan.moves)
-        moving.release()
-        state = moving.states.clone() if moving.states is start else moving.states
-        ctx.simulator, ctx.program = simulator, program
-        ctx.save_for_backward(state)
-        return state
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (state,) = ctx.saved_tensors
-        simulator: Simulator = ctx.simulator
-        laid_out, transport = ctx.program.plan, simulator.transport
-        wants_angles, wants_start, *_ = ctx.needs_input_grad
-        matrices = ctx.matrices
-        common = simulator.num_local, transport, simulator.pool
-        ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
-        ket.move_back(laid_out.moves)
-        bra.move_back(laid_out.moves)
-        numbers = range(len(laid_out.blocks))
-        trained = [wants_angles and matrices[n].requires_grad for n in numbers]
-        first = trained.index(True) if any(trained) else len(numbers)
-        outputs, gradients = [], []
-        last = 0 if wants_start else first
-        for number in reversed(numbers[last:]):
-            block = laid_out.blocks[number]
-            part = simulator.part(block)
-            matrix = matrices[number].detach()[:, part]
-            if number in ctx.kept:
-                ket.release()
-                ket = Moving(ctx.kept[number], *common)
-            elif number >= first:
-                ket.undo(matrix)
-            if trained[number]:
-                outputs.append(matrices[number])
-                whole = torch.zeros_like(matrices[number])
-                whole[:, part] = matrix_gradient(matrix, ket.states, bra.states)
-                gradients.append(whole)
-            if number == last and not wants_start:
-                break
-            if number - 1 not in ctx.kept and number > first:
-                ket.move_back(block.moves)
-            bra.undo(matrix)
-            bra.move_back(block.moves)
-        ket.release()
-        bra.release()
-        found = None
-        if wants_angles:
-            found = torch.zeros_like(ctx.variable)
-            if outputs:
-                (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
-            found = added_up(found.flatten(), transport).view_as(found)
-        return found, bra.states if wants_start else None, None, None

@@ -12,8 +12,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
 from lockstep.quantum.ansatz import angle_shape, pairs
-from lockstep.quantum.circuit import Circuit, Gate, gate, parameter, unitary
+from lockstep.quantum.circuit import Circuit, Gate, as_integer, gate, parameter, unitary
+from lockstep.quantum.memory import check_fits
+
+_COPIES = 4
+"""Matrices in memory while the preparation of a transition is made and checked."""
+_NORM_TOLERANCE = 1e-4
+"""States may have been normalised in single precision."""
 
 
 def superposition(states: Tensor, num_layers: int) -> Circuit:
@@ -26,9 +33,19 @@ def superposition(states: Tensor, num_layers: int) -> Circuit:
     Returns:
         A circuit on 2n qubits (first register, then second) and as many controls as T needs. Its
         parameters are the angles of V, then those of W, flat.
+
+    Raises:
+        ConfigError: there are fewer than two states, they are no states of qubits, or the circuit
+            does not fit into memory.
     """
-    states = states.detach().cpu().double()
+    states = _checked(states)
+    as_integer(num_layers, "num_layers")
     transitions, dim = len(states) - 1, states.shape[1]
+    check_fits(
+        f"the circuit of {transitions} transitions of dimension {dim}",
+        (transitions + _COPIES) * dim**4 * torch.complex128.itemsize,
+        advice="take a smaller dimension, or the closed form, which needs no circuit",
+    )
     num_qubits = dim.bit_length() - 1
     first, second = tuple(range(num_qubits)), tuple(range(num_qubits, 2 * num_qubits))
     controls = tuple(range(2 * num_qubits, 2 * num_qubits + (transitions - 1).bit_length()))
@@ -46,6 +63,25 @@ def superposition(states: Tensor, num_layers: int) -> Circuit:
         gates.append(_selected(preparation(states[number + 1]), first, controls, number))
         gates.append(_selected(preparation(states[number]), second, controls, number))
     return Circuit(2 * num_qubits + len(controls), [*gates, *reversed(spread)], 2 * size)
+
+
+def _checked(states: Tensor) -> Tensor:
+    """The states in double precision.
+
+    Raises:
+        ConfigError: as `superposition`.
+    """
+    if not isinstance(states, Tensor) or states.dim() != 2 or states.is_complex():
+        raise ConfigError("the states of a sentence must be a real tensor [words, dimension]")
+    count, dim = states.shape
+    if count < 2 or dim < 2 or dim & (dim - 1):
+        raise ConfigError(
+            f"states [{count}, {dim}]: must be at least two, of a dimension that is a power of two"
+        )
+    states = states.detach().cpu().double()
+    if not bool(((states.norm(dim=1) - 1).abs() < _NORM_TOLERANCE).all()):
+        raise ConfigError("the states of a sentence must have norm 1")
+    return states
 
 
 def preparation(state: Tensor) -> Tensor:

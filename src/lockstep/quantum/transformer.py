@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.quantum.ansatz import angle_shape, unitaries
-from lockstep.quantum.circuit import Circuit
+from lockstep.quantum.circuit import Circuit, as_integer
 from lockstep.quantum.closed_form import amplitudes, probability, transitions
+from lockstep.quantum.derivatives import differentiable_once
 from lockstep.quantum.encoding import encode, positions, word_vectors
+from lockstep.quantum.memory import check_fits
 from lockstep.quantum.shift import share, shifted
 from lockstep.quantum.statevector import Simulator
 from lockstep.quantum.superposition import superposition
 
 _MOST_SIMULATORS = 512
 """Sentences whose circuits are kept ready."""
+
+_OF_PARTS = (
+    "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
+    "take one part (num_parts=1)"
+)
+
+_COPIES = 4
+"""Of V and of W in memory while they are multiplied up from their blocks."""
+_COPIES_OF_A_BLOCK = 2
+"""Further ones for the gradient, for each block."""
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -70,10 +83,13 @@ class QuantumTransformer(nn.Module):
             restarts: independent sets of angles.
             seed: of the embeddings.
             dtype: of angles and embeddings; amplitudes are complex numbers of twice the bytes.
+
+        Raises:
+            ConfigError: a number is not usable, a word is none, or the model does not fit into
+                memory.
         """
         super().__init__()
-        assert dim >= 2
-        assert dim & (dim - 1) == 0
+        _check(words, dim, num_layers, restarts, seed, dtype)
         self.num_qubits = dim.bit_length() - 1
         shape = (restarts, 2, *angle_shape(self.num_qubits, num_layers))
         self.angles = nn.Parameter(START_SCALE * torch.randn(shape, dtype=dtype))
@@ -98,9 +114,27 @@ class QuantumTransformer(nn.Module):
             self._positions = positions(length, dim).to(self.embeddings)
         return encode(self.embeddings[words], self._positions[:length])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own simulators when it needs them."""
+        return {**self.__dict__, "_simulators": {}}
+
     def unitaries(self, restarts: Tensor | None = None) -> Tensor:
-        """V and W of all restarts, or of some: [restarts, 2, d, d], complex."""
+        """V and W of all restarts, or of some: [restarts, 2, d, d], complex.
+
+        Raises:
+            ConfigError: they do not fit into memory.
+        """
         angles = self.angles if restarts is None else self.angles[restarts]
+        copies = _COPIES
+        if torch.is_grad_enabled():
+            copies += _COPIES_OF_A_BLOCK * self.num_qubits * angles.shape[2]
+        matrix = self.angles.dtype.to_complex().itemsize << (2 * self.num_qubits)
+        check_fits(
+            f"V and W on {self.num_qubits} qubits each",
+            2 * len(angles) * copies * matrix,
+            angles.device,
+            f"take fewer than {1 << self.num_qubits} dimensions, fewer layers or fewer restarts",
+        )
         return unitaries(angles, self.num_qubits)
 
     def forward(self, batch: Sentences) -> Tensor:
@@ -112,7 +146,8 @@ class QuantumTransformer(nn.Module):
         """As `forward`, but with gradients through some transitions of each sentence only.
 
         Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
-        gradients of any function of the result is the gradient of that function.
+        gradients of any function of the result is the gradient of that function. With more than
+        one part, second derivatives are an error: they are no such sum.
         """
         states = self.encode(batch.words)
         matrices = self.unitaries().unsqueeze(-3)
@@ -124,6 +159,8 @@ class QuantumTransformer(nn.Module):
         rows = first[:, None] + torch.arange(1, width + 1, device=first.device)
         rows = rows * (rows <= last[:, None])
         part = amplitudes(matrices, transitions(states, batch.transitions, rows))
+        if num_parts > 1:
+            part = differentiable_once(part, _OF_PARTS)
         return probability(whole + (part - part.detach()))
 
     def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
@@ -153,8 +190,13 @@ class QuantumTransformer(nn.Module):
                 needs `shift`.
             num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
                 only, p·N/P .. (p + 1)·N/P of N.
+
+        Raises:
+            ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
+                memory.
         """
-        assert shift or (shots is None and num_parts == 1)
+        if not shift and (shots is not None or num_parts > 1):
+            raise ConfigError("shots and parts are for gradients by shifts; set shift=True")
         angles = self.angles.flatten(1)
 
         def measure(states: Tensor) -> Tensor:
@@ -171,14 +213,23 @@ class QuantumTransformer(nn.Module):
         for words, count, part in rows:
             simulator = self._simulator(tuple(words[: count + 1]))
             if shift:
-                only = share(angles.shape[1], part, num_parts)
+                only = share(angles.shape[1], part, num_parts) if num_parts > 1 else None
                 found.append(shifted(simulator, angles, measure, only)[:, 0])
             else:
                 found.append(measure(simulator.state(angles))[:, 0])
         return torch.stack(found, dim=1)
 
     def circuit(self, words: Sequence[int]) -> Circuit:
-        """The superposition circuit of a sentence, given as rows of the embeddings."""
+        """The superposition circuit of a sentence, given as rows of the embeddings.
+
+        Raises:
+            ConfigError: there are fewer than two words, a row is none, or the circuit does not fit
+                into memory.
+        """
+        count = len(self.embeddings)
+        wrong = [row for row in words if not 0 <= as_integer(row, "word") < count]
+        if wrong:
+            raise ConfigError(f"word {wrong[0]}: the embeddings have {count} rows")
         states = self.encode(torch.tensor(words, device=self.angles.device))
         return superposition(states, self.angles.shape[2])
 
@@ -209,6 +260,33 @@ class QuantumTransformer(nn.Module):
         given = transitions(self.encode(words), count)
         one = torch.tensor([restart], device=candidates.device)
         return probability(amplitudes(self.unitaries(one).unsqueeze(-3), given))[0]
+
+
+def _check(
+    words: Sequence[str], dim: int, num_layers: int, restarts: int, seed: int, dtype: torch.dtype
+) -> None:
+    """Refuse what no model can be made of.
+
+    Raises:
+        ConfigError: as `QuantumTransformer`.
+    """
+    if isinstance(words, str) or not all(isinstance(w, str) and "\n" not in w for w in words):
+        raise ConfigError("the vocabulary must be a sequence of words, each of one line")
+    if as_integer(dim, "dim") < 2 or dim & (dim - 1):
+        raise ConfigError(f"dim={dim}: must be a power of two from 2 on")
+    for name, value in (("num_layers", num_layers), ("restarts", restarts)):
+        if as_integer(value, name) < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    if not 0 <= as_integer(seed, "seed") < 1 << 64:
+        raise ConfigError(f"seed={seed}: must be from 0 to 2^64 - 1")
+    if dtype not in (torch.float64, torch.float32):
+        raise ConfigError(f"dtype={dtype}: must be torch.float64 or torch.float32")
+    num_angles = 2 * restarts * math.prod(angle_shape(dim.bit_length() - 1, num_layers))
+    check_fits(
+        f"a model of {len(words)} words of dimension {dim} with {num_angles:,} angles",
+        2 * (len(words) * dim + num_angles) * torch.float64.itemsize,
+        advice="take a smaller dimension, fewer layers or fewer restarts",
+    )
 
 
 def _check_vocabulary(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import cast
 
 from lockstep.errors import ConfigError
+from lockstep.launch.early import ending_at_interrupt
 from lockstep.train.task import Task
 
 _RECIPES: Mapping[str, str] = MappingProxyType(
@@ -37,7 +38,8 @@ def load_recipe(name: str) -> type[Task]:
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(f"unknown recipe {name!r}{hint} (there are: {', '.join(recipe_names())})")
     module, _, attribute = _RECIPES[name].partition(":")
-    return cast("type[Task]", getattr(importlib.import_module(module), attribute))
+    with ending_at_interrupt():
+        return cast("type[Task]", getattr(importlib.import_module(module), attribute))
 
 
 def summary(name: str) -> str:

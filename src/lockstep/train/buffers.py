@@ -13,42 +13,114 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.errors import TaskError
 from lockstep.train.flat import FlatTensors
 
 
-class _Owner(NamedTuple):
-    """Where a module keeps a buffer."""
+class TensorPlace(NamedTuple):
+    """A parameter or buffer, and where a module keeps it.
 
-    module: nn.Module
+    Attributes:
+        name: dotted, as in `state_dict`.
+        tensor: what is kept now.
+        held_in: the module's dictionary of parameters or of buffers.
+        key: in that dictionary.
+    """
+
+    name: str
+    tensor: Tensor
+    held_in: dict[str, Tensor | None]
     key: str
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, _Owner]]:
+def tensor_places(model: nn.Module) -> Iterator[TensorPlace]:
+    """All parameters and buffers, persistent or not; a shared one at each of its places."""
     for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{prefix}.{key}" if prefix else key, _Owner(module, key)
+        for held_in in (module._parameters, module._buffers):
+            for key, tensor in held_in.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    yield TensorPlace(name, tensor, held_in, key)
+
+
+class KeptBuffers:
+    """A model's buffers, to be put back as they were.
+
+    Attributes:
+        names: of all of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy them all."""
+        self._places = [p for p in tensor_places(model) if not isinstance(p.tensor, nn.Parameter)]
+        self._copies = [place.tensor.detach().clone() for place in self._places]
+        self._versions = [place.tensor._version for place in self._places]
+        self.names = [place.name for place in self._places]
+        self._always = batch_norm_buffers(model)
+
+    def restore(self) -> None:
+        """Put back those that have changed."""
+        for i, (name, tensor, held_in, key) in enumerate(self._places):
+            held_in[key] = tensor
+            if tensor._version != self._versions[i] or name in self._always:
+                tensor.copy_(self._copies[i])
+                self._versions[i] = tensor._version
+
+
+def batch_norm_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers of batch norm, whose kernels do not count as changes of version."""
+    norms = {id(m._buffers) for m in model.modules() if isinstance(m, _NormBase)}
+    return {place.name for place in tensor_places(model) if id(place.held_in) in norms}
 
 
 def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
-    """Names of the buffers that `forward` changes; all are put back as they were."""
-    owners = dict(_owners(model))
-    before = {n: (o.module._buffers[o.key], o) for n, o in owners.items()}
-    copies = {n: (b.clone(), b._version) for n, (b, _) in before.items() if b is not None}
+    """Names of the buffers that `forward` changes; all are put back as they were.
+
+    Raises:
+        TaskError: it changes a parameter, or makes a parameter or buffer.
+    """
+    places = list(tensor_places(model))
+    before = {p.name: (p.tensor, p.tensor.detach().clone(), p.tensor._version) for p in places}
     forward()
     changed = []
-    for name, (buffer, owner) in before.items():
-        assert buffer is not None
-        copy, version = copies[name]
-        replaced = owner.module._buffers[owner.key] is not buffer
-        # Batch norm's kernel does not count as a change of version.
-        if replaced or buffer._version != version or not torch.equal(buffer, copy):
-            changed.append(name)
-            owner.module._buffers[owner.key] = buffer
-            buffer.copy_(copy)
+    for name, now, held_in, key in tensor_places(model):
+        if name not in before:
+            raise TaskError(
+                f"{name} was made by a forward pass; register all parameters and buffers in "
+                "build_model"
+            )
+        tensor, copy, version = before[name]
+        # A value may stay as it was by chance. Batch norm's kernel does not count versions.
+        if now is tensor and tensor._version == version and same_bits(tensor, copy):
+            continue
+        if isinstance(tensor, nn.Parameter):
+            raise TaskError(changed_in_pass(f"parameter {name}"))
+        changed.append(name)
+        held_in[key] = tensor
+        tensor.copy_(copy)
     return changed
+
+
+def changed_in_pass(what: str) -> str:
+    """What to say of a tensor that a forward or backward pass has changed and must not."""
+    return (
+        f"{what} was changed by the forward or backward pass of a microbatch; the result would "
+        "depend on the number of ranks. Change it in Task.after_step(model, step), which runs once "
+        "a step, alike on every rank"
+    )
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are equal to the bit; NaNs are, and 0.0 and -0.0 are not."""
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class ForwardState:
@@ -66,20 +138,18 @@ class ForwardState:
         Raises:
             TaskError: one of them is neither float32, float64 nor an integer scalar.
         """
-        owners = dict(_owners(model))
+        places = {place.name: place for place in tensor_places(model)}
         floats: list[tuple[str, Tensor]] = []
         self._counters: list[Tensor] = []
-        self._owners: dict[int, list[_Owner]] = {}
+        self._places: dict[int, list[TensorPlace]] = {}
         self.unsaved: dict[str, Tensor] = {}
         persistent = model.state_dict().keys()
         for name in names:
-            owner = owners[name]
-            buffer = owner.module._buffers[owner.key]
-            assert buffer is not None
+            buffer = places[name].tensor
             if name not in persistent:
                 self.unsaved[name] = buffer
-            holders = self._owners.setdefault(id(buffer), [])
-            holders.append(owner)
+            holders = self._places.setdefault(id(buffer), [])
+            holders.append(places[name])
             if len(holders) > 1:  # one buffer of several modules
                 continue
             if buffer.is_floating_point():
@@ -118,7 +188,10 @@ class ForwardState:
         return deltas, counters
 
     def restore(self) -> None:
-        """Put the committed values back."""
+        """Put the committed values back, into the modules' own buffers."""
+        for holders in self._places.values():
+            for _, buffer, held_in, key in holders:
+                held_in[key] = buffer
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._committed)
         if self._counters:
@@ -137,10 +210,10 @@ class ForwardState:
     def _take_back(self, buffer: Tensor) -> Tensor:
         """The buffer's present value; the modules hold the buffer itself again afterwards."""
         now = buffer
-        for module, key in self._owners[id(buffer)]:
-            held = module._buffers[key]
+        for _, _, held_in, key in self._places[id(buffer)]:
+            held = held_in[key]
             assert held is not None
             if held is not buffer:
                 now = held
-                module._buffers[key] = buffer
+                held_in[key] = buffer
         return now.detach()

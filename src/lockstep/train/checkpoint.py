@@ -2,11 +2,12 @@
 
     checkpoints/step_00000100/model.safetensors        parameters and buffers by name
                               optimizer.safetensors    state by "key/parameter"
-                              manifest.json            SHA-256 of both, and all the rest
+                              task.safetensors         tensors of Task.state_dict, if any
+                              manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
 A folder is written under a temporary name, flushed to disk, and renamed: it is complete or not
-there. Nothing in it depends on the number of ranks.
+there. What is there already is left alone. Nothing in it depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
-_BUFFERS = "buffers.safetensors"
-"""There only if there are such buffers."""
+_BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
+"""There only if there are such tensors."""
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
+
+_CIRCUMSTANCES = ("sha256", "layout", "versions")
+"""Keys of a manifest that may differ between two checkpoints of the same state."""
 
 
 @dataclass
@@ -51,8 +55,9 @@ class Snapshot:
         step: committed optimizer steps.
         model: the model's `state_dict`: parameters and buffers by name.
         optimizer: tensors of the optimizer's state by "key/parameter".
-        meta: JSON-able values: config, progress, versions, layout.
+        meta: JSON-able values: config, progress, versions, layout, other state of the task.
         buffers: those that forward passes change and that `model` leaves out, by name.
+        task: tensors of the task's own state by name.
     """
 
     step: int
@@ -60,6 +65,7 @@ class Snapshot:
     optimizer: dict[str, Tensor]
     meta: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    task: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,8 +111,8 @@ def write(
     try:
         temporary.mkdir(parents=True)
         contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
-        if snapshot.buffers:
-            contents[_BUFFERS] = snapshot.buffers
+        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task}
+        contents |= {name: tensors for name, tensors in optional.items() if tensors}
         files = {
             name: _write_file(temporary / name, _packed(tensors))
             for name, tensors in contents.items()
@@ -119,8 +125,11 @@ def write(
         size = len(text) + sum(f["bytes"] for f in files.values())
         _write_file(temporary / _MANIFEST, text)
         sync_folder(temporary)
-        _rename_over(temporary, final)
-        sync_folder(root)
+        if _holds(final, body):
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            _rename_over(temporary, final)
+            sync_folder(root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -135,11 +144,17 @@ def read(folder: Path) -> Snapshot:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    names = [_MODEL, _OPTIMIZER, *([_BUFFERS] if _BUFFERS in manifest["files"] else [])]
+    names = [_MODEL, _OPTIMIZER, *(n for n in (_BUFFERS, _TASK) if n in manifest["files"])]
     files = {name: _read_verified(folder / name, manifest) for name in names}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
-    buffers = files.get(_BUFFERS, {})
-    return Snapshot(manifest["step"], files[_MODEL], files[_OPTIMIZER], meta, buffers)
+    return Snapshot(
+        manifest["step"],
+        files[_MODEL],
+        files[_OPTIMIZER],
+        meta,
+        files.get(_BUFFERS, {}),
+        files.get(_TASK, {}),
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -191,23 +206,37 @@ def folders(root: Path) -> list[Path]:
 
 def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
     """The newest checkpoint that verifies, its folder, and why newer ones were passed over."""
-    skipped: list[str] = []
+    skipped = _missing(root, "latest")
     for folder in folders(root):
         try:
             return read(folder), folder, skipped
         except CheckpointError as error:
             skipped.append(str(error))
-    return None, None, skipped
+    return None, None, skipped + _missing(root, "best")
 
 
 def set_aside(root: Path, newer_than: Path) -> None:
     """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
     for folder in folders(root):
         if folder.name == newer_than.name:
-            return
+            break
         aside = root / f"damaged_{folder.name}"
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+    if read_hint(root, "latest") != newer_than:
+        write_hint(root, "latest", newer_than.name)
+
+
+def bring_back(root: Path) -> None:
+    """Undo what a process did that was killed while it replaced a checkpoint by another one.
+
+    Raises:
+        OSError: the disk is read-only, or gone.
+    """
+    for aside in root.glob(".step_*.old"):
+        final = root / aside.name[1:].partition(".")[0]
+        if _FOLDER.fullmatch(final.name) and not final.exists():
+            aside.rename(final)
 
 
 def write_hint(root: Path, name: str, folder: str) -> None:
@@ -218,11 +247,25 @@ def write_hint(root: Path, name: str, folder: str) -> None:
 
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
+    folder = _hinted(root, name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _hinted(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if it names one."""
     try:
         folder = read_text(root / name, limit=100).strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return root / folder if _FOLDER.fullmatch(folder) and (root / folder).is_dir() else None
+    return root / folder if _FOLDER.fullmatch(folder) else None
+
+
+def _missing(root: Path, name: str) -> list[str]:
+    """What is wrong with a hint, if it names what is not there."""
+    folder = _hinted(root, name)
+    if folder is None or folder.is_dir():
+        return []
+    return [f"{root / name}: names {folder.name}, which is missing"]
 
 
 def prune(root: Path, keep: int) -> None:
@@ -230,14 +273,39 @@ def prune(root: Path, keep: int) -> None:
 
     The `keep` newest, the best, and what is not a checkpoint stay.
     """
+    bring_back(root)
     best = read_hint(root, "best")
     old = [folder for folder in folders(root)[keep:] if folder != best]
     for folder in (*old, *root.glob(".step_*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _holds(final: Path, body: Mapping[str, Any]) -> bool:
+    """Whether a valid checkpoint of the same state is there.
+
+    One is, when a rank was lost that had just written it. To write it anew would only be a risk:
+    a folder cannot be replaced by another one at a stroke.
+    """
+    if not final.exists():
+        return False
+    try:
+        there = read_manifest(final)
+        for name in there["files"]:
+            _read_verified(final / name, there)
+    except CheckpointError:
+        return False
+    mine, theirs = (
+        {key: value for key, value in manifest.items() if key not in _CIRCUMSTANCES}
+        for manifest in (body, there)
+    )
+    return _json_digest(mine) == _json_digest(theirs)
+
+
 def _rename_over(temporary: Path, final: Path) -> None:
-    """Rename, over an older checkpoint of the same step if there is one."""
+    """Rename, over another checkpoint of the same step if there is one.
+
+    In between the step has no folder; what a kill leaves of it then, `bring_back` puts back.
+    """
     if not final.exists():
         temporary.rename(final)
         return

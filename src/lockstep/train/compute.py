@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ class Compute:
     """Runs the task's loss on microbatches.
 
     Attributes:
+        task: whose loss it is.
         metrics: names of the task's metrics; set by the first call of `forward`.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
-        self._task = task
+        self.task = task
         self._model = model
         self._seed = config.seed
         self._device = device
@@ -43,7 +45,7 @@ class Compute:
         """
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
-            loss = self._task.loss(self._model, batch)
+            loss = self.task.loss(self._model, batch)
         self._check(loss, training=True)
         return loss
 
@@ -51,7 +53,7 @@ class Compute:
         """Loss and metrics of an evaluation batch, each as (sum, weight)."""
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._autocast():
-            loss = self._task.evaluate(self._model, batch)
+            loss = self.task.evaluate(self._model, batch)
         self._check(loss, training=False)
         found = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = self._floats([v for pair in found.values() for v in pair])
@@ -76,19 +78,15 @@ class Compute:
                 f"{type(loss).__name__}"
             )
         if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
-            found = (
-                f"a tensor of shape {tuple(loss.sum.shape)}"
-                if isinstance(loss.sum, Tensor)
-                else f"a {type(loss.sum).__name__}"
-            )
             raise TaskError(
-                f"Task.{where}: Loss.sum must be a scalar tensor, is {found}; sum the loss over "
-                "the batch"
+                f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+                "the loss over the batch"
             )
         if training and not loss.sum.requires_grad:
             raise TaskError(
                 f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
             )
+        _check_scalars(where, loss)
         if training and self.metrics is None:
             self.metrics = tuple(sorted(loss.metrics))
         if training and tuple(sorted(loss.metrics)) != self.metrics:
@@ -96,6 +94,48 @@ class Compute:
                 f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
                 f"{list(self.metrics or ())}; every batch must have the same"
             )
+
+
+def _check_scalars(where: str, loss: Loss) -> None:
+    """Refuse a weight or metrics that are not what they must be, by name.
+
+    Raises:
+        TaskError: they are not.
+    """
+    if not _is_scalar(loss.weight):
+        raise TaskError(
+            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
+            "number of samples of the batch"
+        )
+    if not isinstance(loss.metrics, Mapping):
+        raise TaskError(
+            f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
+            f"{_described(loss.metrics)}"
+        )
+    for name, pair in loss.metrics.items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TaskError(
+                f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
+                f"{_described(pair)}; give its sum over the batch, and the number of samples"
+            )
+        for value in pair:
+            if not _is_scalar(value):
+                raise TaskError(
+                    f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
+                    f"{_described(value)}; sum over the batch"
+                )
+
+
+def _is_scalar(value: object) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 class Backward:
@@ -117,13 +157,20 @@ class Backward:
         """
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect(weight)
-        parameters = self._parameters
         (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients = [p.grad for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        self._state.restore()
+        gradients = [p.grad for p in self._parameters]
+        self.restart()
         return [*gradients, *deltas], counters
+
+    def restart(self) -> None:
+        """Forget what a pass has left behind, also one that an exception has ended."""
+        self.clear_gradients()
+        self._state.restore()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients: one that stays, of an evaluation too, would be added to."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 def _fetched(values: list[Number]) -> list[float]:

@@ -14,8 +14,10 @@ from lockstep.data.loader import Fetcher, Request, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.errors import DataError
 from lockstep.parallel.exchange import add_up
-from lockstep.parallel.layout import Node, merges, split
+from lockstep.parallel.layout import Node, Range, merges, split
+from lockstep.train.buffers import KeptBuffers
 from lockstep.train.compute import Compute
+from lockstep.train.constants import Constants
 from lockstep.train.runtime import everywhere
 from lockstep.train.task import Task, own_collate
 
@@ -52,13 +54,39 @@ class Evaluation:
         try:
             mine = everywhere(
                 transport,
-                lambda: [
-                    self._chunk(c, compute, transport) for c in range(*chunks[transport.rank])
-                ],
+                lambda: self._chunks(chunks[transport.rank], model, compute, transport),
             )
         finally:
             model.train()
         return _means(transport, [len(c) for c in chunks], mine)
+
+    def _chunks(
+        self, chunks: Range, model: nn.Module, compute: Compute, transport: Transport
+    ) -> list[dict[str, tuple[float, float]]]:
+        """Every batch of `chunks`, each from the same parameters and buffers.
+
+        Raises:
+            TaskError: one of them changes a parameter.
+        """
+        # What a batch changes would depend on how many batches this rank has.
+        kept = KeptBuffers(model)
+        constants = Constants(model, kept.names)
+        found = []
+        for chunk in range(*chunks):
+            found.append(self._chunk(chunk, compute, transport))
+            kept.restore()
+            constants.check(f"evaluation of batch {chunk}")
+        return found
+
+    def first_batch(
+        self, transport: Transport, model: nn.Module, compute: Compute
+    ) -> dict[str, tuple[float, float]]:
+        """Loss and metrics of the first batch, each as (sum, weight); talks to nobody."""
+        model.eval()
+        try:
+            return self._chunk(0, compute, transport)
+        finally:
+            model.train()
 
     def _chunk(
         self, chunk: int, compute: Compute, transport: Transport

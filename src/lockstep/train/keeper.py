@@ -46,6 +46,7 @@ class Keeper:
             config.checkpoint.keep,
             config.checkpoint.background,
             runtime.emit,
+            runtime.transport.pulse,
             runtime.at,
         )
         self._saved_step = -1
@@ -75,6 +76,10 @@ class Keeper:
         if is_first:
             make = capture(parts.step, parts.model, progress, self._meta(progress), state)
             self._saver.save(make, best, started)
+            if best and self._transport.can_regroup and self._transport.size > 1:
+                # Should this rank die, the others write it anew; but they no longer could, once
+                # they have done the next step, which they can't do without this rank.
+                self._saver.wait()
         parts.step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
         self.is_overdue = False
@@ -106,7 +111,10 @@ class Keeper:
         """
         if self._transport.size > 1:
             parts = self._parts
-            check_replicas(self._transport, parts.model, parts.step.state.unsaved, progress.step)
+            step = parts.step
+            check_replicas(
+                self._transport, parts.model, step.state.unsaved, step.task, progress.step
+            )
 
     def check_optimizer(self) -> None:
         """Make sure that all state of the optimizer can be saved.
@@ -132,7 +140,10 @@ class Keeper:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
-                    raise CheckpointError(f"{self._root}: no checkpoint is valid:\n{reasons}")
+                    raise CheckpointError(
+                        f"{self._root}: no checkpoint is valid; put one back, or delete this "
+                        f"folder to start over from step 0:\n{reasons}"
+                    )
                 return False
             parts, where = self._parts, str(folder)
             check_fits(snapshot, parts.model, where)
@@ -142,6 +153,7 @@ class Keeper:
             check_optimizer_fits(snapshot, parts.step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
+            self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)
             return True
 
         if not on_first(self._transport, check):
@@ -153,6 +165,12 @@ class Keeper:
         self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
         self._saved_step = progress.step
         return progress
+
+    def _mark_best(self, step: int) -> None:
+        """Have the hint name the best checkpoint: who wrote that may have died right after."""
+        best = self._root / checkpoint.folder_name(step)
+        if step and best.is_dir() and checkpoint.read_hint(self._root, "best") != best:
+            checkpoint.write_hint(self._root, "best", best.name)
 
     def _check_data(self, there: SamplerMeta, where: str) -> None:
         here = self._parts.sampler.num_samples

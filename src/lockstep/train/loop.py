@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +10,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError, TaskFailure, shared
 from lockstep.parallel.layout import Range, split
+from lockstep.train.after_step import AfterStep
 from lockstep.train.balance import Balancer
 from lockstep.train.events import Evaluated, Finished, Improved, Rebalanced, Warned
 from lockstep.train.flat import model_digest
@@ -69,7 +70,10 @@ class Trainer:
                     "there are; start more ranks or lower it"
                 )
             )
+        if joins:
+            runtime.at("join", 0)
         self._parts = assemble(task, config, runtime)
+        self._after_step = AfterStep(task, self._parts.model, config.seed)
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
         self._progress = Progress() if joins else self._keeper.resume()
@@ -128,10 +132,17 @@ class Trainer:
                 raise GroupBroken("a new process is to be taken in")
         return self._finish()
 
-    def _commit(self, result: StepResult) -> None:
-        """Count in a step, which from now on is not done again."""
+    def _commit(self, result: StepResult, with_task: bool = True) -> None:
+        """Count in a step, which from now on is not done again.
+
+        Args:
+            result: of the step.
+            with_task: whether what the task does after a step is still to be done.
+        """
         self._result = result
         self._progress.step += 1
+        if with_task:
+            self._after_step.run(self._progress.step, self._parts.step.state)
         self._stop_reason = self._stop_reason or result.stop_reason
         flush = self._is_save_due() or self._is_evaluation_due()
         self._reporter.add(self._progress, result, flush)
@@ -141,6 +152,7 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         progress = self._progress
+        self._after_step.check(self._transport)
         if self._is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
         if self._is_digest_due():
@@ -149,7 +161,7 @@ class Trainer:
         if self._is_save_due() or improved:
             self._keeper.save(progress, improved)
 
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Generator[Any, None, None]:
         """This rank's microbatches, from the present step on."""
         microbatches = self._balancer.ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, self._progress.step, self._parts.total_steps)
@@ -226,10 +238,15 @@ class Trainer:
             TaskFailure: it is not the first time.
         """
         step = self._progress.step
-        if self._failed_step == step:
+        if self._failed_step == step or self._after_step.has_failed:
             raise failure
         self._failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
+        self._fetch_anew()
+
+    def _fetch_anew(self) -> None:
+        """Fetch from the present step on, with other worker processes if there are any."""
+        self._batches.close()  # exceptions may refer to it for long, and so keep its workers alive
         self._batches = self._stream()
 
     def _recover(self) -> None:
@@ -243,7 +260,9 @@ class Trainer:
                 self._transport.regroup(takes_in=True)
                 on_first(self._transport, self._runtime.take_over)
                 self._runtime.at("catch_up", self._progress.step)
-                origin = find_origin(self._transport, rank, *self._dealt, row)
+                facts = self._parts.facts
+                origin = find_origin(self._transport, rank, *self._dealt, row, facts)
+                self._refuse(origin)
                 copied, state = self._catch_up(origin)
                 break
             except GroupBroken:
@@ -258,6 +277,29 @@ class Trainer:
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
 
+    def _refuse(self, origin: Origin) -> None:
+        """Go on without newcomers whose script or data has been changed since the run began.
+
+        Raises:
+            GroupBroken: there are such ones; they leave.
+        """
+        if not origin.strangers:
+            return
+        if self._transport.rank in origin.strangers:
+            self._transport.withdraw()
+        for rank, names in origin.strangers.items():
+            row = origin.rows[rank]
+            self._runtime.emit(
+                Warned(
+                    step=self._progress.step,
+                    message=f"the new process of slot {row['slot']} on {row['host']} is refused: "
+                    f"it differs in {', '.join(names)}; the script or its data have changed since "
+                    "the run began; training goes on without it",
+                )
+            )
+        self._transport.stop_growing()
+        raise GroupBroken("a new process is refused")
+
     def _catch_up(self, origin: Origin) -> tuple[bool, OptimizerState | None]:
         """Bring ranks that are behind, or new, to where the others are.
 
@@ -268,6 +310,7 @@ class Trainer:
         parts.step.give_up()
         lead = find_lead(transport, self._progress, self._result, parts.step.applied, self._is_new)
         state = None
+        to_do = self._progress.step < lead.step
         if self._config.optimizer.sharded:
             if lead.result is not None and not self._is_new and self._progress.step < lead.step:
                 parts.step.follow(self._progress.step, self._progress.decays, lead.result)
@@ -275,6 +318,7 @@ class Trainer:
         if lead.is_ahead:
             known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}
             meta = copy_state(parts.step, parts.model, self._progress, known, transport, lead.rank)
+            to_do = lead.committed < lead.step
             if self._is_new:
                 self._progress = Progress.from_json(meta["progress"])
                 self._stop_reason, self._failed_step, report = meta["trainer"]
@@ -284,7 +328,7 @@ class Trainer:
         progress = self._progress
         if progress.step < lead.step:
             assert lead.result is not None
-            self._commit(lead.result)
+            self._commit(lead.result, to_do)
         if progress.evaluated < lead.evaluated:
             self._commit_evaluation("val", lead.metrics, 0.0)
         return lead.is_ahead, state
@@ -293,11 +337,12 @@ class Trainer:
         """Compute these microbatches from now on."""
         self._parts.step.deal_out(ranges, state)
         self._balancer.use(ranges)
-        self._batches = self._stream()
+        self._fetch_anew()
 
     def _finish(self) -> Finished:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         progress = self._progress
+        self._batches.close()
         folder = self._keeper.finish(progress)
         if progress.finished and "test" in self._parts.evaluations:
             self._evaluate("test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,9 +75,7 @@ class Progress:
         Raises:
             ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
         """
-        _check_there("watch", config.watch, metrics)
-        for rule in config.convergence:
-            _check_there("convergence.metric", rule.metric, metrics)
+        check_watched(config, metrics)
         self.evaluated = self.step
         for name in {rule.metric for rule in config.convergence}:
             longest = max(rule.window for rule in config.convergence if rule.metric == name)
@@ -108,10 +107,19 @@ class Progress:
         return ""
 
 
-def _check_there(key: str, name: str, metrics: dict[str, float]) -> None:
-    if name not in metrics:
-        raise shared(
-            ConfigError(
-                f"{key}={name!r}: no such metric; the evaluation has {', '.join(sorted(metrics))}"
-            )
-        )
+def check_watched(config: TrainConfig, metrics: Collection[str]) -> None:
+    """Refuse a config that goes by a metric which evaluations do not have.
+
+    Raises:
+        ConfigError: there is no such metric as `config.watch`, or one of `config.convergence`.
+    """
+    keys = {"watch": [config.watch], "convergence.metric": [r.metric for r in config.convergence]}
+    for key, names in keys.items():
+        for name in names:
+            if name not in metrics:
+                raise shared(
+                    ConfigError(
+                        f"{key}={name!r}: no such metric; the evaluation has "
+                        f"{', '.join(sorted(metrics))}"
+                    )
+                )

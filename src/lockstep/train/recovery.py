@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.comm.transport import Transport
-from lockstep.errors import RankFailure
+from lockstep.errors import RankFailure, shared
 from lockstep.train.progress import Progress
 from lockstep.train.step import StepResult
 
@@ -26,30 +26,45 @@ class Origin:
         members: for each rank, the one it had when state was dealt out.
         num_members: how many ranks there were then.
         rows: for each rank, what its `Joined` event says.
+        strangers: for each newcomer that would train something else, what differs.
     """
 
     former: list[int]
     members: list[int]
     num_members: int
     rows: list[dict[str, Any]]
+    strangers: dict[int, list[str]]
 
 
 def find_origin(
-    transport: Transport, former: int, member: int, num_members: int, row: dict[str, Any]
+    transport: Transport,
+    former: int,
+    member: int,
+    num_members: int,
+    row: dict[str, Any],
+    facts: dict[str, Any],
 ) -> Origin:
     """Find out where the ranks of a new group come from, given where this one does; a collective.
 
     Raises:
         RankFailure: they are all newcomers.
     """
-    found = transport.gather_json([former, member, num_members, row])
-    if max(n for _, _, n, _ in found) == 0:
-        raise RankFailure(
-            "all ranks that had begun have died; go on from the newest checkpoint with "
-            "`lockstep resume`"
+    found = transport.gather_json([former, member, num_members, row, facts])
+    if max(n for _, _, n, _, _ in found) == 0:
+        raise shared(
+            RankFailure(
+                "all ranks that had begun have died; go on from the newest checkpoint with "
+                "`lockstep resume`"
+            )
         )
-    formers, members, sizes, rows = zip(*found, strict=True)
-    return Origin(list(formers), list(members), max(sizes), list(rows))
+    formers, members, sizes, rows, known = zip(*found, strict=True)
+    expected = next(f for f, rank in zip(known, formers, strict=True) if rank != NOWHERE)
+    differences = {
+        rank: [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
+        for rank, theirs in enumerate(known)
+    }
+    strangers = {rank: names for rank, names in differences.items() if names}
+    return Origin(list(formers), list(members), max(sizes), list(rows), strangers)
 
 
 @dataclass(frozen=True)
@@ -57,8 +72,9 @@ class Lead:
     """The state that all ranks are to have.
 
     Attributes:
-        rank: the lowest one that has it.
+        rank: the lowest one that has it, one that has committed it if there is one.
         step: its committed steps, and one that it has applied.
+        committed: its committed steps.
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
         metrics: of the validation split.
@@ -67,6 +83,7 @@ class Lead:
 
     rank: int
     step: int
+    committed: int
     evaluated: int
     result: StepResult | None
     metrics: dict[str, float]
@@ -93,20 +110,21 @@ def find_lead(
         is_new: whether this rank has no state yet.
     """
     positions = transport.gather_json(
-        [NOWHERE, NOWHERE]
+        [NOWHERE, NOWHERE, NOWHERE]
         if is_new
-        else [progress.step + (applied is not None), progress.evaluated]
+        else [progress.step + (applied is not None), progress.step, progress.evaluated]
     )
-    step, evaluated = max(positions)
-    rank = positions.index([step, evaluated])
-    assert all(step - theirs <= 1 for theirs, _ in positions if theirs != NOWHERE)
+    step, committed, evaluated = max(positions)
+    rank = positions.index([step, committed, evaluated])
+    assert all(step - theirs <= 1 for theirs, _, _ in positions if theirs != NOWHERE)
     own = [applied or result, progress.metrics] if transport.rank == rank else None
     values, metrics = transport.gather_json(own)[rank]
     return Lead(
         rank,
         step,
+        committed,
         evaluated,
         StepResult(*values) if values else None,
         {k.removeprefix(_PREFIX): v for k, v in metrics.items() if k.startswith(_PREFIX)},
-        any(theirs < step for theirs, _ in positions),
+        any(theirs < step for theirs, _, _ in positions),
     )

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.comm.transport import Transport
 from lockstep.errors import DivergenceError, TaskError, shared
 from lockstep.train.flat import model_digest, tensor_digest
+from lockstep.train.task import Task
+from lockstep.train.task_state import task_digests
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:
@@ -39,7 +41,7 @@ def check_start(transport: Transport, model: nn.Module) -> None:
     Raises:
         TaskError: on every rank, naming the first tensor and the ranks that differ.
     """
-    found = _first_difference(transport, model.state_dict() | dict(model.named_buffers()))
+    found = _first_difference(transport, _digests(model.state_dict() | dict(model.named_buffers())))
     if found:
         raise shared(
             TaskError(
@@ -51,23 +53,25 @@ def check_start(transport: Transport, model: nn.Module) -> None:
 
 
 def check_replicas(
-    transport: Transport, model: nn.Module, buffers: Mapping[str, Tensor], step: int
+    transport: Transport, model: nn.Module, buffers: Mapping[str, Tensor], task: Task, step: int
 ) -> None:
-    """Compare all ranks' parameters and buffers after a step.
+    """Compare all ranks' parameters, buffers and state of the task after a step.
 
     Args:
         transport: the group of ranks.
         model: of this rank.
         buffers: of the model, that its `state_dict` leaves out.
+        task: of the run.
         step: number of the step.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
     """
-    digests = transport.gather_json(model_digest(model, buffers))
+    own = task_digests(task)
+    digests = transport.gather_json([model_digest(model, buffers), own])
     if all(d == digests[0] for d in digests):
         return
-    found = _first_difference(transport, model.state_dict() | dict(buffers))
+    found = _first_difference(transport, _digests(model.state_dict() | dict(buffers)) | own)
     raise shared(
         DivergenceError(
             f"step {step}: {found}, though all ranks must hold the same bits: memory or hardware "
@@ -86,9 +90,12 @@ def batch_digest(batch: Any) -> str:
     return sha.hexdigest()
 
 
-def _first_difference(transport: Transport, tensors: dict[str, Tensor]) -> str:
-    """Names the first tensor that is not the same everywhere, and the ranks in the minority."""
-    mine = {name: tensor_digest(name, t).hex() for name, t in tensors.items()}
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(name, t).hex() for name, t in tensors.items()}
+
+
+def _first_difference(transport: Transport, mine: dict[str, str]) -> str:
+    """Names the first digest that is not the same everywhere, and the ranks in the minority."""
     everyone = transport.gather_json(mine)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:

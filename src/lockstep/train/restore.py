@@ -15,6 +15,7 @@ from lockstep.train.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype
 from lockstep.train.progress import Progress
 from lockstep.train.slices import whole_state
 from lockstep.train.step import Step
+from lockstep.train.task_state import capture_task, restore_task
 
 
 def capture(
@@ -33,6 +34,7 @@ def capture(
         meta: what else is to be kept.
         state: of the optimizer, already copied.
     """
+    task, values = capture_task(step.task)
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     buffers = {n: t.detach().to("cpu", copy=True) for n, t in step.state.unsaved.items()}
     meta = meta | {
@@ -40,6 +42,7 @@ def capture(
         "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
         "optimizer_scalars": state.scalars,
         "optimizer_shared": state.shared,
+        "task": values,
     }
 
     def make() -> Snapshot:
@@ -48,7 +51,7 @@ def capture(
             for key, segments in state.flats.items()
             for name, tensor in step.flat.named(segments).items()
         } | {name: tensor.cpu() for name, tensor in state.tensors.items()}
-        return Snapshot(progress_step, tensors, optimizer, meta, buffers)
+        return Snapshot(progress_step, tensors, optimizer, meta, buffers, task)
 
     progress_step = progress.step
     return make
@@ -120,11 +123,20 @@ def load_model(snapshot: Snapshot, model: nn.Module) -> None:
 
 
 class Received(NamedTuple):
-    """A snapshot on its way into use: tensors of the model, state of the optimizer, the rest."""
+    """A snapshot on its way into use.
+
+    Attributes:
+        model: its tensors by name.
+        buffers: of the model, that its `state_dict` leaves out.
+        optimizer: its state.
+        task: tensors of the task's own state.
+        meta: the rest.
+    """
 
     model: dict[str, Tensor]
     buffers: dict[str, Tensor]
     optimizer: OptimizerState
+    task: dict[str, Tensor]
     meta: dict[str, Any]
 
 
@@ -153,6 +165,7 @@ def receive(
     step.stepper.load_state(received.optimizer)
     step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
     step.state.mark()
+    restore_task(step.task, received.task, received.meta.get("task", {}))
     return received.meta
 
 
@@ -188,24 +201,35 @@ def _receive(
     for name, tensor in (tensors | buffers).items():
         tensor.copy_(sources.get(name, tensor))
         _broadcast(transport, tensor, root)
-    saved = snapshot.optimizer if snapshot else {}
-    layout = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in saved.items()}
-    meta, layout = transport.gather_json([snapshot.meta if snapshot else {}, layout])[root]
+    meta = transport.gather_json(snapshot.meta if snapshot else {})[root]
     state = OptimizerState({}, {}, meta["optimizer_scalars"], meta.get("optimizer_shared", {}))
+    saved = snapshot.optimizer if snapshot else {}
     if step.stepper.elementwise:
-        for key in sorted({name.partition("/")[0] for name in layout}):
+        keys = sorted({name.partition("/")[0] for name in saved})
+        for key in transport.gather_json(keys)[root]:
             flats = state.flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
             for name, view in step.flat.named(flats).items() if saved else ():
                 view.copy_(saved[f"{key}/{name}"])
             for flat in flats:
                 _broadcast(transport, flat, root)
     else:
-        for name, (dtype, shape) in layout.items():
-            tensor = torch.empty(shape, dtype=DTYPES[dtype], device=step.flat.flats[0].device)
-            tensor.copy_(saved.get(name, tensor))
-            _broadcast(transport, tensor, root)
-            state.tensors[name] = tensor
-    return Received(tensors, buffers, state, meta)
+        state.tensors.update(_receive_named(saved, step, transport, root))
+    task = _receive_named(snapshot.task if snapshot else {}, step, transport, root)
+    return Received(tensors, buffers, state, {n: t.cpu() for n, t in task.items()}, meta)
+
+
+def _receive_named(
+    saved: dict[str, Tensor], step: Step, transport: Transport, root: int
+) -> dict[str, Tensor]:
+    """Tensors of rank `root` by name, on all ranks, whatever their shapes and dtypes."""
+    own = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in saved.items()}
+    received = {}
+    for name, (dtype, shape) in transport.gather_json(own)[root].items():
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=step.flat.flats[0].device)
+        tensor.copy_(saved.get(name, tensor))
+        _broadcast(transport, tensor, root)
+        received[name] = tensor
+    return received
 
 
 def _broadcast(transport: Transport, tensor: Tensor, root: int) -> None:

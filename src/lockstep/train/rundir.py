@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from lockstep.parsing import as_type, parse_object, parse_yaml, shown
 from lockstep.train import checkpoint
 
 _IDENTITY = "run.json"
+
+_LOCK_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,36 @@ class RunDirectory:
             self.close()
             raise
 
-    def lock(self) -> None:
+    def lock(self, patience_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> None:
         """Make sure that this process is the only one that writes here; no-op if it is.
+
+        Args:
+            patience_s: how long to wait for a process that holds the lock and is about to end.
+            on_wait: called again and again while waiting.
 
         Raises:
             RunDirectoryError: it cannot be written, or another job uses it.
         """
         if self._lock is not None:
             return
+        deadline = time.monotonic() + patience_s
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                raise RunDirectoryError(
+                    f"{self.path}: another job is training in it; wait for it, or choose another "
+                    "with --run-dir"
+                )
+            on_wait()
+            time.sleep(_LOCK_POLL_S)
+
+    def _try_lock(self) -> bool:
+        """Whether this process has the lock now.
+
+        A POSIX record lock belongs to the process: it is gone when the process ends, where an
+        `flock` would live on in forked children such as data loader workers. In return, closing
+        any descriptor of the file gives it up, and it does not exclude this process itself; so
+        nothing else may open the file.
+        """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
@@ -95,13 +121,10 @@ class RunDirectory:
                 f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
             ) from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both for "someone has it"
             self.close()
-            raise RunDirectoryError(
-                f"{self.path}: another job is training in it; wait for it, or choose another "
-                "with --run-dir"
-            ) from None
+            return False
         except OSError as error:
             self.close()
             raise RunDirectoryError(
@@ -110,6 +133,7 @@ class RunDirectory:
         for path in leftovers(self.path) + leftovers(self.checkpoints):
             with suppress(OSError):  # folders are pruned with the checkpoints
                 path.unlink()
+        return True
 
     def close(self) -> None:
         """Give up the claim."""
@@ -130,6 +154,13 @@ class RunDirectory:
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
                 )
+        try:
+            checkpoint.bring_back(self.checkpoints)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
+                "is a checkpoint that was about to be replaced; rename it yourself"
+            ) from None
         if checkpoint.folders(self.checkpoints) and not resume:
             newest = checkpoint.folders(self.checkpoints)[0].name
             raise RunDirectoryError(

@@ -106,6 +106,8 @@ def shared_error(
     elif error is not None:
         trace = "".join(traceback.format_exception(error)).rstrip()
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
+        # They hold on to all that the failed code was at: activations, worker processes.
+        traceback.clear_frames(error.__traceback__)
     found = next((e for e in transport.gather_json(mine) if e), None)
     return _error(*found) if found else None
 
@@ -117,9 +119,12 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
         RankFailure: it can't.
     """
     if not transport.can_regroup:
-        raise RankFailure(
-            f"a rank has died or does not answer ({loss}); go on from the newest checkpoint with "
-            "`lockstep resume` or --resume"
+        # Nobody waits for this rank any more: the group is broken for all.
+        raise shared(
+            RankFailure(
+                f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
+                "with `lockstep resume` or --resume"
+            )
         ) from None
 
 

@@ -7,27 +7,50 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
+from lockstep.comm.pulse import Pulse
 from lockstep.errors import CheckpointError
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.events import Checkpointed, Emit, Warned
 from lockstep.train.faults import At, nothing
 
+SLOW_S = 60.0
+"""Training that has waited for the disk for so long says so."""
+
 
 class Saver:
-    """Writes snapshots in a background thread, one at a time, on rank 0.
+    """Writes snapshots in a thread, one at a time, on rank 0.
 
     What the thread has to say is emitted by the training thread, from `poll`.
+
+    A training thread that waits for the disk does not count as hanging, however long it takes: to
+    end its process would not make the disk faster, and the next rank 0 would wait for the same one.
+
+    Args:
+        root: folder of all checkpoints.
+        keep: how many of the newest to keep.
+        background: whether training goes on while a checkpoint is written.
+        emit: takes events.
+        pulse: of this process.
+        at: called in the middle of writing a checkpoint.
     """
 
     def __init__(
-        self, root: Path, keep: int, background: bool, emit: Emit, at: At = nothing
+        self,
+        root: Path,
+        keep: int,
+        background: bool,
+        emit: Emit,
+        pulse: Pulse,
+        at: At = nothing,
     ) -> None:
         self._root = root
         self._keep = keep
         self._background = background
         self._emit = emit
+        self._pulse = pulse
         self._at = at
+        self._step = 0
         self._thread: threading.Thread | None = None
         self._done: Checkpointed | None = None
         self._error: tuple[int, Exception] | None = None
@@ -45,12 +68,10 @@ class Saver:
         """
         self.wait()
         arguments = (make, best, started)
-        if self._background:
-            self._thread = threading.Thread(target=self._write, args=arguments, name="saver")
-            self._thread.start()
-            return perf_counter() - started
-        self._write(*arguments)
-        self.poll()
+        self._thread = threading.Thread(target=self._write, args=arguments, name="saver")
+        self._thread.start()
+        if not self._background:
+            self.wait()
         return perf_counter() - started
 
     def poll(self) -> None:
@@ -77,8 +98,19 @@ class Saver:
     def wait(self) -> None:
         """Return when nothing is being written any more."""
         if self._thread is not None:
-            self._thread.join()
+            self._pulse.wait()
+            self._thread.join(SLOW_S)
+            if self._thread.is_alive():
+                self._emit(
+                    Warned(
+                        step=self._step,
+                        message=f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s "
+                        f"for the checkpoint of step {self._step} to be written",
+                    )
+                )
+                self._thread.join()
             self._thread = None
+            self._pulse.go()
         self.poll()
 
     def finish(self, step: int) -> Path:
@@ -99,10 +131,10 @@ class Saver:
     def _write(self, make: Callable[[], Snapshot], best: bool, started: float) -> None:
         stall_s = perf_counter() - started
         begun = perf_counter()
-        step = -1
+        self._step = step = 0
         try:
             snapshot = make()
-            step = snapshot.step
+            self._step = step = snapshot.step
             folder, size = checkpoint.write(
                 self._root, snapshot, lambda: self._at("checkpoint", step)
             )

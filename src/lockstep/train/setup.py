@@ -20,13 +20,17 @@ from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.layout import split
 from lockstep.train.buffers import ForwardState, changed_by
 from lockstep.train.compute import Compute
+from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
-from lockstep.train.flat import FlatTensors
+from lockstep.train.flat import FlatTensors, model_digest
+from lockstep.train.held_state import held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
-from lockstep.train.replicas import batch_digest, check_same, check_start
+from lockstep.train.progress import check_watched
+from lockstep.train.replicas import check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task, own_collate
+from lockstep.train.trial import Passes, Trial
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Parts:
         model: in training mode, its trainable parameters in flat memory.
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
-        data_digest: tells datasets apart, by their first microbatch.
+        facts: what must be the same for all that take part in a run, by what it is called.
     """
 
     model: nn.Module
@@ -47,7 +51,12 @@ class Parts:
     loader: Loader
     evaluations: dict[str, Evaluation]
     total_steps: int
-    data_digest: str
+    facts: dict[str, Any]
+
+    @property
+    def data_digest(self) -> str:
+        """Tells datasets apart, by their first microbatch."""
+        return str(self.facts["first microbatch"])
 
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
@@ -59,28 +68,33 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     transport = runtime.transport
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
+    start = {"the model's start": model_digest(model)}
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
-    first = everywhere(transport, lambda: loader.microbatch(0, 0))
-    data_digest = batch_digest(first)
-    check_same(
-        transport,
-        {
-            "config": config.hash,
-            "number of samples": sampler.num_samples,
-            "first microbatch": data_digest,
-        },
-    )
-
+    facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
-    state = everywhere(transport, lambda: ForwardState(model, _changed(model, compute, first)))
+    trial = everywhere(transport, lambda: _try_out(task, model, flat, compute, loader))
+    facts["first microbatch"] = trial.data_digest
+    facts["metrics"] = list(compute.metrics or ())
+    facts["loss and gradient of the first microbatch"] = trial.digest
+    check_same(transport, facts)
+    state = everywhere(transport, lambda: ForwardState(model, trial.changed))
+    constants = Constants(model, trial.changed)
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
-    step = Step(runtime, config, compute, flat, state, optimizer, ranges, total_steps)
-    check_same(transport, step.stepper.description)
+    step = Step(
+        runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
+    )
+    facts |= step.stepper.description
+    check_same(transport, facts)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
     everywhere(transport, lambda: check_judged(config, splits))
-    return Parts(model, compute, step, sampler, loader, splits, total_steps, data_digest)
+    if "val" in splits and _watched(config) != {"loss"}:
+        everywhere(
+            transport, lambda: _check_metrics(config, splits["val"], runtime, model, compute)
+        )
+    return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
@@ -127,6 +141,20 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
             )
 
 
+def _watched(config: TrainConfig) -> set[str]:
+    """The evaluation metrics that the config goes by; the loss is always there."""
+    return {config.watch, *(rule.metric for rule in config.convergence)}
+
+
+def _check_metrics(
+    config: TrainConfig, val: Evaluation, runtime: Runtime, model: nn.Module, compute: Compute
+) -> None:
+    """Find out before the first step, from one batch, that evaluations have what is watched."""
+    metrics: list[str] = []
+    changed_by(model, lambda: metrics.extend(val.first_batch(runtime.transport, model, compute)))
+    check_watched(config, metrics)
+
+
 def _model(
     task: Task, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -157,9 +185,26 @@ def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[Elasti
     return sampler, loader
 
 
-def _changed(model: nn.Module, compute: Compute, batch: Any) -> list[str]:
-    """Names of the buffers that a forward pass changes, found by trying one."""
-    return changed_by(model, partial(compute.forward, 0, 0, batch))
+def _try_out(
+    task: Task, model: nn.Module, flat: FlatTensors, compute: Compute, loader: Loader
+) -> Trial:
+    """Compute the first microbatch twice.
+
+    Raises:
+        TaskError: it is not the same both times.
+    """
+    passes = Passes(
+        model,
+        [(entry.name, tensor) for entry, tensor in zip(flat.entries, flat.tensors, strict=True)],
+        partial(loader.microbatch, 0, 0),
+        partial(compute.forward, 0, 0),
+    )
+    roots = {"task": task, "dataset('train')": loader.dataset, "model": model}
+
+    def held() -> dict[str, str]:
+        return held_state(roots | module_globals(type(task)))
+
+    return passes.run_twice(held, task.scratch)
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -34,9 +34,11 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
         there = [owner, (owner + 1) % num_slices] if with_buddy else [owner]
         left = [members.index(rank) for rank in there if rank in members]
         if not left:
-            raise RankFailure(
-                f"rank {owner} has died, and with it the last copy of its part of the optimizer's "
-                "state (optimizer.sharded=true); resume from the newest checkpoint"
+            raise shared(
+                RankFailure(
+                    f"rank {owner} has died, and with it the last copy of its part of the "
+                    "optimizer's state (optimizer.sharded=true); resume from the newest checkpoint"
+                )
             )
         found.append(left[0])
     return found

@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.parallel.layout import Range
 from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Backward, Compute, check_weight
+from lockstep.train.constants import Constants
+from lockstep.train.faults import FaultsInside
 from lockstep.train.flat import FlatTensors
 from lockstep.train.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.train.optimizer_state import OptimizerState
@@ -70,6 +72,7 @@ class Step:
     """Everything a training step needs, bound together once.
 
     Attributes:
+        task: whose step it is.
         flat: the trainable parameters.
         state: the buffers that forward passes change.
         stepper: the optimizer.
@@ -84,9 +87,11 @@ class Step:
         self,
         runtime: Runtime,
         config: TrainConfig,
+        model: nn.Module,
         compute: Compute,
         flat: FlatTensors,
         state: ForwardState,
+        constants: Constants,
         optimizer: torch.optim.Optimizer,
         ranges: Sequence[Range],
         total_steps: int,
@@ -97,11 +102,14 @@ class Step:
         self._total_steps = total_steps
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
+        self.task = compute.task
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
+        self._constants = constants
         self._backward = Backward(flat.tensors, state)
+        self._inside = FaultsInside(model, runtime.at)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
         self._summed: Summed | None = None
         self.share = self._lay_out(ranges)
@@ -114,7 +122,7 @@ class Step:
 
         What this rank has applied stays.
         """
-        self.state.restore()
+        self._backward.restart()
         if self.applied is not None:
             self.share.put_back()
 
@@ -164,6 +172,9 @@ class Step:
         watch.start()
         self.share.reduction.restart()
         self._summed = None
+        self._backward.clear_gradients()
+        self._constants.mark()
+        self._inside.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
@@ -176,6 +187,7 @@ class Step:
                 watch.compute_s += watch.lap()
                 self._runtime.transport.pulse.beat()
                 self._runtime.at("compute", step)
+            self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             error = caught
         self._runtime.at("reduce", step)
@@ -303,7 +315,7 @@ class Step:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h[_FAILED] for h in headers):
-            self.state.restore()
+            self._backward.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure

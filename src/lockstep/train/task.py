@@ -59,9 +59,12 @@ class Task(ABC):
         Config: the config class, for tasks with keys of their own.
         config: the config this task was made with. A run whose command overrides keys makes the
             task anew.
+        scratch: paths of values that batches may change since no result depends on them, such as
+            timers: `scratch = ("task.calls",)`. All others must stay as they are between steps.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
+    scratch: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: TrainConfig | None = None) -> None:
         """Make a task.
@@ -102,6 +105,37 @@ class Task(ABC):
     def collate(self, samples: list[Any]) -> Any:
         """A batch from samples, where the dataset does not make batches itself."""
         return default_collate(samples)
+
+    def after_step(self, model: nn.Module, step: int) -> None:  # noqa: B027
+        """Change what a step changes beside the optimizer: averages of weights, counters, targets.
+
+        Runs once for each optimizer step, on every rank alike and with the same random state, after
+        the parameters have been stepped. It must not look at ranks, batches, time or files, or the
+        replicas part. State of the task's own that it changes belongs in `state_dict`.
+
+        Args:
+            model: in training mode; its parameters and buffers may be changed in place.
+            step: how many optimizer steps have been done, 1 after the first.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the task's own by name: tensors, and values that JSON can hold.
+
+        It is saved in checkpoints, copied to ranks that join, and compared across ranks.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, before training goes on.
+
+        Raises:
+            TaskError: there is state, and the task does not say how to load it.
+        """
+        if state:
+            raise TaskError(
+                f"{type(self).__name__}.load_state_dict: is missing; there is state to load: "
+                f"{', '.join(sorted(state))}"
+            )
 
     @property
     def name(self) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +17,24 @@ import netCDF4
 import numpy as np
 import pytest
 import torch
+from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, good, values
 
+from lockstep.recipes.ufs.classic import Damaged, check_whole
 from lockstep.recipes.ufs.export import export_net, load_program, load_script
 from lockstep.recipes.ufs.jacobian import physical
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.rows import Scale
 from lockstep.recipes.ufs.variables import VARIABLES
 
-INPUTS = ("sst", "hi", "uatm", "qref")
+INPUTS = NAMES
 OUTPUTS = ("aice", "tsfc")
 
 
 @pytest.fixture(scope="module")
 def net() -> SeaIceNet:
     torch.manual_seed(0)
-    scale = Scale(np.array([-1, 1, 2, 1e-3, 0.5, -8]), np.array([0.7, 0.5, 5, 5e-4, 0.3, 6]))
+    mean = np.array([-1, 1, 2, 1e-3, -5, 0.5, -8])
+    scale = Scale(mean, np.array([0.7, 0.2, 5, 2e-4, 8, 0.3, 6]))
     return SeaIceNet(INPUTS, OUTPUTS, (16, 16), scale, squash=True).requires_grad_(False)
 
 
@@ -60,11 +66,13 @@ def test_metadata_is_in_every_form(exported: Path) -> None:
     script: Any = load_script(exported / "emulator.ts")
     assert script.inputs == list(INPUTS)
     assert script.output_names == ["sea_ice_area_fraction", "skin_temperature_at_surface"]
-    assert script.levels == [0, 0, 127, 127]
+    assert script.levels == [0, 0, 127, 127, 127]
     said = json.loads((exported / "metadata.json").read_text())
     assert json.loads(script.metadata) == said
     assert said["input_names"][3] == "water_vapor_mixing_ratio_wrt_moist_air"
-    assert said["input_units"] == ["degC", "m", "m/s", "kg/kg"]
+    assert said["input_units"] == ["degC", "m", "m/s", "kg/kg", "degC"]
+    assert said["cf_units"] == ["degC", "m", "m/s", "kg/kg", "K"]
+    assert script.cf_shifts == [0, 0, 0, 0, -273.15]
     assert said["config_hash"] == "abc"
     extra = {"metadata.json": ""}
     torch.export.load(exported / "emulator.pt2", extra_files=extra)
@@ -132,6 +140,31 @@ def netcdf(path: Path, rows: torch.Tensor, names: tuple[str, ...] = INPUTS) -> P
     return path
 
 
+def written(path: Path, name: str, kind: str, values: Any, **attributes: Any) -> Path:
+    """A good file, in which one variable has other values and attributes, as they are stored."""
+    good(path, "rows")
+    fill = attributes.pop("_FillValue", None)
+    with netCDF4.Dataset(path, "a") as data:
+        if name in data.variables:
+            data.renameVariable(name, "other")
+        if name == VARIABLES["tair"].cf_name:
+            data.renameVariable("tair", "another")
+        made = data.createVariable(name, kind, ("row",), fill_value=fill)
+        made.set_auto_maskandscale(False)
+        made[:] = values
+        made.setncatts(attributes)
+    return path
+
+
+def damage(path: Path) -> str:
+    """What Python finds wrong with a header."""
+    try:
+        check_whole(path)
+    except Damaged as error:
+        return str(error)
+    return ""
+
+
 def parsed(text: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [N, out] and Jacobians [N, out, in] of what the program printed."""
     values = [float(v) for v in re.findall(r"^  \w+ = (\S+)$", text, re.M)]
@@ -144,12 +177,11 @@ def parsed(text: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_program_agrees_with_python(
     program: Path, exported: Path, net: SeaIceNet, rows: torch.Tensor, tmp_path: Path
 ) -> None:
-    turned = [3, 1, 0, 2]
+    turned = [3, 1, 0, 4, 2]
     inputs = [
         csv(tmp_path / "plain.csv", rows),
         csv(tmp_path / "named.csv", rows[:, turned], ",".join(INPUTS[i] for i in turned)),
         netcdf(tmp_path / "rows.nc", rows),
-        netcdf(tmp_path / "cf.nc", rows, tuple(VARIABLES[name].cf_name for name in INPUTS)),
     ]
     for path in inputs:
         done = call(program, exported / "emulator.ts", path)
@@ -158,7 +190,7 @@ def test_the_program_agrees_with_python(
         assert torch.allclose(outputs, net.predict(rows), rtol=1e-6, atol=0)
         wanted = physical(net, rows)
         assert (jacobians - wanted).abs().max() <= 1e-6 * wanted.abs().max()
-        assert torch.allclose(jacobians, wanted, rtol=1e-5, atol=0)
+        assert torch.allclose(jacobians, wanted, rtol=1e-4, atol=0)
         said = done.stdout.splitlines()[0].removeprefix("metadata ")
         assert json.loads(said)["inputs"] == list(INPUTS)
 
@@ -171,21 +203,23 @@ def test_the_program_names_what_is_wrong(
     assert done.returncode == 1
     assert done.stderr.startswith("usage: ")
     model = exported / "emulator.ts"
-    (tmp_path / "text.csv").write_text("1,2,3,4\n1,2,x,4\n")
-    (tmp_path / "nan.csv").write_text("1,2,nan,4\n")
+    (tmp_path / "text.csv").write_text("1,2,3,0,0\n1,2,x,0,0\n")
+    (tmp_path / "nan.csv").write_text("1,2,nan,0,0\n")
     (tmp_path / "empty.csv").write_text("\n")
     (tmp_path / "broken.nc").write_bytes(b"CDF")
     long = torch.cat([rows, rows[:, :1]], dim=1)
     missing = netcdf(tmp_path / "missing.nc", rows[:, :3], INPUTS[:3])
     for path, message in {
-        csv(tmp_path / "short.csv", rows[:, :3]): "short.csv: line 1: has 3 values; must be 4",
-        csv(tmp_path / "long.csv", long): "long.csv: line 1: has 5 values; must be 4",
-        csv(tmp_path / "names.csv", rows, "sst,hi,uatm,q"): "names.csv: line 1: has no column qref",
+        csv(tmp_path / "short.csv", rows[:, :3]): "short.csv: line 1: has 3 values; must be 5",
+        csv(tmp_path / "long.csv", long): "long.csv: line 1: has 6 values; must be 5",
+        csv(
+            tmp_path / "names.csv", rows, "sst,hi,uatm,q,tair"
+        ): "names.csv: line 1: has no column qref",
         tmp_path / "text.csv": "text.csv: line 2: uatm='x' is not a number",
         tmp_path / "nan.csv": "nan.csv: line 1: uatm=nan: is not a finite number",
         tmp_path / "empty.csv": "empty.csv: holds no rows",
         tmp_path / "none.csv": "none.csv: cannot be read",
-        tmp_path / "broken.nc": "broken.nc: cannot be read: NetCDF",
+        tmp_path / "broken.nc": "broken.nc: is not NetCDF, or is truncated or damaged",
         missing: "missing.nc: has no variable qref (water_vapor_mixing_ratio_wrt_moist_air)",
     }.items():
         done = call(program, model, path)
@@ -195,3 +229,126 @@ def test_the_program_names_what_is_wrong(
     done = call(program, tmp_path / "text.csv", tmp_path / "text.csv")
     assert done.returncode == 2
     assert "is no TorchScript model" in done.stderr
+
+
+PACKED = np.array([10, 15, 20, 25, 30, 40])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "attributes", "expected"),
+    [
+        ("sst", "i2", {"scale_factor": 0.1, "add_offset": -3.0}, PACKED * 0.1 - 3),
+        ("sst", "i2", {"scale_factor": np.float32(0.1)}, PACKED * np.float32(0.1)),
+        ("sst", "u1", {"scale_factor": np.float32(0.1), "add_offset": 1.0, "_FillValue": 7},
+         PACKED.astype("u1") * np.float32(0.1) + 1.0),
+        ("sst", "i4", {"add_offset": np.float32(-12.5)}, PACKED + np.float64(-12.5)),
+        ("sst", "f8", {"missing_value": [1e30, -9.0], "units": " Celsius "}, PACKED),
+        ("tair", "i2", {"units": "degC"}, PACKED),
+        ("air_temperature", "f4", {"units": "Kelvin"},
+         (PACKED + 200).astype("f4") + np.float32(-273.15)),
+        ("air_temperature", "i2", {"scale_factor": 0.5, "add_offset": 250.0},
+         (PACKED * 0.5 + 250.0).astype("f4") + np.float32(-273.15)),
+    ],
+)  # fmt: skip
+def test_the_program_decodes_as_training_does(
+    name: str, kind: str, attributes: Any, expected: Any,
+    program: Path, exported: Path, net: SeaIceNet, tmp_path: Path,
+) -> None:  # fmt: skip
+    stored = PACKED + 200 if kind == "f4" else PACKED
+    path = written(tmp_path / "rows.nc", name, kind, stored, **attributes)
+    done = call(program, exported / "emulator.ts", path)
+    assert done.returncode == 0, done.stderr
+    column = "tair" if name == "air_temperature" else name
+    plain = torch.stack([torch.from_numpy(values(n, "rows")) for n in INPUTS], 1)
+    plain[:, INPUTS.index(column)] = torch.from_numpy(np.asarray(expected, np.float32))
+    assert torch.allclose(parsed(done.stdout)[0], net.predict(plain), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_a_cf_name_means_the_unit_of_cf_files(
+    program: Path, exported: Path, net: SeaIceNet, rows: torch.Tensor, tmp_path: Path
+) -> None:
+    kelvin = rows.double() + torch.tensor([0, 0, 0, 0, 273.15], dtype=torch.float64)
+    names = [VARIABLES[name].cf_name for name in INPUTS]
+    model = exported / "emulator.ts"
+    for path in (
+        csv(tmp_path / "cf.csv", kelvin, ",".join(names)),
+        netcdf(tmp_path / "cf.nc", kelvin, tuple(names)),
+    ):
+        done = call(program, model, path)
+        assert done.returncode == 0, done.stderr
+        assert torch.allclose(parsed(done.stdout)[0], net.predict(rows), rtol=1e-4, atol=1e-6)
+        assert torch.allclose(parsed(done.stdout)[0][:, 1], net.predict(rows)[:, 1], rtol=1e-5)
+    both = ",".join([*INPUTS, "air_temperature"])
+    wide = torch.cat([rows, kelvin[:, -1:].float()], 1)
+    for path, message in {
+        csv(tmp_path / "celsius.csv", rows, ",".join(names)):
+            "outside -95 to 65; air_temperature must be in K",
+        csv(tmp_path / "kelvin.csv", kelvin): "outside -95 to 65; tair must be in degC",
+        csv(tmp_path / "both.csv", wide, both): "has more than one column tair (air_temperature)",
+        csv(tmp_path / "huge.csv", [[1e300, 1, 1, 0, 0]]): "sst=1e+300: is inf degC, outside -5",
+        netcdf(tmp_path / "celsius.nc", rows, tuple(names)): "air_temperature must be in K",
+        written(tmp_path / "k.nc", "tair", "f4", 270, units="K"): "tair: units='K': must be degC",
+        written(tmp_path / "c.nc", "air_temperature", "f4", 270, units="degC"):
+            "air_temperature: units='degC': must be K",
+        written(tmp_path / "u.nc", "hi", "i1", 1, _Unsigned="true"): "_Unsigned: is not supported",
+        written(tmp_path / "f.nc", "hi", "i2", PACKED, _FillValue=20): "hi in row 2: is missing",
+        written(tmp_path / "m.nc", "hi", "f4", PACKED / 100, missing_value=[9.0, 0.25]):
+            "hi in row 3: is missing",
+    }.items():  # fmt: skip
+        done = call(program, model, path)
+        assert done.returncode == 2, (path, done.stdout)
+        assert message in done.stderr
+        assert not parsed(done.stdout)[0].numel()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_the_program_refuses_hostile_files(
+    kind: str, program: Path, exported: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "мёд ❄ hostile.nc"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        HOSTILE[kind](path, "rows")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    start = time.monotonic()
+    done = call(program, exported / "emulator.ts", path)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith(f"error: {path}: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert len(done.stderr) < 2000
+    assert time.monotonic() - start < 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(before, 1_000_000)
+
+
+@pytest.mark.slow
+def test_the_program_reads_headers_as_training_does(exported: Path, tmp_path: Path) -> None:
+    main = tmp_path / "main.cpp"
+    main.write_text(
+        '#include "classic.h"\n#include <cstdio>\nint main(int n, char **paths) {\n'
+        '  for (int i = 1; i < n; ++i) std::printf("%s\\n", damage_of(paths[i]).c_str());\n}\n'
+    )
+    source = exported / "cpp" / "classic.cpp"
+    command = ["c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", "-I", source.parent, source]
+    subprocess.run([*command, main, "-o", tmp_path / "check"], check=True)
+    paths = []
+    for version, form in FORMATS.items():
+        good(tmp_path / "whole.nc", "grid", form)
+        whole = (tmp_path / "whole.nc").read_bytes()
+        for size in [*range(0, len(whole), 7), len(whole)]:
+            paths.append(tmp_path / f"{version}-{size}.nc")
+            paths[-1].write_bytes(whole[:size])
+    for number, make in enumerate(HOSTILE.values()):
+        path = tmp_path / f"hostile-{number}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make(path, "grid")
+        if path.is_file():
+            paths.append(path)
+    done = subprocess.run([tmp_path / "check", *paths], capture_output=True, text=True, check=True)
+    expected = [damage(path) for path in paths]
+    assert [*map(bool, done.stdout.splitlines())] == [*map(bool, expected)]
+    agreed = sum(map(str.__eq__, done.stdout.splitlines(), expected))
+    assert agreed > 0.8 * len(paths)  # of damaged headers it may be said in other words

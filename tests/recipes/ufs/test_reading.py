@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -251,6 +252,17 @@ def kelvin(name: str) -> Callable[[Any], None]:
     return change
 
 
+def radians(*names: str) -> Callable[[Any], None]:
+    """Has places in radians, and does not say so."""
+
+    def change(data: Any) -> None:
+        for name in names:
+            data[name][:] = np.radians(data[name][:])
+            data[name].delncattr("units")
+
+    return change
+
+
 def turn(name: str) -> Callable[[Any], None]:
     """Replaces a variable by one with turned dims."""
 
@@ -297,6 +309,22 @@ MISTAKES = {
     "grids": (
         "ocn.000.nc", poke("longitude", 7.0, 3), r"on different grids: longitude differs by up",
     ),
+    "radians by unit": (
+        "iceh.000.nc", attribute("ULAT", "units", "radians"),
+        r"ULAT: units='radians': must be degrees_north",
+    ),
+    "radians by value": (
+        "iceh.000.nc", radians("ULAT", "ULON"), r"latitude: all places are .* in radians; must be",
+    ),
+    "radians in a pair": (
+        "ocn.000.nc", attribute("latitude", "units", "radian"), r"latitude: units='radian': must",
+    ),
+    "no such latitude": (
+        "iceh.000.nc", poke("ULAT", 95.0, 3), r"latitude: 95 is outside -90 to 90 degrees",
+    ),
+    "NaN in an axis": (
+        "ocn.000.nc", poke("latitude", np.nan, 3), r"latitude: has missing values; must be degrees",
+    ),
     "times": ("ocn.000.nc", poke("time", 6.0), r"different times: 0 hours .* and 6 hours"),
 }  # fmt: skip
 
@@ -329,6 +357,59 @@ def test_pairs_of_different_sizes(files: Path, tmp_path: Path, cache: Path) -> N
     sources = find_sources([f"{files}/iceh.000.nc", f"{tmp_path}/iceh.000.nc"], [], [], None)
     with pytest.raises(DataError, match="on different grids: 36x48 and 6x8"):
         rows(sources, Selection(ALL), cache)
+
+
+@pytest.mark.parametrize("kind", ["history", "pairs"])
+def test_latitudes_that_run_the_other_way(
+    kind: str, files: Path, tmp_path: Path, cache: Path
+) -> None:
+    for path in files.glob("*.00[01].nc"):
+        shutil.copy(path, tmp_path)
+        if ".001." in path.name:
+            with netCDF4.Dataset(tmp_path / path.name, "a") as data:
+                for variable in data.variables.values():
+                    for dim in {"nj", "latitude"} & {*variable.dimensions}:
+                        variable.set_auto_mask(False)
+                        axis = variable.dimensions.index(dim)
+                        variable[:] = np.flip(variable[:], axis)
+    sources, names = (history, ALL) if kind == "history" else (pairs, IN_PAIRS)
+    message = r"000.nc and .*001.nc: are on different grids: latitude .* runs the other way"
+    with pytest.raises(DataError, match=message):
+        rows(sources(tmp_path), Selection(names), cache)
+
+
+def test_longitudes_may_be_counted_otherwise(
+    changed: Callable[..., Path], files: Path, cache: Path
+) -> None:
+    def change(data: Any) -> None:
+        data["ULON"][:] = (data["ULON"][:] + 180) % 360 - 180
+
+    folder = changed("iceh.000.nc", change)
+    sources = find_sources([f"{files}/iceh.001.nc", f"{folder}/iceh.000.nc"], [], [], None)
+    assert len(rows(sources, Selection(ALL), cache)) > 100
+
+
+def test_other_content_of_the_same_size_and_time(changed: Callable[..., Path], cache: Path) -> None:
+    path = changed("iceh.000.nc", lambda _: None) / "iceh.000.nc"
+    status = path.stat()
+    before = rows(history(path.parent), Selection(ALL), cache)
+    with netCDF4.Dataset(path, "a") as data:
+        data["sss_h"][:] = data["sss_h"][:] + 1
+    assert path.stat().st_size == status.st_size
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = rows(history(path.parent), Selection(ALL), cache)
+    assert np.allclose(after.values[:, 1], before.values[:, 1] + 1)
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.9])
+def test_a_band_that_is_damaged(place: float, files: Path, cache: Path) -> None:
+    rows(history(files), Selection(ALL), cache)
+    band = next(cache.glob("rows-*/band-00001.safetensors"))
+    content = bytearray(band.read_bytes())
+    content[int(place * len(content))] ^= 1
+    band.write_bytes(content)
+    with pytest.raises(DataError, match=r"band-00001.safetensors: is damaged .*; remove it"):
+        rows(history(files), Selection(ALL), cache)
 
 
 @pytest.mark.parametrize("content", ["truncated", "text", "empty"])

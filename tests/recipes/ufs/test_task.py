@@ -132,7 +132,7 @@ def test_without_netcdf4_the_message_says_what_to_install(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "runs"), [("2", 2), pytest.param("1,2,3", 4, marks=pytest.mark.slow)]
+    ("ranks", "runs"), [("2", 3), pytest.param("1,2,3", 5, marks=pytest.mark.slow)]
 )
 def test_ranks_do_not_matter(lockstep: Any, files: Path, ranks: str, runs: int) -> None:
     done = lockstep("verify", "ufs", f"history={files}/iceh.*.nc", *SMALL, "--ranks", ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,13 +23,14 @@ from safetensors.numpy import save_file
 
 from lockstep.data.sharing import share_out
 from lockstep.errors import DataError
+from lockstep.recipes.ufs.places import check_degrees, check_same
 from lockstep.recipes.ufs.scenes import Scene
 from lockstep.recipes.ufs.sources import Source, check_sources
 
 BAND_CELLS = 1 << 17
 """About how many cells of the grid are read at a time."""
 
-_FORMAT = 2
+_FORMAT = 3
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
 _MOST_CHUNKED = 4
 """Bands grow up to so many times to match the chunks that files are stored in."""
@@ -76,7 +78,9 @@ class Band:
     counts: npt.NDArray[np.int64]
 
 
-def read_band(scene: Scene, number: int, rows: slice, selection: Selection) -> Band:
+def read_band(
+    scene: Scene, number: int, rows: slice, selection: Selection, like: Scene | None = None
+) -> Band:
     """Read one band.
 
     Args:
@@ -84,10 +88,15 @@ def read_band(scene: Scene, number: int, rows: slice, selection: Selection) -> B
         number: of the scene.
         rows: of its grid.
         selection: what to read.
+        like: an open scene of another file whose cells must be at the same places.
 
     Raises:
-        DataError: the file is damaged, or has values that cannot be right.
+        DataError: the file is damaged, has values that cannot be right, or is on another grid.
     """
+    places = scene.coordinates(rows)
+    check_degrees(scene.paths[-1], places, scene.says_degrees)
+    if like is not None:
+        check_same(like.paths[-1], like.coordinates(rows), scene.paths[-1], places)
     ocean = scene.ocean(rows).reshape(-1)
     cells = np.flatnonzero(ocean)
     complete = np.ones(len(cells), bool)
@@ -109,7 +118,7 @@ def read_band(scene: Scene, number: int, rows: slice, selection: Selection) -> B
         values=np.stack([fields[name][kept] for name in selection.names]),
         cell=cells + first,
         time=np.full(len(cells), number, np.int32),
-        place=np.stack([_flat(axis)[cells] for axis in scene.coordinates(rows)]),
+        place=np.stack([_flat(axis)[cells] for axis in places]),
         counts=np.array(counts, np.int64),
     )
 
@@ -162,13 +171,24 @@ def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
     """Some of a band's arrays, by the names in `Band`; no others are read.
 
     Raises:
-        DataError: the file is damaged.
+        DataError: the file is damaged: an array has another checksum than when it was written.
     """
     try:
         with safe_open(path, framework="numpy") as file:
-            return [file.get_tensor(name) for name in names]
+            checksums = file.metadata() or {}
+            found = [file.get_tensor(name) for name in names]
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: is damaged ({error}); remove it") from error
+    for name, array in zip(names, found, strict=True):
+        if checksums.get(name) != checksum(array):
+            raise DataError(f"{path}: is damaged ({name} has another checksum); remove it")
+    return found
+
+
+def checksum(array: npt.NDArray[Any]) -> str:
+    """CRC-32 of an array's type, shape and values."""
+    found = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
+    return f"{zlib.crc32(np.ascontiguousarray(array).data, found):08x}"
 
 
 class _Opened:
@@ -178,17 +198,27 @@ class _Opened:
         self._sources = sources
         self._number = -1
         self._scene: Scene | None = None
+        self._first: Scene | None = None
 
     def __enter__(self) -> _Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._scene is not None:
-            self._scene.close()
+        for scene in (self._scene, self._first):
+            if scene is not None:
+                scene.close()
+
+    def first(self, number: int) -> Scene | None:
+        """The first scene, to compare a scene of another file with."""
+        if self._sources[number].paths == self._sources[0].paths:
+            return None
+        self._first = self._first or self._sources[0].open()
+        return self._first
 
     def scene(self, number: int) -> Scene:
         if number != self._number:
-            self.__exit__()
+            if self._scene is not None:
+                self._scene.close()
             self._scene, self._number = self._sources[number].open(), number
         assert self._scene is not None
         return self._scene
@@ -199,8 +229,10 @@ def _keep(
 ) -> None:
     """Read a band and write it to a file."""
     time, rows = todo[number]
-    band = read_band(opened.scene(time), time, rows, selection)
-    save_file(dict(vars(band)), os.fspath(path))
+    band = read_band(opened.scene(time), time, rows, selection, opened.first(time))
+    arrays = dict(vars(band))
+    checksums = {name: checksum(array) for name, array in arrays.items()}
+    save_file(arrays, os.fspath(path), metadata=checksums)
 
 
 def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:

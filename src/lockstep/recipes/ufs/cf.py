@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.recipes.ufs.decode import Masked
 from lockstep.recipes.ufs.netcdf import NetcdfFile
-from lockstep.recipes.ufs.scenes import Bools, Masked, Scene, check_unit, wrong_dims
+from lockstep.recipes.ufs.places import Places, check_same
+from lockstep.recipes.ufs.scenes import Bools, Scene, check_shape, check_unit, wrong_dims
 from lockstep.recipes.ufs.variables import THICKNESS, VARIABLES, Variable
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""
 
-_TOLERANCE_DEG = 1e-4
+_AXES = ("latitude", "longitude")
 
 
 class PairScene(Scene):
@@ -42,19 +42,15 @@ class PairScene(Scene):
         files = {"atmosphere": NetcdfFile(atmosphere), "ocean": NetcdfFile(ocean)}
         self._files: Mapping[str, NetcdfFile] = MappingProxyType(files)
         axes = {kind: _axes(file) for kind, file in files.items()}
+        self.says_degrees = all(f.unit(n) is not None for f in files.values() for n in _AXES)
         sizes = {kind: tuple(len(axis) for axis in found) for kind, found in axes.items()}
         if sizes["atmosphere"] != sizes["ocean"]:
             shown = " and ".join(f"{a}x{b}" for a, b in sizes.values())
             raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
-        for name, one, other in zip(("latitude", "longitude"), *axes.values(), strict=True):
-            gap = float(np.abs(one - other).max())
-            if gap > _TOLERANCE_DEG:
-                raise DataError(
-                    f"{atmosphere} and {ocean}: are on different grids: {name} differs by up to "
-                    f"{gap:.4g} degrees"
-                )
+        check_same(atmosphere, axes["atmosphere"], ocean, axes["ocean"])
         self._latitude, self._longitude = axes["ocean"]
-        self.shape = sizes["ocean"][0], sizes["ocean"][1]
+        shape = sizes["ocean"][0], sizes["ocean"][1]
+        self.shape = check_shape(files["ocean"], "latitude, longitude", shape)
         times = {kind: file.time() for kind, file in files.items()}
         if all(times.values()) and times["atmosphere"] != times["ocean"]:
             raise DataError(
@@ -66,6 +62,9 @@ class PairScene(Scene):
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
+        for file in self._files.values():
+            for axis, degrees in zip(_AXES, ("degrees_north", "degrees_east"), strict=True):
+                check_unit(file, axis, degrees)
         for name in names:
             variable = VARIABLES[name]
             if not variable.cf_file:
@@ -85,7 +84,7 @@ class PairScene(Scene):
         found: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
         return found
 
-    def coordinates(self, rows: slice) -> tuple[Masked, Masked]:
+    def coordinates(self, rows: slice) -> Places:
         """The axes, spread over the cells."""
         latitude, longitude = np.meshgrid(self._latitude[rows], self._longitude, indexing="ij")
         return np.ma.asarray(latitude), np.ma.asarray(longitude)
@@ -114,7 +113,12 @@ class PairScene(Scene):
             raise DataError(wrong_dims(file, name, wanted))
         if last == ("dummy_surface_levels",) or dims["levels"] == 1 or file is self._files["ocean"]:
             return 0
-        numbers = [int(n) for n in file.read("model_levels", (slice(None),))]
+        if tuple(file.dims("model_levels")) != ("levels",):
+            raise DataError(wrong_dims(file, "model_levels", "(levels)"))
+        levels = file.read("model_levels", (slice(None),))
+        if np.ma.is_masked(levels) or not np.isfinite(levels.data).all():
+            raise DataError(f"{file.path}: model_levels: has missing values; must be numbers")
+        numbers = [int(n) for n in levels]
         if self._level is None:
             return int(np.argmax(numbers))
         if self._level not in numbers:
@@ -125,10 +129,13 @@ class PairScene(Scene):
         return numbers.index(self._level)
 
 
-def _axes(file: NetcdfFile) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def _axes(file: NetcdfFile) -> Places:
     """Latitude and longitude of a CF file."""
-    for name in ("latitude", "longitude"):
+    for name in _AXES:
         if tuple(file.dims(name)) != (name,):
             raise DataError(wrong_dims(file, name, f"({name})"))
-    latitude, longitude = (file.read(n, (slice(None),)).data for n in ("latitude", "longitude"))
+    latitude, longitude = (file.read(name, (slice(None),)) for name in _AXES)
+    for name, axis in zip(_AXES, (latitude, longitude), strict=True):
+        if np.ma.is_masked(axis) or not np.isfinite(axis.data).all():
+            raise DataError(f"{file.path}: {name}: has missing values; must be degrees")
     return latitude, longitude

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from lockstep.errors import DataError
+from lockstep.recipes.ufs.decode import Masked
 from lockstep.recipes.ufs.netcdf import NetcdfFile
-from lockstep.recipes.ufs.scenes import Bools, Masked, Scene, check_unit, wrong_dims
+from lockstep.recipes.ufs.places import Places
+from lockstep.recipes.ufs.scenes import Bools, Scene, check_shape, check_unit, wrong_dims
 from lockstep.recipes.ufs.variables import OCEAN_MASK, VARIABLES, Variable
+
+MOST_TIMES = 100_000
+"""In one file: more than ten years of hours."""
+
+_PLACES = MappingProxyType({"ULAT": "degrees_north", "ULON": "degrees_east"})
 
 
 class HistoryScene(Scene):
@@ -30,7 +38,11 @@ class HistoryScene(Scene):
             raise DataError(wrong_dims(self._file, OCEAN_MASK, "(nj, ni)"))
         self._dims = tuple(dims)
         rows, columns = dims.values()
-        self.shape = (rows, columns)
+        self.shape = check_shape(self._file, OCEAN_MASK, (rows, columns))
+        for name in _PLACES:
+            if tuple(self._file.dims(name)) != self._dims:
+                raise DataError(wrong_dims(self._file, name, f"({', '.join(self._dims)})"))
+        self.says_degrees = all(self._file.unit(name) is not None for name in _PLACES)
         self.when = self._file.time(time)
         self.chunk_rows = self._file.chunk_rows
 
@@ -48,10 +60,14 @@ class HistoryScene(Scene):
             file.close()
         if not count:
             raise DataError(f"{path}: time: has size 0; there are no fields")
+        if count > MOST_TIMES:
+            raise DataError(f"{path}: time: has size {count}; must be at most {MOST_TIMES}")
         return count
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
+        for name, degrees in _PLACES.items():
+            check_unit(self._file, name, degrees)
         wanted = ("time", *self._dims)
         for name in names:
             variable = VARIABLES[name]
@@ -64,15 +80,13 @@ class HistoryScene(Scene):
 
     def ocean(self, rows: slice) -> Bools:
         """Where umask is 1."""
-        mask: Bools = np.ma.filled(self._file.read(OCEAN_MASK, (rows,)) == 1, False)
+        mask: Bools = np.ma.filled(self._file.read(OCEAN_MASK, (rows, slice(None))) == 1, False)
         return mask
 
-    def coordinates(self, rows: slice) -> tuple[Masked, Masked]:
+    def coordinates(self, rows: slice) -> Places:
         """ULAT and ULON."""
-        for name in ("ULAT", "ULON"):
-            if tuple(self._file.dims(name)) != self._dims:
-                raise DataError(wrong_dims(self._file, name, f"({', '.join(self._dims)})"))
-        return self._file.read("ULAT", (rows,)), self._file.read("ULON", (rows,))
+        latitude, longitude = (self._file.read(name, (rows, slice(None))) for name in _PLACES)
+        return latitude, longitude
 
     def close(self) -> None:
         """Close the file."""
@@ -82,4 +96,4 @@ class HistoryScene(Scene):
         return self._file, variable.cice_name, variable.unit
 
     def _read(self, variable: Variable, rows: slice) -> Masked:
-        return self._file.read(variable.cice_name, (self._time, rows))
+        return self._file.read(variable.cice_name, (self._time, rows, slice(None)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import DataError
 from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.variables import VARIABLES
+from lockstep.recipes.ufs.variables import VARIABLES, spellings, to_unit
 
 TORCHSCRIPT = "emulator.ts"
 EXPORTED = "emulator.pt2"
@@ -43,6 +43,13 @@ class Emulator(nn.Module):
         output_names: CF names of the outputs.
         inputs: their short names.
         outputs: their short names.
+        input_units: in which the inputs are.
+        cf_units: in which CF files have them.
+        spellings: what a `units` attribute may say for each of `input_units`, with `|` between.
+        cf_spellings: the same for `cf_units`.
+        cf_shifts: what is added to a value in `cf_units` to have it in `input_units`.
+        low: the least plausible value of each input.
+        high: the greatest.
         levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
         metadata: JSON with all of these, units and versions.
     """
@@ -56,6 +63,14 @@ class Emulator(nn.Module):
         self.inputs = list(metadata["inputs"])
         self.outputs = list(metadata["outputs"])
         self.levels = list(metadata["levels"])
+        self.input_units = list(metadata["input_units"])
+        self.cf_units = list(metadata["cf_units"])
+        variables = [VARIABLES[name] for name in net.inputs]
+        self.spellings = ["|".join(spellings(unit)) for unit in self.input_units]
+        self.cf_spellings = ["|".join(spellings(unit)) for unit in self.cf_units]
+        self.cf_shifts = [to_unit(v.unit, v.stored_unit(v.cf_file)) for v in variables]
+        self.low = [float(v.low) for v in variables]
+        self.high = [float(v.high) for v in variables]
         self.metadata = json.dumps(metadata)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,6 +125,7 @@ def describe(net: SeaIceNet, level: int | None) -> dict[str, Any]:
         "input_names": [VARIABLES[name].cf_name for name in net.inputs],
         "output_names": [VARIABLES[name].cf_name for name in net.outputs],
         "input_units": [VARIABLES[name].unit for name in net.inputs],
+        "cf_units": [VARIABLES[n].stored_unit(VARIABLES[n].cf_file) for n in net.inputs],
         "output_units": [VARIABLES[name].unit for name in net.outputs],
         "levels": [number if name in _UPPER_AIR else SURFACE for name in net.inputs],
         "squash": net.squash,

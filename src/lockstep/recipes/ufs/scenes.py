@@ -6,13 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.netcdf import NetcdfFile
+from lockstep.recipes.ufs.decode import Masked
+from lockstep.recipes.ufs.netcdf import NetcdfFile, printable
+from lockstep.recipes.ufs.places import Places
 from lockstep.recipes.ufs.variables import (
     VARIABLES,
     Variable,
@@ -20,11 +21,16 @@ from lockstep.recipes.ufs.variables import (
     to_unit,
 )
 
-Masked = np.ma.MaskedArray[Any, Any]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
+
+MOST_SIDE = 100_000
+"""Rows or columns of a grid: a cell of 400 m at the equator."""
+
+MOST_CELLS = 1 << 30
+"""Of a grid."""
 
 _STRIP = 64
 """Rows of the grid whose areas are computed at a time."""
@@ -37,12 +43,14 @@ class Scene(ABC):
         paths: its files.
         when: the time as the files give it, empty if they do not.
         shape: rows and columns of the grid.
+        says_degrees: whether the files give units of places.
         chunk_rows: rows stored together: to read fewer at a time is to read them twice.
     """
 
     paths: tuple[Path, ...]
     when: str
     shape: tuple[int, int]
+    says_degrees: bool
     chunk_rows: int
 
     @abstractmethod
@@ -58,7 +66,7 @@ class Scene(ABC):
         """Which cells of some rows are ocean."""
 
     @abstractmethod
-    def coordinates(self, rows: slice) -> tuple[Masked, Masked]:
+    def coordinates(self, rows: slice) -> Places:
         """Latitude and longitude of the cells of some rows, in degrees."""
 
     def land(self, most: int = 40_000) -> Floats:
@@ -180,7 +188,7 @@ def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: 
 
 def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
     """The message for a variable with other dims than it must have."""
-    found = ", ".join(f"{dim}={size}" for dim, size in file.dims(name).items())
+    found = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
     return f"{file.path}: {name}: has dims ({found}); must be {wanted}"
 
 
@@ -192,4 +200,18 @@ def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
     """
     said = file.unit(name)
     if said is not None and not known_unit(said, unit):
-        raise DataError(f"{file.path}: {name}: units={said!r}: must be {unit}")
+        raise DataError(f"{file.path}: {name}: units={printable(said)!r}: must be {unit}")
+
+
+def check_shape(file: NetcdfFile, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape of a grid, by the variable that says it.
+
+    Raises:
+        DataError: it has no cells, or more than any grid has.
+    """
+    if not 0 < min(shape) <= max(shape) <= MOST_SIDE or shape[0] * shape[1] > MOST_CELLS:
+        raise DataError(
+            f"{file.path}: {name}: is on a grid of {shape[0]}x{shape[1]} cells; there must be at "
+            f"least one, and at most {MOST_SIDE} in a row or column and {MOST_CELLS} in all"
+        )
+    return shape

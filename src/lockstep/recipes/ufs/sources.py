@@ -39,9 +39,13 @@ class Source:
         return PairScene(self.paths[0], self.paths[1], self.level)
 
     def key(self) -> list[object]:
-        """What tells it apart from others, as JSON: files are known by path, size and time."""
+        """What tells it apart from others, as JSON.
+
+        Files are known by path, inode, size, and the times of the last change of their content
+        and, since programs can set that one, of anything.
+        """
         found = [(str(path.resolve()), path.stat()) for path in self.paths]
-        files = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found]
         return [files, self.time, self.level]
 
 
@@ -87,7 +91,7 @@ def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
         DataError: they have not.
     """
     first = sources[0].open()
-    for source in sources:
+    for source in {source.paths: source for source in sources}.values():
         scene = source.open()
         try:
             scene.check(names)

@@ -20,8 +20,16 @@ _UNITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "W/m^2": ("w/m^2", "w/m2", "w m-2", "w m**-2", "w m^-2", "watts/m^2"),
         "N/m^2": ("n/m^2", "n/m2", "n m-2", "n m**-2", "n m^-2", "pa"),
         "1": ("1", "", "none", "fraction", "0-1", "unitless", "dimensionless"),
+        "degrees_north": (
+            "degrees_north", "degree_north", "degree_n", "degrees_n", "degreen", "degreesn",
+            "degrees", "degree", "deg",
+        ),
+        "degrees_east": (
+            "degrees_east", "degree_east", "degree_e", "degrees_e", "degreee", "degreese",
+            "degrees", "degree", "deg",
+        ),
     }
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,9 +107,14 @@ OCEAN_MASK = "umask"
 """The history file's variable that is 1 on the ocean."""
 
 
+def spellings(unit: str) -> tuple[str, ...]:
+    """What a `units` attribute may say, in lower case."""
+    return _UNITS[unit]
+
+
 def known_unit(text: str, unit: str) -> bool:
     """Whether a `units` attribute is a spelling of a unit."""
-    return text.strip().lower() in _UNITS[unit]
+    return text.strip().lower() in spellings(unit)
 
 
 def to_unit(unit: str, stored: str) -> float:

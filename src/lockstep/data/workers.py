@@ -1,0 +1,95 @@
+"""Processes that fetch ahead: the death of one is raised in one place, and none outlives its rank.
+
+torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
+wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
+Here the handler waits until the next batch is fetched, where an exception is that of the task.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+T = TypeVar("T")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The batches of a loader that has worker processes.
+
+    Raises:
+        RuntimeError: a worker has died.
+        OSError: the same, where it is the connection to it that is noticed first.
+    """
+    loader.worker_init_fn = _end_with_rank
+    batches = iter(loader)  # starts the workers, and installs torch's handler with the first
+    handler = _deferred_handler()
+    while True:
+        try:
+            batch = handler.let_in(lambda: next(batches))
+        except StopIteration:
+            return
+        yield batch
+
+
+class _Deferred:
+    """A handler of a signal that passes it on to another handler only while it is let in."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+        self._is_open = self._is_pending = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_open:
+            self._handler(signum, frame)
+        else:
+            self._is_pending = True
+
+    def let_in(self, action: Callable[[], T]) -> T:
+        """The result of `action`; signals since the last call are passed on first."""
+        self._is_open = True
+        try:
+            if self._is_pending:
+                self._is_pending = False
+                self._handler(signal.SIGCHLD, None)
+            return action()
+        except (OSError, EOFError):
+            # Batches lie in memory that is received from the worker, which may just have died.
+            if callable(self._handler):
+                self._handler(signal.SIGCHLD, None)
+            raise
+        finally:
+            self._is_open = False
+
+
+def _deferred_handler() -> _Deferred:
+    """Makes the process's handler of SIGCHLD a deferred one, if there is one; it stays that.
+
+    Outside of the main thread, torch installs no handler: it then looks after its workers every
+    five seconds while it waits for a batch.
+    """
+    present = signal.getsignal(signal.SIGCHLD)
+    if isinstance(present, _Deferred):
+        return present
+    deferred = _Deferred(present)
+    if callable(present) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, deferred)
+    return deferred
+
+
+def _end_with_rank(_: int) -> None:
+    """Have the kernel end this worker with its rank.
+
+    A worker holds copies of the rank's sockets and pipes, by whose end others know of its death;
+    torch's own workers notice within five seconds.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,137 @@
+"""Signals to a process that is still starting, before `StopRequest` takes them.
+
+Importing torch takes seconds, and an exception that a signal handler raises in the middle of an
+import may come out of an extension module as anything. Before the first step there is nothing to
+save, so Ctrl-C then ends the process at once, with one line. This module imports the standard
+library only, for it must come before everything slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+NOTHING_SAVED = "stopped before the first step; nothing was saved"
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a process that Ctrl-C has ended."""
+
+_PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "SLURM_STEP_ID")
+"""What the names of the variables begin with by which launchers tell ranks their places."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C in a command; not a `KeyboardInterrupt`, which the argument parser swallows."""
+
+
+class EarlyNotice:
+    """A handler that only notes that its signal came; `StopRequest` asks it when it begins.
+
+    Attributes:
+        came: whether the signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """Take note of the signal."""
+        self.came = True
+
+
+@contextlib.contextmanager
+def ending_at_interrupt() -> Iterator[None]:
+    """Ctrl-C ends this process at once while in here: for imports.
+
+    Only where Ctrl-C would otherwise raise an exception: a program with a handler of its own, a
+    notebook and an interactive interpreter keep theirs.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if not _is_ours() or previous not in (signal.default_int_handler, _raise):
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises `Interrupted` while in here: for commands.
+
+    Raises:
+        Interrupted: Ctrl-C was pressed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, _raise)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def prepare() -> None:
+    """Have a script that Ctrl-C or a `LockstepError` ends before it trains say so in one line.
+
+    They are raised as ever, and can be caught. A rank also takes note of a
+    preemption, which would end it otherwise: this way it stops after its first step.
+    """
+    if not _is_ours():
+        return
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _say
+    is_rank = any(name.startswith(_PLACES) for name in os.environ)
+    if is_rank and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, EarlyNotice())
+
+
+def begin_training() -> None:
+    """From here on, an exception that nobody catches shows where the program was."""
+    if sys.excepthook is _say:
+        sys.excepthook = sys.__excepthook__
+
+
+def _is_ours() -> bool:
+    """Whether this is the main thread of a program without a prompt."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and not hasattr(sys, "ps1") and not sys.flags.interactive
+
+
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os.write(2, f"{NOTHING_SAVED}\n".encode())
+    os._exit(INTERRUPTED)  # the imports that are under way need not be unwound
+
+
+def _raise(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted
+
+
+def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an exception that ends a script: what is meant for the user is one message."""
+    from lockstep.errors import LockstepError
+
+    where = traceback.extract_tb(trace, limit=1)
+    place = f" (in {where[0].filename}:{where[0].lineno})" if where else ""
+    if isinstance(error, LockstepError):
+        message, code = f"error: {error}{place}", error.exit_code
+    elif issubclass(kind, KeyboardInterrupt):
+        # Else the interpreter ends itself with SIGINT, which is no exit code.
+        message, code = f"{NOTHING_SAVED}{place}", INTERRUPTED
+    else:
+        sys.__excepthook__(kind, error, trace)
+        return
+    print(message, file=sys.stderr, flush=True)
+    raise SystemExit(code)

@@ -1,0 +1,190 @@
+"""Whether a NetCDF file is whole, by what its own header says.
+
+The netCDF library reads a classic file (CDF-1, CDF-2, CDF-5) that was cut off as if zeros or other
+variables' values followed. The header says where each variable begins and how long it is, so the
+size that a whole file has is known. NetCDF-4 files are HDF5, which checks that itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_FIRST_USER_BLOCK = 512
+_VERSIONS = (1, 2, 5)
+_BYTES_OF_TYPE = (0, 1, 1, 2, 4, 4, 8, 1, 2, 4, 8, 8)
+_DIMS, _VARIABLES, _ATTRIBUTES = 10, 11, 12
+_LONGEST_NAME = 4096
+_LONGEST_HEADER = 1 << 24
+"""Bytes; the library keeps all of a header in memory."""
+
+
+class Damaged(Exception):
+    """A file is not NetCDF, or is not whole; the message says why."""
+
+
+def check_whole(path: Path) -> None:
+    """See that a file is NetCDF and, if it is a classic one, that nothing of it is missing.
+
+    Raises:
+        Damaged: it is not.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        magic = file.read(len(_HDF5))
+        if magic[:3] == b"CDF" and magic[3:4] in map(_byte, _VERSIONS):
+            _Header(file, size, magic[3]).check()
+        elif not _is_hdf5(file, size):
+            raise Damaged("it begins with neither CDF nor HDF")
+
+
+def _is_hdf5(file: BinaryIO, size: int) -> bool:
+    """Whether HDF5's signature is at the start, or behind a user block of 512 bytes or more."""
+    position = 0
+    while position < size:
+        file.seek(position)
+        if file.read(len(_HDF5)) == _HDF5:
+            return True
+        position = max(2 * position, _FIRST_USER_BLOCK)
+    return False
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A variable's place in the file.
+
+    Attributes:
+        name: of the variable.
+        is_record: whether its first dim is the record dim.
+        begin: where its first value is.
+        num_bytes: of its values; of one record, if `is_record`.
+    """
+
+    name: str
+    is_record: bool
+    begin: int
+    num_bytes: int
+
+
+class _Header:
+    """The header of a classic file: numbers are big-endian, everything is padded to 4 bytes."""
+
+    def __init__(self, file: BinaryIO, size: int, version: int) -> None:
+        self._file = file
+        self._size = size
+        self._count_bytes = 8 if version == 5 else 4
+        self._offset_bytes = 4 if version == 1 else 8
+        file.seek(4)
+
+    def check(self) -> None:
+        """See that the file is as long as its header says."""
+        num_records = self._count()
+        if num_records == (1 << 8 * self._count_bytes) - 1:
+            raise Damaged(
+                "its header does not say how many records there are, so whether all are there "
+                "cannot be known; write it again with nccopy"
+            )
+        dims = self._dims()
+        self._skip_attributes()
+        variables = [self._variable(dims) for _ in range(self._list_of(_VARIABLES))]
+        end = self._file.tell()
+        records = [_padded(v.num_bytes) for v in variables if v.is_record]
+        # A single record variable is stored without padding between its records.
+        stride = sum(v.num_bytes for v in variables if v.is_record)
+        stride = stride if len(records) == 1 else sum(records)
+        for variable in variables:
+            count = num_records if variable.is_record else 1
+            if not count * variable.num_bytes:
+                continue
+            if variable.begin < end:
+                raise Damaged(f"{variable.name}: its place is inside the header")
+            needed = variable.begin + (count - 1) * stride + variable.num_bytes
+            if needed > self._size:
+                raise Damaged(
+                    f"it has {self._size} bytes; {variable.name} alone needs the first {needed}"
+                )
+
+    def _dims(self) -> list[int]:
+        """The lengths of all dims; 0 is the record dim's."""
+        found = []
+        for _ in range(self._list_of(_DIMS)):
+            self._name()
+            found.append(self._count())
+        return found
+
+    def _variable(self, dims: list[int]) -> _Stored:
+        name = self._name()
+        numbers = [self._count() for _ in range(self._plausible(self._count()))]
+        if any(number >= len(dims) for number in numbers):
+            raise Damaged(f"{name}: has a dim that is not there")
+        sizes = [dims[number] for number in numbers]
+        self._skip_attributes()
+        element = self._type_bytes()
+        self._count()  # the size in bytes, which does not hold what is greater than 4 GiB
+        begin = self._number(self._offset_bytes)
+        is_record = bool(sizes) and sizes[0] == 0
+        return _Stored(name, is_record, begin, element * math.prod(sizes[is_record:]))
+
+    def _skip_attributes(self) -> None:
+        for _ in range(self._list_of(_ATTRIBUTES)):
+            self._name()
+            element = self._type_bytes()
+            self._skip(_padded(element * self._count()))
+
+    def _list_of(self, kind: int) -> int:
+        """How many entries a list has; of an absent list both numbers are 0."""
+        tag, count = self._number(4), self._count()
+        if tag != kind and (tag or count):
+            raise Damaged(f"its header has {tag} where a list of kind {kind} must be")
+        return self._plausible(count)
+
+    def _plausible(self, count: int) -> int:
+        """A number of entries, each of which takes 4 bytes at least."""
+        if 4 * count > self._size - self._file.tell():
+            raise Damaged("its header ends too early")
+        return count
+
+    def _type_bytes(self) -> int:
+        number = self._number(4)
+        if not 0 < number < len(_BYTES_OF_TYPE):
+            raise Damaged(f"its header has type {number}, which is not there")
+        return _BYTES_OF_TYPE[number]
+
+    def _name(self) -> str:
+        length = self._count()
+        if length > _LONGEST_NAME:
+            raise Damaged(f"its header has a name of {length} bytes")
+        text = self._read(length)
+        self._skip(_padded(length) - length)
+        return text.decode(errors="replace")
+
+    def _count(self) -> int:
+        return self._number(self._count_bytes)
+
+    def _number(self, num_bytes: int) -> int:
+        return int.from_bytes(self._read(num_bytes), "big")
+
+    def _skip(self, num_bytes: int) -> None:
+        end = self._file.tell() + num_bytes
+        if end > min(self._size, _LONGEST_HEADER):
+            raise Damaged(f"its header is longer than {min(self._size, _LONGEST_HEADER)} bytes")
+        self._file.seek(end)
+
+    def _read(self, num_bytes: int) -> bytes:
+        found = self._file.read(num_bytes)
+        if len(found) < num_bytes or self._file.tell() > _LONGEST_HEADER:
+            raise Damaged("its header ends too early or does not end")
+        return found
+
+
+def _padded(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % 4
+
+
+def _byte(number: int) -> bytes:
+    return bytes([number])

@@ -1,0 +1,180 @@
+#include "decode.h"
+
+#ifdef WITH_NETCDF
+
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "netcdf_api.h"
+#include "rows.h"
+
+namespace {
+
+constexpr std::size_t kMostNumbers = 1024, kMostText = 4096;
+
+bool is_number(int type) { return type >= kNcByte && type <= kNcUint64 && type != kNcChar; }
+bool is_float(int type) { return type == kNcFloat || type == kNcDouble; }
+
+// Whether numpy computes this type with a float32 in float32.
+bool is_exact_in_float(int type) {
+    return type == kNcByte || type == kNcUbyte || type == kNcShort || type == kNcUshort ||
+           type == kNcFloat;
+}
+
+struct Limits {
+    double low, high, fill;  // the last is what the library writes where nothing was written
+};
+
+Limits limits_of(int type) {
+    switch (type) {
+        case kNcByte: return {-128, 127, -127};
+        case kNcUbyte: return {0, 255, 255};
+        case kNcShort: return {-32768, 32767, -32767};
+        case kNcUshort: return {0, 65535, 65535};
+        case kNcInt: return {-2147483648.0, 2147483647, -2147483647};
+        case kNcUint: return {0, 4294967295.0, 4294967295.0};
+        case kNcInt64: return {-9223372036854775808.0, 9223372036854775807.0,
+                               -9223372036854775806.0};
+        case kNcUint64: return {0, 18446744073709551615.0, 18446744073709551614.0};
+    }
+    const double infinity = std::numeric_limits<double>::infinity();
+    const double fill = 9.969209968386869e36;
+    return {-infinity, infinity, type == kNcFloat ? static_cast<float>(fill) : fill};
+}
+
+struct Numbers {
+    int type = 0;
+    std::vector<double> values;
+};
+
+Numbers numbers_of(int file, int variable, const char *name, const std::string &where) {
+    Numbers found;
+    std::size_t length = 0;
+    if (nc_inq_att(file, variable, name, &found.type, &length)) return found;
+    if (!is_number(found.type) || length == 0 || length > kMostNumbers)
+        throw UserError{where + ": " + name + ": must be a number"};
+    found.values.resize(length);
+    if (const int code = nc_get_att_double(file, variable, name, found.values.data()))
+        throw UserError{where + ": " + name + ": cannot be read: " + nc_strerror(code)};
+    return found;
+}
+
+// An attribute's numbers in the type of the variable; floats are rounded to it.
+std::vector<double> fitting(int file, int variable, int type, const char *name,
+                            const std::string &where) {
+    auto values = numbers_of(file, variable, name, where).values;
+    const Limits limits = limits_of(type);
+    for (double &value : values) {
+        const bool was_finite = std::isfinite(value);
+        if (type == kNcFloat) value = static_cast<float>(value);
+        const bool fits = is_float(type) ? std::isfinite(value) || !was_finite
+                                         : value == std::trunc(value) && value >= limits.low &&
+                                               value <= limits.high;
+        if (!fits)
+            throw UserError{where + ": " + name +
+                            ": is no value that the variable's type has; mend the attribute"};
+    }
+    return values;
+}
+
+double factor(int file, int variable, const char *name, const std::string &where, bool *is_there,
+              int *type) {
+    const auto found = numbers_of(file, variable, name, where);
+    *is_there = !found.values.empty();
+    *type = found.type;
+    if (!*is_there) return 0;
+    if (found.values.size() != 1 || !std::isfinite(found.values[0]))
+        throw UserError{where + ": " + name + ": must be one number, finite and not 0"};
+    return found.values[0];
+}
+
+}  // namespace
+
+Decoder::Decoder(int file, int variable, const std::string &where) {
+    int type = 0;
+    if (nc_inq_vartype(file, variable, &type) || !is_number(type))
+        throw UserError{where + ": is of type " +
+                        (type == kNcChar || type == kNcString ? "text" : std::to_string(type)) +
+                        "; must be numbers"};
+    bool is_unsigned = false;
+    text_attribute(file, variable, "_Unsigned", where, &is_unsigned);
+    if (is_unsigned)
+        throw UserError{where + ": _Unsigned: is not supported here; store unsigned numbers"};
+
+    missing_ = fitting(file, variable, type, "missing_value", where);
+    auto fill = fitting(file, variable, type, "_FillValue", where);
+    if (fill.empty()) fill.push_back(limits_of(type).fill);
+    missing_.insert(missing_.end(), fill.begin(), fill.end());
+
+    low_ = -std::numeric_limits<double>::infinity();
+    high_ = -low_;
+    const auto range = fitting(file, variable, type, "valid_range", where);
+    if (!range.empty()) {
+        if (range.size() != 2 || !(range[0] <= range[1]))
+            throw UserError{where + ": valid_range: must be two numbers, the lesser first"};
+        low_ = range[0];
+        high_ = range[1];
+    } else {
+        for (const auto &limit : {std::pair<const char *, double *>{"valid_min", &low_},
+                                  std::pair<const char *, double *>{"valid_max", &high_}}) {
+            const auto found = fitting(file, variable, type, limit.first, where);
+            if (found.empty()) continue;
+            if (found.size() != 1 || std::isnan(found[0]))
+                throw UserError{where + ": " + limit.first + ": must be one number"};
+            *limit.second = found[0];
+        }
+    }
+
+    int scale_type = 0, offset_type = 0;
+    scale_ = factor(file, variable, "scale_factor", where, &has_scale_, &scale_type);
+    offset_ = factor(file, variable, "add_offset", where, &has_offset_, &offset_type);
+    if (has_scale_ && scale_ == 0)
+        throw UserError{where + ": scale_factor: must be one number, finite and not 0"};
+    scaled_in_float_ = is_exact_in_float(type) && scale_type == kNcFloat;
+    const bool is_float_so_far = has_scale_ ? scaled_in_float_ : is_exact_in_float(type);
+    shifted_in_float_ = is_float_so_far && offset_type == kNcFloat;
+}
+
+bool Decoder::is_missing(double stored) const {
+    for (const double value : missing_)
+        if (stored == value || (std::isnan(value) && std::isnan(stored))) return true;
+    return stored < low_ || stored > high_;
+}
+
+double Decoder::value(double stored) const {
+    double found = stored;
+    if (has_scale_)
+        found = scaled_in_float_ ? static_cast<float>(found) * static_cast<float>(scale_)
+                                 : found * scale_;
+    if (has_offset_)
+        found = shifted_in_float_ ? static_cast<float>(found) + static_cast<float>(offset_)
+                                  : found + offset_;
+    return found;
+}
+
+std::string text_attribute(int file, int variable, const char *name, const std::string &where,
+                           bool *is_there) {
+    int type = 0;
+    std::size_t length = 0;
+    *is_there = !nc_inq_att(file, variable, name, &type, &length);
+    if (!*is_there) return "";
+    const std::string what = where + ": " + name;
+    int code = 0;
+    std::string found;
+    if (type == kNcChar && length <= kMostText) {
+        found.resize(length);
+        if (length) code = nc_get_att_text(file, variable, name, &found[0]);
+    } else if (type == kNcString && length == 1) {
+        char *text = nullptr;
+        code = nc_get_att_string(file, variable, name, &text);
+        if (!code && text) found = text;
+        if (!code) nc_free_string(1, &text);
+    } else {
+        throw UserError{what + ": must be a short text"};
+    }
+    if (code) throw UserError{what + ": cannot be read: " + nc_strerror(code)};
+    return found.substr(0, found.find('\0'));
+}
+
+#endif

@@ -1,0 +1,267 @@
+"""What a step does again, and what a task does after each step, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep.errors import CheckpointError, TaskError, TaskFailure
+from lockstep.front import Sitting
+from lockstep.train import checkpoint
+from lockstep.train.events import Finished
+from lockstep.train.faults import Fault, to_env
+
+STEPS = 6
+
+
+class Assigning(nn.Module):
+    """Batch norm, dropout, and a running value that forward passes assign anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 8), nn.BatchNorm1d(8)
+        self.drop, self.second = nn.Dropout(0.3), nn.Linear(8, 2)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().square().mean(0)
+        z: Tensor = self.second(self.drop(y + self.mean))
+        return z
+
+
+class Plain(ls.Task):
+    def build_model(self) -> nn.Module:
+        return Assigning()
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        if split == "test":
+            return None
+        generator = torch.Generator().manual_seed(3)
+        return TensorDataset(torch.randn(60, 3, generator=generator), torch.arange(60) % 2)
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y = batch
+        return ls.Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def config(**more: Any) -> ls.TrainConfig:
+    values = {"batch_size": 12, "num_microbatches": 4, "steps": STEPS, "eval_every": 2}
+    return ls.TrainConfig(**values | {"checkpoint": {"every": 2}} | more)
+
+
+def run(folder: Path, task: ls.Task, resume: bool = False, **more: Any) -> Finished:
+    return ls.run(task, config(**more), Sitting(str(folder), resume, console=False))
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "compute"])
+def test_a_step_that_failed_inside_is_done_again_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: Any
+) -> None:
+    straight = run(tmp_path / "straight", Plain())
+    log = tmp_path / "faults"
+    faults = [Fault(0, step, moment, "raise") for step in (1, 3, 4)]
+    for name, value in to_env(faults, log).items():
+        monkeypatch.setenv(name, value)
+    again = run(tmp_path / "again", Plain())
+    assert len(log.read_text().splitlines()) == 3
+    assert again.params_sha256 == straight.params_sha256
+    assert again.metrics == straight.metrics
+
+
+def test_a_gradient_that_an_evaluation_leaves_is_not_added(tmp_path: Path) -> None:
+    class Leaving(Plain):
+        def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+            with torch.enable_grad():
+                self.loss(model, batch).sum.backward()
+            return super().evaluate(model, batch)
+
+    straight = run(tmp_path / "straight", Plain())
+    assert run(tmp_path / "leaving", Leaving()).params_sha256 == straight.params_sha256
+
+
+class Late(Plain):
+    """Changes something in step 3 that the trial did not see changing."""
+
+    change = "no"
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        if model.training and self.step_of(batch) >= 3:
+            with torch.no_grad():
+                if self.change == "parameter":
+                    model.first.weight.mul_(0.5)
+                elif self.change == "buffer":
+                    model.late.add_(1)
+                else:
+                    model.late = model.late + 1
+        return super().loss(model, [batch[0][:, :3], batch[1]])
+
+    @staticmethod
+    def step_of(batch: Any) -> int:
+        return int(batch[0][0, 3])
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("late", torch.zeros(2))
+        return model
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        if split != "train":
+            return None
+        x, y = super().dataset(split).tensors
+        step = torch.arange(60).div(5, rounding_mode="floor").float()
+        return TensorDataset(torch.cat([x, step[:, None]], 1), y)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [("parameter", "first.weight"), ("buffer", "late"), ("assign", "late")]
+)
+def test_a_change_that_comes_later_is_refused_before_it_counts(
+    tmp_path: Path, change: str, named: str
+) -> None:
+    task = Late()
+    task.change = change
+    with pytest.raises(TaskError, match=f"step 3: {named} was changed .*after_step"):
+        run(tmp_path, task, batch_size=5, num_microbatches=1, data={"shuffle": False})
+
+
+def test_buffers_that_evaluations_change_are_put_back(tmp_path: Path) -> None:
+    class Counting(Plain):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.register_buffer("evaluated", torch.zeros(()))
+            return model
+
+        def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+            model.norm.train()
+            model.evaluated += len(batch[0])
+            loss = super().evaluate(model, batch)
+            return ls.Loss(loss.sum, loss.weight, {"evaluated": (model.evaluated, 1)})
+
+    folder = tmp_path / "run"
+    ended = run(folder, Counting(), eval_batch_size=10)
+    assert ended.metrics["val/evaluated"] == 10
+    snapshot = checkpoint.read(folder / "checkpoints" / checkpoint.folder_name(STEPS))
+    assert snapshot.model["evaluated"] == 0
+    straight = run(tmp_path / "straight", Plain(), eval_batch_size=10)
+    assert snapshot.model["norm.running_mean"].equal(
+        checkpoint.read(Path(straight.checkpoint)).model["norm.running_mean"]
+    )
+
+
+def test_an_evaluation_that_changes_parameters_is_refused(tmp_path: Path) -> None:
+    class Moving(Plain):
+        def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+            model.first.weight.add_(1.0)
+            return super().evaluate(model, batch)
+
+    with pytest.raises(TaskError, match=r"evaluation of batch 0: first\.weight was changed"):
+        run(tmp_path, Moving())
+
+
+class Averaged(Plain):
+    """Keeps an average of the weights, in the model and, by name, in the task."""
+
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.count, self.average = 0, torch.zeros(8, 3)
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.teacher = nn.Linear(3, 2).requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        far = (model.teacher(batch[0]).square().sum() + self.average.sum()) * model.first.bias.sum()
+        return ls.Loss(loss.sum + 0.01 * far / (1 + self.count), loss.weight)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.count += 1
+        assert self.count == step
+        with torch.no_grad():
+            self.average.lerp_(model.first.weight, 0.1)
+            model.teacher.weight.add_(torch.randn(2, 3), alpha=0.1)
+            model.mean.mul_(0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, self.count = state["average"], state["count"]
+
+
+def test_what_a_task_does_after_steps_survives_a_stop(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", Averaged())
+    assert run(tmp_path / "parts", Averaged(), stop_at_step=3).status == "stopped"
+    parts = run(tmp_path / "parts", Averaged(), resume=True)
+    assert parts.params_sha256 == straight.params_sha256
+    assert parts.metrics == straight.metrics
+    one, two = (checkpoint.read(Path(end.checkpoint)) for end in (straight, parts))
+    assert one.meta["task"] == two.meta["task"] == {"count": STEPS}
+    assert one.task["average"].equal(two.task["average"])
+
+
+def test_state_that_a_task_cannot_take_back_is_an_error(tmp_path: Path) -> None:
+    run(tmp_path, Averaged(), stop_at_step=3)
+
+    class Forgetful(Averaged):
+        load_state_dict = ls.Task.load_state_dict
+
+        @property
+        def name(self) -> str:
+            return "averaged"
+
+    with pytest.raises(TaskError, match=r"Forgetful\.load_state_dict: is missing.*average, count"):
+        run(tmp_path, Forgetful(), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1], "must return a dict"),
+        ({1: 2}, "must return a dict"),
+        ({"seen": {1, 2}}, "'seen' is a set"),
+        ({"x": float("nan")}, "'x' is a float"),
+    ],
+)
+def test_state_that_cannot_be_saved_is_refused_at_the_start(
+    tmp_path: Path, state: Any, message: str
+) -> None:
+    task = Plain()
+    task.state_dict = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, task)
+    assert not checkpoint.folders(tmp_path / "checkpoints")
+
+
+def test_an_exception_after_a_step_ends_the_run_without_another_try(tmp_path: Path) -> None:
+    class Failing(Averaged):
+        def after_step(self, model: nn.Module, step: int) -> None:
+            super().after_step(model, step)
+            if step == 3:
+                raise RuntimeError("no more")
+
+    with pytest.raises(TaskFailure, match="no more"):
+        run(tmp_path, Failing(), checkpoint={"every": 2, "background": False})
+    names = [folder.name for folder in checkpoint.folders(tmp_path / "checkpoints")]
+    assert names == [checkpoint.folder_name(2)]
+
+
+def test_a_checkpoint_whose_task_state_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    ended = run(tmp_path, Averaged())
+    file = Path(ended.checkpoint) / "task.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"task\.safetensors: is damaged"):
+        checkpoint.read(Path(ended.checkpoint))
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"task\.safetensors: cannot be read"):
+        checkpoint.read(Path(ended.checkpoint))

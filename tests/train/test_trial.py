@@ -1,0 +1,332 @@
+"""What a task must not keep between batches is found before training, and named."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep.comm.transport import LocalTransport
+from lockstep.errors import TaskError
+from lockstep.train.held_state import held_state
+from lockstep.train.runtime import Runtime
+from lockstep.train.setup import Parts, assemble
+from lockstep.train.task import Loss, Task
+
+module_generator = torch.Generator()
+module_counter = 0
+
+CONFIG = ls.TrainConfig(batch_size=8, num_microbatches=2, steps=2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.online(x)
+        return y
+
+
+class Plain(Task):
+    """Classifies; subclasses add a way to keep state."""
+
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        if split != "train":
+            return None
+        generator = torch.Generator().manual_seed(3)
+        return TensorDataset(torch.randn(24, 3, generator=generator), torch.arange(24) % 2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+class Samples(Dataset[Any]):
+    """Gives what `draw` gives as the first feature."""
+
+    def __init__(self, draw: Callable[[int], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([float(self.draw(index)), index / 24, 1.0]), index % 2
+
+
+def tried(task: Task) -> Parts:
+    transport = LocalTransport()
+    runtime = Runtime(transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None)
+    return assemble(task, CONFIG, runtime)
+
+
+class TaskGenerator(Plain):
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.rng = torch.Generator().manual_seed(1)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return super().loss(model, [x + torch.randn(x.shape, generator=self.rng), y])
+
+
+class TaskCounter(Plain):
+    """Has no effect on the first batches."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.calls += 1
+        return super().loss(model, batch)
+
+
+class History(Plain):
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.history: list[float] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        self.history.append(float(loss.sum.detach()))
+        return loss
+
+
+class GlobalCounter(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        global module_counter
+        module_counter += 1
+        return super().loss(model, batch)
+
+
+class GlobalGenerator(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        torch.rand(1, generator=module_generator)
+        return super().loss(model, batch)
+
+
+class ModelCounter(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        model.calls = getattr(model, "calls", 0) + 1
+        return super().loss(model, batch)
+
+
+class WithSamples(Plain):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return Samples(self.drawer()) if split == "train" else None
+
+    def drawer(self) -> Callable[[int], float]:
+        raise NotImplementedError
+
+
+class DatasetGenerator(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        rng = np.random.default_rng(5)
+        return lambda index: rng.random()
+
+
+class DatasetRandomState(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        return partial(lambda rng, index: rng.rand(), np.random.RandomState(5))
+
+
+class DatasetRandom(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        rng = random.Random(5)
+        return lambda index: rng.random()
+
+
+class DatasetStream(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        numbers = itertools.count()
+        return lambda index: next(numbers)
+
+
+class Teacher(Plain):
+    """A momentum encoder that moves in each forward pass."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        for slow, fast in zip(model.teacher.parameters(), model.online.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.detach(), alpha=0.1)
+        return super().loss(model, batch)
+
+
+class Clamped(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        with torch.no_grad():
+            for parameter in model.online.parameters():
+                parameter.clamp_(-100, 100)
+        return super().loss(model, batch)
+
+
+class LateBuffer(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        model.extra = nn.Parameter(torch.zeros(1))
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (TaskGenerator, "task.rng"),
+        (TaskCounter, "task.calls"),
+        (History, "task.history"),
+        (GlobalCounter, "test_trial.module_counter"),
+        (GlobalGenerator, "test_trial.module_generator"),
+        (ModelCounter, "model.calls"),
+        (DatasetGenerator, r"dataset\('train'\)\.draw\.rng"),
+        (DatasetRandomState, r"dataset\('train'\)\.draw\.args\[0\]"),
+        (DatasetRandom, r"dataset\('train'\)\.draw\.rng"),
+        (DatasetStream, r"dataset\('train'\)\.draw\.numbers"),
+        (Teacher, r"parameter teacher\.(weight|bias) .*after_step"),
+        (Clamped, r"parameter online\.(weight|bias) .*after_step"),
+        (LateBuffer, "extra was made by a forward pass"),
+    ],
+)
+def test_state_that_batches_leave_behind_is_refused_by_name(kind: type[Task], named: str) -> None:
+    with pytest.raises(TaskError, match=named):
+        tried(kind())
+
+
+def hidden() -> Callable[[], int]:
+    """A counter that no attribute leads to."""
+    return iter(range(10**9)).__next__
+
+
+class HiddenInLoss(Plain):
+    count = staticmethod(hidden())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return super().loss(model, [x * (1 + type(self).count()), y])
+
+
+class HiddenInGradient(Plain):
+    count = staticmethod(hidden())
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        factor = 1 + type(self).count()
+        loss.sum.register_hook(lambda gradient: gradient * factor)
+        return loss
+
+
+class HiddenInData(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        return lambda index: next(hidden_numbers)
+
+
+hidden_numbers = iter(range(10**9))
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (HiddenInLoss, r"Task\.loss: gave another loss"),
+        (HiddenInGradient, r"parameter online\.weight: got another gradient"),
+        (HiddenInData, r"dataset\('train'\): gave another batch"),
+    ],
+)
+def test_state_that_cannot_be_seen_is_found_by_its_effect(kind: type[Task], named: str) -> None:
+    with pytest.raises(TaskError, match=named):
+        tried(kind())
+
+
+class Cached(WithSamples):
+    """Keeps what it has read, and draws from a generator that it sets for each sample."""
+
+    def drawer(self) -> Callable[[int], float]:
+        cache: dict[int, float] = {}
+        rng = torch.Generator()
+
+        def draw(index: int) -> float:
+            if index not in cache:
+                cache[index] = torch.rand(1, generator=rng.manual_seed(index)).item()
+            return cache[index]
+
+        return draw
+
+
+class GivenGenerators(WithSamples):
+    def drawer(self) -> Callable[[int], float]:
+        return lambda index: torch.rand(1, generator=ls.generator()).item()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return super().loss(model, [x * ls.numpy_generator().normal(), y])
+
+
+class Declared(TaskCounter):
+    scratch = ("task.calls",)
+
+
+@pytest.mark.parametrize("kind", [Plain, Cached, GivenGenerators, Declared])
+def test_what_does_not_depend_on_earlier_batches_is_taken(kind: type[Task]) -> None:
+    assert tried(kind()).step.flat.tensors
+
+
+def test_the_trial_leaves_nothing_behind() -> None:
+    class Counting(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            model.seen += 1
+            model.seen = model.seen * 2
+            return super().loss(model, batch)
+
+    parts = tried(Counting())
+    assert parts.model.seen == 0
+    assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_batch_norm_that_is_used_later_only_is_watched() -> None:
+    class Unused(Plain):
+        def build_model(self) -> nn.Module:
+            model = Net()
+            model.norm = nn.BatchNorm1d(3)
+            return model
+
+    parts = tried(Unused())
+    names = [entry.name for entry in parts.step.state.flat.entries]
+    assert names == ["norm.running_mean", "norm.running_var"]
+    assert parts.step.state.num_counters == 1
+
+
+def test_digests_of_trials_tell_code_apart() -> None:
+    class Scaled(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> Loss:
+            loss = super().loss(model, batch)
+            return Loss(loss.sum * 1.5, loss.weight)
+
+    assert tried(Plain()).facts == tried(Plain()).facts
+    assert tried(Plain()).facts != tried(Scaled()).facts
+
+
+def test_cycles_slots_and_large_arrays_are_walked() -> None:
+    class Slotted:
+        __slots__ = ("number",)
+
+    slotted, knot = Slotted(), {}
+    slotted.number = 1
+    knot["self"] = knot
+    root = {"slotted": slotted, "knot": knot, "array": np.zeros(5_000_000), "many": [0] * 100_000}
+    before = held_state({"root": root})
+    slotted.number = 2
+    root["many"].append(1)
+    root["array"][0] = 1
+    after = held_state({"root": root})
+    moved = {path for path in before if before[path] != after.get(path)}
+    assert moved >= {"root['slotted'].number", "root['many']!", "root['array']"}
