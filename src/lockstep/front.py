@@ -24,6 +24,7 @@ from lockstep.launch.signals import StopRequest
 from lockstep.launch.threads import set_threads
 from lockstep.launch.watchdog import Watchdog
 from lockstep.observe import Desk, open_sinks
+from lockstep.parsing import as_type, parse_object
 from lockstep.train.events import Failed, Finished, Warned
 from lockstep.train.faults import edited, injector
 from lockstep.train.loop import Trainer
@@ -74,15 +75,11 @@ class Sitting:
         if text is None:
             return None
         try:
-            sitting = cls(**json.loads(text))
-            known = (sitting.run_dir or "", sitting.target, *sitting.overrides)
-            if not all(isinstance(value, str) for value in known):
-                raise TypeError("has a value of the wrong type")
-        except (ValueError, TypeError, RecursionError) as error:
+            return as_type(cls, parse_object(text))
+        except ValueError as error:
             raise EnvironError(
                 f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
             ) from None
-        return replace(sitting, overrides=tuple(sitting.overrides))
 
 
 def train(

@@ -13,11 +13,13 @@ from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.environment import detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.threads import set_threads
+from lockstep.parsing import parse_int, shown
 from lockstep.recipes.abilities import Adopts, Reports
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.compute import Compute
 from lockstep.train.restore import check_fits, load_model
+from lockstep.train.resumable import check_meta
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 from lockstep.train.task import Task
@@ -125,8 +127,14 @@ def find_snapshot(root: Path, which: str) -> Snapshot:
         which: `best`, `latest`, or a step's number.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or what it says of its progress cannot be.
     """
+    snapshot = _found(root, which)
+    check_meta(snapshot, str(root / checkpoint.folder_name(snapshot.step)))
+    return snapshot
+
+
+def _found(root: Path, which: str) -> Snapshot:
     if which == "latest":
         snapshot, _, skipped = checkpoint.newest_valid(root)
         if snapshot is None:
@@ -139,6 +147,10 @@ def find_snapshot(root: Path, which: str) -> Snapshot:
         if folder is None:
             raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
         return checkpoint.read(folder)
-    if not which.isdigit():
-        raise CheckpointError(f"--checkpoint {which}: must be best, latest, or a step's number")
-    return checkpoint.read(root / checkpoint.folder_name(int(which)))
+    try:
+        step = parse_int(which)
+    except ValueError:
+        raise CheckpointError(
+            f"--checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
+        ) from None
+    return checkpoint.read(root / checkpoint.folder_name(step))
