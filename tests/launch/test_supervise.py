@@ -484,7 +484,7 @@ for number in range(3):
 """
 
 
-@pytest.mark.parametrize("kind", ["local", "mpi"])
+@pytest.mark.parametrize("kind", ["local", "mpi", "torchrun"])
 def test_ranks_meet_again_for_a_scripts_next_training(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(AGAIN)), tmp_path)
     assert outcome.exit_code == 0, outcome.stderr_tail
