@@ -16,7 +16,7 @@ import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, EnvironError, LockstepError
+from lockstep.errors import ConfigError, EnvironError, LockstepError, shortened
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
@@ -145,7 +145,8 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         except BaseException:
             if transport.size == 1:
                 raise
-            print(f"rank {transport.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            trace = shortened(traceback.format_exc())
+            print(f"rank {transport.rank}:\n{trace}", file=sys.stderr, flush=True)
             transport.abort(1)
             raise
         transport.close()
@@ -288,7 +289,7 @@ def _failed(error: BaseException) -> Failed:
     return Failed(
         step=0,
         error=type(error).__name__,
-        message=message or type(error).__name__,
+        message=shortened(message) or type(error).__name__,
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
     )
 
