@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError, shared
 from lockstep.train.buffers import ForwardState
@@ -25,6 +26,7 @@ class Compute:
     Attributes:
         task: whose loss it is.
         metrics: names of the task's metrics; set by the first call of `forward`.
+        watched: generators that the task's loss must not draw from.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
@@ -35,6 +37,7 @@ class Compute:
         if config.precision.dtype != "fp32":
             self._autocast = lambda: autocast(config.precision, device)
         self.metrics: tuple[str, ...] | None = None
+        self.watched: IdleGenerators | None = None
 
     def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
@@ -45,6 +48,8 @@ class Compute:
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
             loss = self.task.loss(self._model, batch)
+        if self.watched is not None:
+            self.watched.check()
         self._check(loss, training=True)
         return loss
 

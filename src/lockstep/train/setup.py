@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
+from lockstep.data.generators import IdleGenerators
 from lockstep.data.loader import Loader, dataset_size
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
@@ -23,7 +24,7 @@ from lockstep.train.compute import Compute
 from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.flat import FlatTensors, model_digest
-from lockstep.train.held_state import held_state, module_globals
+from lockstep.train.held_state import held_generators, held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
 from lockstep.train.progress import check_watched
 from lockstep.train.replicas import check_same, check_start
@@ -211,7 +212,17 @@ def _try_out(
     def held() -> dict[str, str]:
         return held_state(roots | module_globals(type(task)))
 
-    return passes.run_twice(held, task.scratch)
+    before = held()
+    trial = passes.run_twice(held, task.scratch)
+    after = held()
+    # One that was drawn from and yet is as it was is set by the task for each sample.
+    generators = held_generators(roots | module_globals(type(task))).items()
+    idle = {path: g for path, g in generators if before.get(path) == after[path]}
+    idle = {path: g for path, g in idle.items() if not path.startswith(task.scratch)}
+    if idle:
+        loader.watch(IdleGenerators(idle))
+        compute.watched = IdleGenerators(idle)
+    return trial
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:
