@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-slow test-slurm test-slurm-slow lint types bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types bench clean
 
 venv: .venv/.installed
 
@@ -19,6 +19,10 @@ train: venv
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow and not slurm" --durations=25
+
+# Bad inputs for everything that reads; SEED=123 does a run again.
+test-fuzz: venv
+	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED))
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm"

@@ -155,7 +155,7 @@ def test_a_type_is_filled_from_json() -> None:
         ({"x": None}, "x=None: "),
         ({"x": 1, "names": ["a", 3]}, "names.1=3: "),
         ({"x": 1, "more": {"b": [[]]}}, r"more.b.0=\[\]: "),
-        ([], "Input should be"),
+        ([], "must be an object"),
     ],
 )
 def test_what_does_not_fit_a_type_is_named(value: Any, reason: str) -> None:
@@ -168,6 +168,12 @@ def test_what_is_no_whole_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a whole number|is more than") as caught:
         parse_int(text)
     assert len(str(caught.value)) < 300
+
+
+def test_texts_that_are_no_unicode_come_back() -> None:
+    """So do names of files that are not UTF-8."""
+    name = b"r\xe9n".decode("utf-8", "surrogateescape")
+    assert as_type(tuple[str, ...], parse_json(json.dumps([name]))) == (name,)
 
 
 def test_whole_numbers_have_bounds() -> None:

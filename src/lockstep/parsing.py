@@ -10,11 +10,12 @@ import json
 import math
 import reprlib
 from collections.abc import Hashable
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
 MAX_DEPTH = 64
 """Levels of nesting. Nothing that is read has more than ten; Python itself gives up near 1,000."""
@@ -97,25 +98,58 @@ def parse_yaml(text: str) -> Any:
 
 
 def as_type(kind: type[T], value: Any) -> T:
-    """`value`, as `parse_json` gives it, as the type `kind`, such as a dataclass.
+    """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
+
+    Args:
+        kind: a dataclass, or built of lists, tuples, dicts, unions, literals, numbers and texts.
+        value: its fields as an object, tuples as lists.
 
     Raises:
         ValueError: names the first field that is missing, unknown or does not fit.
     """
+    fitted: T = _fit(kind, value, "")
+    return fitted
+
+
+def _fit(kind: Any, value: Any, place: str) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    inner = f"{place}." if place else ""
     if is_dataclass(kind) and isinstance(value, dict):
-        for name in value.keys() - {field.name for field in fields(kind)}:
-            raise ValueError(f"field {shown(name)}: is not known to this version")
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        what = first["msg"].removeprefix("Value error, ")
-        if first["type"] in ("missing", "unexpected_keyword_argument", "extra_forbidden"):
-            raise ValueError(f"field {field!r}: {what}") from None
-        raise ValueError(
-            f"{field}={shown(first['input'])}: {what}" if field else f"{what}"
-        ) from None
+        return _fit_fields(kind, value, inner)
+    if origin in (list, tuple) and isinstance(value, list):
+        is_fixed = origin is tuple and args[-1] is not Ellipsis
+        if not is_fixed or len(value) == len(args):
+            kinds = args if is_fixed else [args[0]] * len(value)
+            pairs = enumerate(zip(kinds, value, strict=True))
+            return origin(_fit(k, item, f"{inner}{i}") for i, (k, item) in pairs)
+    if origin is dict and isinstance(value, dict):
+        return {
+            key: _fit(args[1], item, f"{inner}{shown(key)[1:-1]}") for key, item in value.items()
+        }
+    if origin in (Union, UnionType):
+        for option in args:
+            with suppress(ValueError):
+                return _fit(option, value, place)
+    is_scalar = kind in (bool, int, str, NoneType) and type(value) is kind
+    if kind is Any or is_scalar or (origin is Literal and value in args and type(value) is str):
+        return value
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    name = getattr(kind, "__name__", "") if origin is None and not is_dataclass(kind) else str(kind)
+    wanted = "an object" if is_dataclass(kind) else name.replace("typing.", "")
+    raise ValueError(f"{f'{place}=' if place else ''}{shown(value)}: must be {wanted}")
+
+
+def _fit_fields(kind: Any, values: dict[str, Any], inner: str) -> Any:
+    hints = get_type_hints(kind)
+    known = {field.name: field for field in fields(kind)}
+    for name in values:
+        if name not in known:
+            raise ValueError(f"field {shown(inner + name)}: is not known to this version")
+    for name, field in known.items():
+        if name not in values and field.default is field.default_factory is MISSING:
+            raise ValueError(f"field {shown(inner + name)}: is missing")
+    return kind(**{n: _fit(hints[n], item, f"{inner}{n}") for n, item in values.items()})
 
 
 def parse_int(text: str, *, least: int = 0, most: int = 2**63 - 1) -> int:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.commands.evaluate import find_snapshot
 from lockstep.commands.target import trusted_target
-from lockstep.errors import LockstepError, RunDirectoryError
+from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
+from lockstep.train.faults import Fault, injector, to_env
 from lockstep.train.rundir import RunDirectory
 
 CODE = "import pathlib\npathlib.Path('mark').touch()\n"
@@ -99,3 +101,18 @@ def test_a_lock_that_is_a_link_leaves_its_target_whole(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is a symbolic link"):
         RunDirectory(run).lock()
     assert (tmp_path / "precious").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.parametrize("which", ["²", "9" * 5000, "-1", "x", "1.0", "\0"])
+def test_a_checkpoint_that_is_none_is_a_short_message(tmp_path: Path, which: str) -> None:
+    with pytest.raises(LockstepError, match=r"must be best, latest, or a step's number") as caught:
+        find_snapshot(tmp_path, which)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "3", "\udcff"])
+def test_a_damaged_log_of_faults_is_named(tmp_path: Path, text: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ConfigError, match="is no log of faults"):
+        injector(to_env([Fault(0, 1)], log), 0)

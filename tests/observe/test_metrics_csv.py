@@ -170,11 +170,15 @@ def test_rows_that_wait_for_room_are_removed_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"name,age\nann,7\n", "line 2: has no step"),
-        (b"step,loss\nx,7\n", "line 2: has no step"),
-        (b"step,loss\n1\n", "line 2: does not have a cell for each column"),
-        (b"step,loss\n1,2,3\n", "line 2: does not have a cell for each column"),
-        (b"step,loss\n1,\xff\n", "is damaged"),
+        (b"name,age\nann,7\n", "line 1: has no column 'step'"),
+        (b"step,loss\n1,7\n", "line 1: has no column 'split'"),
+        (b"step,split,loss,loss\n1,val,7,7\n", "line 1: has the column 'loss' twice"),
+        (b"step,split\nx,7\n", "line 2: has no step"),
+        (b"step,split\n-5,val\n", "line 2: has no step"),
+        (b"step,split\n" + b"9" * 5000 + b",val\n", "line 2: has no step"),
+        (b"step,split\n1\n", "line 2: does not have a cell for each column"),
+        (b"step,split\n1,2,3\n", "line 2: does not have a cell for each column"),
+        (b"step,split\n1,\xff\n", "is damaged"),
     ],
 )
 def test_a_file_that_is_none_of_ours_is_left_alone(

@@ -207,6 +207,6 @@ def test_an_unusable_run_directory_is_one_clear_message(tmp_path: Path, name: st
 def test_when_the_last_file_fails_those_opened_before_are_closed(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("name,age\nann,7\n")
     open_files = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(RunDirectoryError, match=r"metrics.csv: line 2: has no step"):
+    with pytest.raises(RunDirectoryError, match=r"metrics.csv: line 1: has no column"):
         open_sinks(tmp_path, tensorboard=False, console=False)
     assert set(os.listdir("/proc/self/fd")) == open_files

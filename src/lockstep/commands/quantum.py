@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 
 from lockstep.commands.evaluate import find_snapshot
 from lockstep.config import load
-from lockstep.errors import ConfigError
-from lockstep.observe import read_events
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.observe import event_from_row, read_events
+from lockstep.parsing import parse_int
 from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer import QuantumTransformer
 from lockstep.recipes.quantum import Quantum
 from lockstep.recipes.quantum_config import QuantumConfig
 from lockstep.train.checkpoint import Snapshot
+from lockstep.train.events import RunStarted, StepDone
 from lockstep.train.restore import check_fits
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model
@@ -93,23 +96,23 @@ def training_log(events: list[dict[str, Any]]) -> str:
 
     What was computed again after a resume is there once. The gradient norm is the last one's.
     """
-    steps: list[dict[str, Any]] = []
-    for event in events:
-        if event["event"] == "RunStarted" and not event["continued"]:
-            steps = [step for step in steps if step["step"] <= event["step"]]
-        elif event["event"] == "StepDone":
+    steps: list[StepDone] = []
+    for event in map(event_from_row, events):
+        if isinstance(event, RunStarted) and not event.continued:
+            steps = [step for step in steps if step.step <= event.step]
+        elif isinstance(event, StepDone):
             steps.append(event)
-    epochs: dict[int, list[dict[str, Any]]] = {}
+    epochs: dict[int, list[StepDone]] = {}
     for step in steps:
-        epochs.setdefault(step["epoch"], []).append(step)
+        epochs.setdefault(step.epoch, []).append(step)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_CSV_COLUMNS)
     for epoch, found in epochs.items():
-        samples = sum(step["samples"] for step in found)
-        mean = sum(step["loss"] * step["samples"] for step in found) / samples
-        seconds = sum(step["seconds"] for step in found)
-        writer.writerow([epoch + 1, repr(mean), repr(found[-1]["grad_norm"]), f"{seconds:.6f}"])
+        samples = sum(step.samples for step in found)
+        mean = sum(step.loss * step.samples for step in found) / samples if samples else math.nan
+        seconds = sum(step.seconds for step in found)
+        writer.writerow([epoch + 1, repr(mean), repr(found[-1].grad_norm), f"{seconds:.6f}"])
     return text.getvalue()
 
 
@@ -132,4 +135,10 @@ def _best_restart(snapshot: Snapshot) -> int:
     """The restart with the least loss in the last evaluation; 0 if there was none."""
     metrics = snapshot.meta["progress"]["metrics"]
     losses = {k: v for k, v in metrics.items() if k.startswith("val/restart_")}
-    return int(min(losses, key=losses.__getitem__).rpartition("_")[2]) if losses else 0
+    number = min(losses, key=losses.__getitem__).rpartition("_")[2] if losses else "0"
+    try:
+        return parse_int(number, most=len(snapshot.model["angles"]) - 1)
+    except ValueError as error:
+        raise CheckpointError(
+            f"step {snapshot.step}: progress.metrics has no such restart: {error}"
+        ) from None

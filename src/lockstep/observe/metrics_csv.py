@@ -153,6 +153,9 @@ class MetricsCsv(Sink):
             reader = csv.DictReader(file)
             header = list(reader.fieldnames or ())
             twice = next((name for name in header if header.count(name) > 1), None)
+            lacking = next((name for name in ("step", "split") if name not in header), None)
+            if lacking is not None:
+                raise self._damage(1, f"has no column {lacking!r}")
             if twice is not None:
                 raise self._damage(1, f"has the column {shown(twice)} twice")
             for row in reader:

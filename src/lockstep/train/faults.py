@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
+from lockstep.files import read_bytes
+from lockstep.parsing import as_type, parse_object
 from lockstep.train.task import Loss, Task
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -73,6 +75,14 @@ class Fault:
     kind: Kind = "kill"
     delay_s: float = 0.0
     sleep_s: float = SLOW_S
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the environment variable holds."""
+
+    log: str
+    faults: list[Fault]
 
 
 class InjectedError(RuntimeError):
@@ -137,16 +147,15 @@ def _due(env: Mapping[str, str], slot: int) -> tuple[list[Fault], str]:
     if not text:
         return [], ""
     try:
-        values = json.loads(text)
-        log, faults = str(values["log"]), [Fault(**v) for v in values["faults"]]
-        if not all(map(_is_fault, faults)):
-            raise ValueError("a value is none of those there are")
-        struck = _struck(Path(log)) if log else []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        found = as_type(_Given, parse_object(text))
+        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in found.faults):
+            raise ValueError("a time is less than 0")
+    except ValueError as error:
         raise ConfigError(
-            f"environment variable {FAULTS}: is not a list of faults and a log of those that have "
-            f"struck ({type(error).__name__}: {error}); unset it"
+            f"environment variable {FAULTS}: is not a list of faults ({error}); unset it"
         ) from None
+    log, faults = found.log, found.faults
+    struck = _struck(Path(log)) if log else []
     return [f for f in faults if f.slot == slot and asdict(f) not in struck], log
 
 
@@ -182,18 +191,14 @@ class FaultsInside:
         self._at("backward", self.step)
 
 
-def _is_fault(fault: Fault) -> bool:
-    numbers = isinstance(fault.slot, int) and isinstance(fault.step, int)
-    is_known = fault.moment in MOMENTS and fault.kind in KINDS
-    times = (fault.delay_s, fault.sleep_s)
-    return numbers and is_known and all(isinstance(t, int | float) and t >= 0 for t in times)
-
-
 def _struck(log: Path) -> list[dict[str, Any]]:
     """What has struck in an earlier life of the ranks."""
-    if not log.exists():
-        return []
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    try:
+        if not log.exists():
+            return []
+        rows = [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{log}: is no log of faults: {error}; remove it") from None
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 

@@ -191,6 +191,11 @@ class Keeper:
                 f"{where}: was trained on other data: the first microbatch of the dataset has "
                 "changed; resume with the same data or start a new run"
             )
+        if there.task_digest not in (None, self._parts.task_digest):
+            raise CheckpointError(
+                f"{where}: was trained on other data: some samples have changed; resume with the "
+                "same data or start a new run"
+            )
 
     def _meta(self, progress: Progress) -> dict[str, Any]:
         config, transport, sampler = self._config, self._transport, self._parts.sampler
@@ -200,6 +205,7 @@ class Keeper:
             "sampler": {
                 "num_samples": sampler.num_samples,
                 "data_digest": self._parts.data_digest,
+                "task_digest": self._parts.task_digest,
                 "epoch": sampler.epoch(progress.step),
             },
             "optimizer": self._parts.step.stepper.description,

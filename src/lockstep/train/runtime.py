@@ -14,7 +14,7 @@ import torch
 
 from lockstep import errors
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared
+from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, shortened
 from lockstep.train.events import Emit, Event
 from lockstep.train.faults import At, nothing
 
@@ -104,7 +104,7 @@ def shared_error(
     if isinstance(error, LockstepError):
         mine = [type(error).__name__, str(error)]
     elif error is not None:
-        trace = "".join(traceback.format_exception(error)).rstrip()
+        trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         # They hold on to all that the failed code was at: activations, worker processes.
         traceback.clear_frames(error.__traceback__)

@@ -58,6 +58,12 @@ class Parts:
         """Tells datasets apart, by their first microbatch."""
         return str(self.facts["first microbatch"])
 
+    @property
+    def task_digest(self) -> str | None:
+        """Tells them apart as `Task.data_digest` does."""
+        digest: str | None = self.facts["data"]
+        return digest
+
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """Build model, optimizer, data and the training step.
@@ -72,6 +78,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
     trial = everywhere(transport, lambda: _try_out(task, model, flat, compute, loader))
