@@ -73,7 +73,7 @@ STEPPED = {
         ({"scale": 1.001}, {GRADIENT}),
         ({"lr": 0.2}, {"lr of group 0 of optimizer"}),
         ({"first": 0.5}, {"first microbatch", GRADIENT}),
-        ({"metric": "two"}, {"metrics"}),
+        ({"metric": "two"}, {"metrics", GRADIENT}),
         ({"bias": False}, {"the model's start", GRADIENT, *STEPPED}),
     ],
 )
