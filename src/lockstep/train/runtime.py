@@ -106,10 +106,21 @@ def shared_error(
     elif error is not None:
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
-        # They hold on to all that the failed code was at: activations, worker processes.
-        traceback.clear_frames(error.__traceback__)
+        _let_go(error)
     found = next((e for e in transport.gather_json(mine) if e), None)
     return _error(*found) if found else None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what an exception holds on to by the frames of its traceback.
+
+    That is all that the failed code was at work with, such as activations and data loaders. Workers
+    of a loader that is only found by the garbage collector would live on; and it might find it in
+    a process that is forked later, where that raises an error.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
