@@ -35,7 +35,7 @@ from lockstep.launch.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
 from lockstep.observe.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
-from lockstep.recipes.ufs.bands import Selection, read_band
+from lockstep.recipes.ufs.bands import Selection, keep_bands, read_band
 from lockstep.recipes.ufs.bands import load as load_band
 from lockstep.recipes.ufs.history import read_curves
 from lockstep.recipes.ufs.sources import check_sources, find_sources
@@ -159,7 +159,9 @@ def _signed(name: str) -> Callable[[Path, Path], tuple[list[bytes], Call]]:
             batches = parts.loader.stream(range_of(CONFIG.num_microbatches), 3, parts.total_steps)
             parts.step.run(progress.step, progress.decays, batches)
             digests.append(model_digest(parts.model))
-            if name == "manifest.json":
+            # Nobody can tell which state of the task's own is right.
+            is_known = json.loads(body).get("task") == manifest["task"]
+            if name == "manifest.json" and is_known:
                 assert digests[-2:] == digests[:2], "goes on to other parameters"
 
         return [sample or (there / name).read_bytes()], call
@@ -393,15 +395,17 @@ def _netcdf(folder: Path, _: Path) -> tuple[list[bytes], Call]:
 
 
 def _band(folder: Path, _: Path) -> tuple[list[bytes], Call]:
-    from safetensors.numpy import save
-
-    path = folder / "band.safetensors"
+    write_synthetic(folder, 6, 8, 1)
+    sources = find_sources((str(folder / "iceh.000.nc"),), (), (), None)
+    [path] = keep_bands(sources, SELECTION, folder)
 
     def call(data: bytes) -> None:
         path.write_bytes(data)
-        load_band(path, "counts", "values")
+        found = load_band(path, "counts", "values")
+        assert all(np.array_equal(*pair) for pair in zip(found, whole, strict=True))
 
-    return [save({"counts": np.arange(5), "values": np.ones((3, 2), np.float32)})], call
+    whole = load_band(path, "counts", "values")
+    return [path.read_bytes()], call
 
 
 def manifest_mutator(rng: random.Random, data: bytes) -> bytes:
