@@ -84,8 +84,10 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = 
         OSError: as `open_regular`, or the file is larger.
     """
     with open_to_read(path, follow_links=follow_links) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
+        size = os.fstat(file.fileno()).st_size
+        # What the size says is not read to find out; what grows meanwhile is not read on.
+        data = file.read(limit + 1) if size <= limit else b""
+    if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
     return data
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data import idx
 from lockstep.data.idx import find_idx, read_idx, read_labelled, write_idx
 from lockstep.errors import DataError
 
@@ -284,3 +286,20 @@ def test_the_real_mnist_test_set() -> None:
     assert images.shape == (10_000, 28, 28)
     assert labels[:5].tolist() == [7, 2, 1, 0, 4]
     assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+@pytest.mark.timeout(10)
+def test_a_fifo_keeps_nobody_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DataError, match="is a FIFO, socket or device, not a regular file"):
+        read_idx(tmp_path / "fifo")
+
+
+def test_more_than_memory_holds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytearray:
+        raise MemoryError
+
+    path = written(tmp_path, TWO_BY_THREE)
+    monkeypatch.setattr(idx, "_read_up_to", lambda s, n: fail() if n == 6 else s.read(n))
+    with pytest.raises(DataError, match="6 bytes do not fit into memory"):
+        read_idx(path)

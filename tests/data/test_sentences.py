@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,15 @@ def test_bad_corpora_are_refused(tmp_path: Path, text: str | bytes, message: str
 def test_a_missing_corpus(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.txt: cannot be read: No such file"):
         read_sentences(tmp_path / "none.txt")
+
+
+@pytest.mark.timeout(10)
+def test_a_corpus_that_never_ends_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(DataError, match="not a regular file"):
+            read_sentences(path)
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DataError, match="is larger than"):
+        read_sentences(tmp_path / "sparse")

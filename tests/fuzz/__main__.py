@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import LockstepError
-from tests.fuzz.targets import TARGETS, Target, prepare
+from tests.fuzz.base import Target
+from tests.fuzz.checkpoints import prepare
+from tests.fuzz.targets import TARGETS
 
 LIMIT_S = 10
 LIMIT_BYTES = 1 << 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -208,6 +209,7 @@ def mutate_json(rng: random.Random, value: Any) -> tuple[Any, dict[str, str]]:
 
 def _change(rng: random.Random, parent: Any, key: Any, raw: dict[str, str]) -> None:
     old = parent[key]
+    value = copy.deepcopy(rng.choice(VALUES))
     kind = rng.randrange(10)
     if kind == 0:
         mark = RAW % len(raw)
@@ -216,17 +218,17 @@ def _change(rng: random.Random, parent: Any, key: Any, raw: dict[str, str]) -> N
     elif kind == 1 and isinstance(parent, dict):
         del parent[key]
     elif kind == 2 and isinstance(old, dict):
-        old[rng.choice(("more", "", "0", "9", "step", "__class__"))] = rng.choice(VALUES)
+        old[rng.choice(("more", "", "0", "9", "step", "__class__"))] = value
     elif kind == 3 and isinstance(parent, dict):
         parent[rng.choice((str(key) + "x", str(key).upper(), ""))] = parent.pop(key)
     elif kind == 4 and isinstance(old, list):
-        parent[key] = old * rng.choice((0, 2, 30)) or [rng.choice(VALUES)]
+        parent[key] = old * rng.choice((0, 2, 30)) or [value]
     elif kind == 5 and isinstance(old, (int, float)):
         parent[key] = rng.choice((-old, old + 1, old - 1, old * 2, float(old), str(old), [old]))
     elif kind == 6 and isinstance(old, str) and old:
         parent[key] = mutate_text(rng, old)
     else:
-        parent[key] = rng.choice(VALUES)
+        parent[key] = value
 
 
 def written(value: Any, raw: dict[str, str], rng: random.Random) -> str:

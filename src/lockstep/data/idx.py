@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.files import open_to_read
 
 _TYPES: Mapping[int, tuple[torch.dtype, str]] = MappingProxyType(
     {
@@ -54,7 +55,7 @@ def read_idx(path: Path | str) -> Tensor:
     """
     path = Path(path)
     try:
-        with path.open("rb") as raw:
+        with open_to_read(path, follow_links=True) as raw:
             gzipped = raw.read(2) == _GZIP_MAGIC
             raw.seek(0)
             # GzipFile checks length and checksum when it meets the end, which _read_tensor does.
@@ -140,7 +141,12 @@ def _read_tensor(path: Path, stream: BinaryIO) -> Tensor:
     if math.prod(max(1, size) for size in shape) > sys.maxsize // 8:
         raise DataError(f"{path}: dims={shape}: more than any file can hold")
     expected = math.prod(shape) * dtype.itemsize
-    data = _read_up_to(stream, expected)
+    try:
+        data = _read_up_to(stream, expected)
+    except MemoryError:
+        raise DataError(
+            f"{path}: dims={shape}: {expected:,} bytes do not fit into memory"
+        ) from None
     claim = f"dims={shape} of {dtype.name} make {expected:,} bytes after the header"
     if len(data) < expected:
         raise DataError(f"{path}: truncated: {claim}, found {len(data):,}")

@@ -6,8 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.errors import DataError
+from lockstep.files import read_bytes
 
 Sentence = tuple[str, ...]
+
+_MAX_BYTES = 256 << 20
+"""Of a corpus: its words take about ten times as much."""
 
 
 def read_sentences(path: Path | str) -> list[Sentence]:
@@ -19,7 +23,7 @@ def read_sentences(path: Path | str) -> list[Sentence]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path, _MAX_BYTES, follow_links=True).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error.reason} at {error.start}") from error
     except OSError as error:

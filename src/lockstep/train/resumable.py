@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from lockstep.train.optimizer_state import TENSOR, from_json, to_json
 from lockstep.train.precision import LossScale
 from lockstep.train.progress import Progress
 from lockstep.train.step import Step
+from lockstep.train.task import Task
+from lockstep.train.task_state import capture_task
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def check_training_state(
     problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
     problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
+    problem = problem or _task_problem(snapshot, step.task)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
     if step.stepper.elementwise and type(step.stepper.optimizer) in ELEMENTWISE:
@@ -144,6 +148,31 @@ def _shared_problem(found: Any) -> str:
             wrong = next((k for k, v in (values or {}).items() if not _is_state(v)), None)
             if wrong is not None:
                 return f"optimizer_shared.{shown(path)}: {shown(wrong)} is no value of such state"
+    return ""
+
+
+def _task_problem(snapshot: Snapshot, task: Task) -> str:
+    """What is wrong with the task's own state: it may have grown, but must have all parts."""
+    found = snapshot.meta.get("task", {})
+    if not isinstance(found, dict):
+        return f"task={shown(found)}: must be an object"
+    tensors, values = capture_task(task)
+    for name, here in tensors.items():
+        there = snapshot.task.get(name)
+        if there is None:
+            return f"task: has no tensor {shown(name)}, which this task's state has"
+        if (there.shape, there.dtype) != (here.shape, here.dtype):
+            return (
+                f"task: {shown(name)} is {there.dtype} {tuple(there.shape)} there, {here.dtype} "
+                f"{tuple(here.shape)} here"
+            )
+    for name, here in values.items():
+        if name not in found:
+            return f"task: has no {shown(name)}, which this task's state has"
+        there = found[name]
+        kinds = {float if type(value) is int else type(value) for value in (here, there)}
+        if len(kinds - {NoneType}) > 1:
+            return f"task.{shown(name)}={shown(there)}: must be like {shown(here)}"
     return ""
 
 

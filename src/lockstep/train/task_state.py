@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import traceback
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import TaskError
+from lockstep.errors import CheckpointError, LockstepError, TaskError, shared
 from lockstep.train.flat import tensor_digest
 from lockstep.train.optimizer_state import is_savable
 from lockstep.train.task import Task
@@ -40,9 +41,22 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restore_task(task: Task, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Give a task what `capture_task` took, if there is anything."""
-    if tensors or values:
+    """Give a task what `capture_task` took, if there is anything.
+
+    Raises:
+        CheckpointError: the task cannot take it.
+    """
+    if not (tensors or values):
+        return
+    try:
         task.load_state_dict({**tensors, **values})
+    except LockstepError:
+        raise
+    except Exception as error:
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        raise shared(
+            CheckpointError(f"{type(task).__name__}.load_state_dict: raised an exception\n{trace}")
+        ) from None
 
 
 def task_digests(task: Task) -> dict[str, str]:

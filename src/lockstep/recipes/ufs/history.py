@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.files import open_text
 from lockstep.recipes.ufs.pictures import new_figure, save
 from lockstep.recipes.ufs.scores import Score
 
@@ -28,7 +29,7 @@ def read_curves(path: Path) -> dict[tuple[str, str], Curve]:
     """
     curves: dict[tuple[str, str], Curve] = {}
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with open_text(path) as file:
             for row in csv.DictReader(file):
                 step, split = int(row.pop("step")), row.pop("split")
                 for column, text in row.items():
@@ -36,7 +37,7 @@ def read_curves(path: Path) -> dict[tuple[str, str], Curve]:
                         steps, values = curves.setdefault((split, column), ([], []))
                         steps.append(step)
                         values.append(float(text))
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     return curves
 
