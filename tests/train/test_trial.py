@@ -114,6 +114,43 @@ class GlobalCounter(Plain):
         return super().loss(model, batch)
 
 
+class ClassCounter(Plain):
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        ClassCounter.calls += 1
+        return super().loss(model, batch)
+
+
+class DefaultArgument(Plain):
+    def loss(self, model: nn.Module, batch: Any, seen: list[int] = []) -> Loss:  # noqa: B006
+        seen.append(len(batch))
+        return super().loss(model, batch)
+
+
+module_list: list[int] = []
+
+
+class GlobalList(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        module_list.append(1)
+        return super().loss(model, batch)
+
+
+def counted(model: nn.Module, x: Tensor) -> Any:
+    counted.calls += 1  # type: ignore[attr-defined]
+    return model(x)
+
+
+counted.calls = 0  # type: ignore[attr-defined]
+
+
+class FunctionAttribute(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        return Loss(nn.functional.cross_entropy(counted(model, x), y, reduction="sum"), len(y))
+
+
 class GlobalGenerator(Plain):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         torch.rand(1, generator=module_generator)
@@ -187,6 +224,10 @@ class LateBuffer(Plain):
         (TaskCounter, "task.calls"),
         (History, "task.history"),
         (GlobalCounter, "test_trial.module_counter"),
+        (ClassCounter, "task.calls"),
+        (DefaultArgument, r"task\.loss\.__defaults__"),
+        (GlobalList, r"test_trial\.module_list"),
+        (FunctionAttribute, r"test_trial\.counted\.calls"),
         (GlobalGenerator, "test_trial.module_generator"),
         (ModelCounter, "model.calls"),
         (DatasetGenerator, r"dataset\('train'\)\.draw\.rng"),

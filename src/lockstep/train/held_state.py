@@ -29,6 +29,13 @@ _MOST_BYTES = 1 << 20
 """Of one array that are hashed; of larger ones as many, evenly spread."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_STATEFUL = (
+    int, float, Tensor, np.ndarray, list, dict, set, deque, itertools.count, types.GeneratorType,
+    types.FunctionType, *GENERATORS,
+)  # fmt: skip
+"""Of the global variables of a script, those that are looked at, beside objects of its classes."""
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lockstep"})
+"""Classes from these keep no state of a run in themselves."""
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 
 
@@ -59,13 +66,13 @@ def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
 
 
 def module_globals(kind: type) -> dict[str, object]:
-    """Numbers and random generators among the global variables of the module of a class."""
+    """The global variables of the module of a class that may hold state, by dotted name."""
     module = sys.modules.get(kind.__module__)
-    kinds = (int, float, *GENERATORS)
     return {
         f"{kind.__module__}.{name}": value
         for name, value in (vars(module) if module else {}).items()
-        if isinstance(value, kinds) and not name.startswith("__")
+        if not name.startswith("__")
+        and (isinstance(value, _STATEFUL) or type(value).__module__ == kind.__module__)
     }
 
 
@@ -128,6 +135,8 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((f".{name}", _content(cell)) for name, cell in cells)
+        yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
+        yield from ((f".{name}", child) for name, child in vars(value).items())
     else:
         yield from _attributes(value)
 
@@ -146,6 +155,9 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
         for name in _slots(kind):
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 found[name] = getattr(value, name)
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
+            own = {n: v for n, v in vars(kind).items() if not n.startswith("__")}
+            found = own | found
     yield from ((f".{name}", child) for name, child in list(found.items()))
 
 
