@@ -186,16 +186,20 @@ class Job:
         """Whether the ranks have met; if not, they are ended before they can do a step.
 
         They are stopped while this is found out, for what they have written a moment ago may not
-        have been read yet.
+        have been read yet. Not under mpirun, which has ended with code 1 after that.
         """
         held = [pid for pid in marked(self._mark) if pid != self._child.pid]
-        send(held, signal.SIGSTOP)
         deadline = time.monotonic() + _HOLD_S
+        if self._command.launcher == "mpi":
+            deadline = 0.0
+        else:
+            send(held, signal.SIGSTOP)
         while not all(map(is_held, held)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         self.met = self._has_met()
         if self.met:
-            send(held, signal.SIGCONT)
+            if self._command.launcher != "mpi":
+                send(held, signal.SIGCONT)
         elif self._command.launcher == "mpi":
             # Ranks must not hear of mpirun's SIGTERM and train on; mpirun is left to clean up.
             send(held, signal.SIGKILL)
