@@ -101,7 +101,8 @@ def render(effects: Sequence[Effect]) -> Table:
         table.add_column(name, justify="right")
     for number, effect in enumerate(effects, 1):
         faults = effect.blow.faults
-        victim = f"slot {faults[0].slot}" if len(faults) == 1 else "all"
+        everyone = effect.blow.what in ("job", "corrupt")
+        victim = "all" if everyone else f"slot {faults[0].slot}"
         moment = faults[0].moment + (f" + {1e3 * d:.1f} ms" if (d := faults[0].delay_s) else "")
         table.add_row(
             str(number),
