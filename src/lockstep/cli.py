@@ -101,6 +101,7 @@ def resume(
 @app.command("eval")
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
     split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
     checkpoint: Checkpoint = "latest",
     report: Annotated[
@@ -111,7 +112,7 @@ def evaluate(
 
     This runs the code that run.json in the directory names as target.
     """
-    for line in evaluate_command.lines(run_dir, split, checkpoint, report):
+    for line in evaluate_command.lines(run_dir, split, checkpoint, report, overrides or []):
         print(line)
 
 

@@ -10,9 +10,23 @@ from typing import TypeVar
 
 E = TypeVar("E", bound="LockstepError")
 
+_HEAD, _TAIL = 8 << 10, 24 << 10
+
+
+def shortened(message: str) -> str:
+    """A message of a bounded length: its beginning and its end, and how much is left out.
+
+    An exception's text may hold a whole tensor or file, and is kept in memory, events, results and
+    logs of all ranks.
+    """
+    left_out = len(message) - _HEAD - _TAIL
+    if left_out <= 0:
+        return message
+    return f"{message[:_HEAD]}\n… ({left_out:,} characters left out) …\n{message[-_TAIL:]}"
+
 
 class LockstepError(ValueError):
-    """Base of all errors meant for the user.
+    """Base of all errors meant for the user; long messages are shortened.
 
     Attributes:
         exit_code: what the command exits with.
@@ -24,6 +38,9 @@ class LockstepError(ValueError):
     exit_code = 2
     is_shared = False
     rank: int | None = None
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message))
 
 
 class ConfigError(LockstepError):

@@ -9,13 +9,14 @@ import traceback
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
-from lockstep.errors import ConfigError, EnvironError, LockstepError
+from lockstep.errors import ConfigError, EnvironError, LockstepError, shortened
 from lockstep.launch.environment import Environment, detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.output import write_whole_lines
@@ -144,7 +145,8 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
         except BaseException:
             if transport.size == 1:
                 raise
-            print(f"rank {transport.rank}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            trace = shortened(traceback.format_exc())
+            print(f"rank {transport.rank}:\n{trace}", file=sys.stderr, flush=True)
             transport.abort(1)
             raise
         transport.close()
@@ -216,14 +218,17 @@ def _assembled(
 ) -> Trainer:
     """Everything up to the first step; begun again should a rank die meanwhile."""
     transport = runtime.transport
+    patience_s = 0.0
     while True:
         try:
+            on_first(transport, partial(directory.lock, patience_s, transport.pulse.beat))
             on_first(transport, lambda: claim(directory, task, config, sitting))
             on_first(transport, runtime.take_over)
             return Trainer(task, config, runtime, directory)
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
+            patience_s = TAKE_OVER_S
 
 
 def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirectory:
@@ -284,7 +289,7 @@ def _failed(error: BaseException) -> Failed:
     return Failed(
         step=0,
         error=type(error).__name__,
-        message=message or type(error).__name__,
+        message=shortened(message) or type(error).__name__,
         exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
     )
 

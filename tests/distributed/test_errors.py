@@ -194,6 +194,11 @@ def test_loss_of_wrong_shape(lockstep):
     refused(done, "Loss.sum must be a scalar tensor", "shape (8,)")
 
 
+def test_state_that_microbatches_change(lockstep):
+    done = lockstep("train", target(), "evil=counter", "-n", "2", *SMALL)
+    refused(done, "task.count: is changed by every microbatch", "Task.after_step")
+
+
 def test_an_exception_on_one_rank_ends_all(lockstep):
     done = lockstep("train", target(), "evil=raise", "-n", "2", *SMALL, timeout=60)
     refused(done, "rank 1 raised", "the dog ate it", "tasks.py", code=1)

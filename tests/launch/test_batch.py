@@ -145,13 +145,35 @@ def test_a_notice_reaches_the_ranks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
-    code = "trap '' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done; "
+    run = tmp_path / "run"
+    code = f"mkdir -p {run}/checkpoints/step_00000005; trap '' USR1; kill -USR1 $PPID; "
+    code += "while :; do sleep 0.1; done; "
     asked = Resources(1, 1, 1, "10", signal_before_s=2)
-    ranks = replace(job(tmp_path, "bash", "-c", code), resources=asked)
+    ranks = replace(job(tmp_path, "bash", "-c", code, run_dir=run), resources=asked)
     done = bash(ranks, SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
     assert done.returncode == 143
     assert "did not stop in time" in done.stdout
     assert (tmp_path / "asked").read_text() == "requeue 9\n"
+
+
+def test_a_start_that_is_too_slow_is_requeued_once(tmp_path: Path) -> None:
+    """A job that is told to stop before each first checkpoint would be requeued for ever."""
+    run = tmp_path / "run"
+    steps = f"[ -e {tmp_path}/fast ] && mkdir -p {run}/checkpoints/step_00000005; "
+    code = f"{steps}trap 'exit 138' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"
+    ranks = job(tmp_path, "bash", "-c", code, run_dir=run)
+
+    def requeued() -> bool:
+        (tmp_path / "asked").unlink(missing_ok=True)
+        done = bash(ranks, SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
+        assert done.returncode == 138
+        asked = (tmp_path / "asked").exists()
+        assert asked or "not requeued; give it more time" in done.stdout
+        return asked
+
+    assert [requeued(), requeued(), requeued()] == [True, False, False]
+    (tmp_path / "fast").touch()
+    assert [requeued(), requeued(), requeued()] == [True, True, False]
 
 
 def test_a_cancelled_run_is_not_requeued(tmp_path: Path) -> None:
@@ -181,7 +203,7 @@ def bin_without(folder: Path) -> Path:
     programs = folder / "programs"
     programs.mkdir()
     for name in ("bash", "date", "hostname", "ls", "grep", "sort", "tail", "sed", "rm", "sleep",
-                 "mkdir"):  # fmt: skip
+                 "mkdir", "cat"):  # fmt: skip
         (programs / name).symlink_to(
             next(p for p in (Path("/usr/bin") / name, Path("/bin") / name) if p.exists())
         )

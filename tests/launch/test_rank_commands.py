@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LaunchError
-from lockstep.launch import ranks
+from lockstep.launch import ranks, torchrun
 from lockstep.launch.ranks import (
     find_mpirun,
+    is_one_host,
     mpi_version,
     mpirun_command,
     open_mpi_version,
@@ -128,10 +129,37 @@ def test_a_broken_mpirun(tmp_path: Path) -> None:
 
 def test_torchrun() -> None:
     command = torchrun_command(3, ARGV)
-    assert command.argv[:3] == (sys.executable, "-m", "torch.distributed.run")
-    assert {"--standalone", "--nproc-per-node=3", "--max-restarts=0"} <= set(command.argv)
+    assert command.argv[:3] == (sys.executable, torchrun.__file__, "3")
     assert command.argv[-4:] == tuple(ARGV)
     assert not command.forwards_signals
+
+
+@pytest.mark.parametrize(
+    ("one_host", "replacements", "has_tcp"),
+    [(True, 0, False), (True, 1, True), (False, 0, True)],
+)
+def test_ranks_of_one_host_need_no_tcp(
+    tmp_path: Path, one_host: bool, replacements: int, has_tcp: bool
+) -> None:
+    program = mpirun_that_says("mpirun (Open MPI) 5.0.11", tmp_path)
+    command = mpirun_command(
+        2, ARGV, cores=2, mpirun=program, replacements=replacements, one_host=one_host
+    )
+    assert (("btl", "self,sm") not in pairs(command.argv)) == has_tcp
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1"}, True),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"}, False),
+        ({"PBS_NODEFILE": "/x"}, False),
+        ({"OMPI_MCA_btl": "tcp,self"}, False),
+    ],
+)
+def test_where_mpirun_starts_ranks(env: dict[str, str], expected: bool) -> None:
+    assert is_one_host(env) == expected
 
 
 def test_python() -> None:

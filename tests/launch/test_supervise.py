@@ -347,6 +347,35 @@ def test_all_output_arrives_in_order(tmp_path: Path) -> None:
     assert lines == [*map(str, range(5000)), "end"]
 
 
+def test_output_without_an_end_of_line_comes_in_pieces(tmp_path: Path) -> None:
+    size = 3_000_000
+    outcome, lines, _ = run(python_command(code(f"print('ä' * {size})\nprint('end')")), tmp_path)
+    assert outcome.exit_code == 0
+    assert max(map(len, lines)) <= 1 << 16
+    assert "".join(lines) == "ä" * size + "end"
+
+
+def test_ranks_that_print_faster_than_is_shown_have_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_MOST_WAITING", 3)
+    printed = tmp_path / "printed"
+    text = (
+        "for i in range(100):\n    print('x' * 65000, flush=True)\n"
+        f"    open({str(printed)!r}, 'a').write('x')"
+    )
+    seen: list[int] = []
+
+    def slowly(line: str) -> None:
+        if not seen:
+            time.sleep(1.0)
+        seen.append(printed.stat().st_size if printed.exists() else 0)
+
+    assert run(python_command(code(text)), tmp_path, on_line=slowly)[0].exit_code == 0
+    assert len(seen) == 100
+    assert seen[0] < 20
+
+
 def test_callbacks_run_in_the_callers_thread(tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
     run(
@@ -484,7 +513,7 @@ for number in range(3):
 """
 
 
-@pytest.mark.parametrize("kind", ["local", "mpi"])
+@pytest.mark.parametrize("kind", ["local", "mpi", "torchrun"])
 def test_ranks_meet_again_for_a_scripts_next_training(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(AGAIN)), tmp_path)
     assert outcome.exit_code == 0, outcome.stderr_tail

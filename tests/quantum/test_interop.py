@@ -330,3 +330,40 @@ def test_a_panic_of_qiskit_is_one_message(monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_versions_are_refused() -> None:
     with pytest.raises(ConfigError, match="OpenQASM 4: must be 2 or 3"):
         to_qasm(Circuit(1, [unitary(random_unitary(1, 0), 0)]), 4)
+
+
+SEEDS = [
+    'OPENQASM 2.0;\ninclude "qelib1.inc";\ngate g(a, b) x, y { rx(a*2) x; cu(a,b,-b,pi/3) x, y; }\n'
+    "qreg q[3];\ncreg c[3];\nh q;\ng(0.3, 1.5e-3) q[0], q[2];\nbarrier q;\nmeasure q -> c;\n",
+    'OPENQASM 3.0;\ninclude "stdgates.inc";\ngate g(a, b) x, y { rx(a*2) x; cx x, y; gphase(b); }\n'
+    "input float[64] t;\nqubit[3] q;\nbit[3] c;\nh q;\n"
+    "ctrl @ inv @ g(t, 1.5e-3) q[0], q[2], q[1];\n"
+    "pow(0.5) @ x q[0];\nc = measure q;\n",
+]
+
+
+def check_damaged(seed: int) -> None:
+    source = random.Random(seed)
+    text = list(source.choice(SEEDS))
+    for _ in range(source.randint(1, 4)):
+        first = source.randrange(len(text))
+        last = first + source.choice([0, 1, 1, 5])
+        text[first:last] = source.choice(
+            ["", ";", "9", "-", "(", "]", "é", "\0", "gate ", "q[1]", "/"]
+        )
+    try:
+        found = from_qasm("".join(text))
+    except ConfigError:
+        return
+    assert isinstance(found, Circuit)
+
+
+def test_damaged_openqasm_is_read_or_refused() -> None:
+    for seed in range(100):
+        check_damaged(seed)
+
+
+@pytest.mark.slow
+def test_much_damaged_openqasm() -> None:
+    for seed in range(1000, 6000):
+        check_damaged(seed)

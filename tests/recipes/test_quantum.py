@@ -87,6 +87,21 @@ def train(task: Quantum) -> tuple[float, QuantumTransformer]:
     return found.sum.item() / found.weight, made
 
 
+@pytest.mark.parametrize(
+    "keys", [{"backend": "circuit"}, {"optimizer": {"name": "natural"}, "clip_norm": None}]
+)
+def test_too_many_dimensions_are_refused_before_they_are_asked_for(keys: dict[str, Any]) -> None:
+    task = quantum(embedding_dim=4096, **keys)
+    made = model(task)
+
+    def start() -> None:
+        if task.build_optimizer(made) is None:
+            task.loss(made, whole(task))
+
+    with pytest.raises(ConfigError, match=r"dimension 4096: needs [\d,]+ bytes .* there are [\d,]"):
+        start()
+
+
 def test_gradient_descent_for_50_epochs() -> None:
     assert 0.57 < train(quantum())[0] < 0.65
 

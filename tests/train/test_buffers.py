@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import TaskError
 from lockstep.train.buffers import ForwardState, changed_by
+from lockstep.train.compute import copied
 
 WEIGHTS = [3.0, 1.0, 4.0, 2.0]
 
@@ -84,10 +85,10 @@ def merged_step(
     counters = []
     for x, weight in zip(batches, weights, strict=True):
         model(x)
-        deltas, counted = state.collect(weight)
+        deltas, counted = state.collect()
         for total, delta in zip(sums, deltas, strict=True):
-            total += delta.detach()
-        counters.append(counted)
+            total += delta.detach() * weight
+        counters.append([int(c) for c in counted])
         state.restore()
     highest = [max(column) for column in zip(*counters, strict=True)]
     state.commit(sums, sum(weights), highest)
@@ -197,7 +198,7 @@ def test_collected_changes_carry_no_graph() -> None:
     model = Reassigning(detach=False)
     state = ForwardState(model, changed(model, batch(0)))
     model(batch(1))
-    deltas, _ = state.collect(1.0)
+    deltas, _ = state.collect()
     assert not any(delta.requires_grad for delta in deltas)
 
 
@@ -225,7 +226,7 @@ def test_mark_takes_loaded_values_as_committed() -> None:
 def test_a_model_without_such_buffers_needs_nothing() -> None:
     model = nn.Linear(3, 2)
     state = ForwardState(model, [])
-    assert state.collect(1.0) == ([], [])
+    assert state.collect() == ([], [])
     state.restore()
     state.commit([], 1.0, [])
     assert (state.num_counters, state.flat.segments) == (0, [])
@@ -262,10 +263,10 @@ def test_a_boolean_flag_counts_as_a_counter() -> None:
     names = changed_by(model, lambda: model.initialized.fill_(True))
     state = ForwardState(model, names)
     model.initialized.fill_(True)
-    _, counters = state.collect(1.0)
+    counted = copied(state.collect()[1])
     state.restore()
     assert not model.initialized
-    state.commit([], 1.0, counters)
+    state.commit([], 1.0, [int(c) for c in counted()])
     assert bool(model.initialized)
 
 
@@ -283,7 +284,7 @@ def test_a_buffer_of_two_modules_is_advanced_once() -> None:
 
     state = ForwardState(model, changed_by(model, forward))
     forward()
-    deltas, counters = state.collect(2.0)
+    deltas, _ = state.collect()
     state.restore()
-    state.commit(deltas, 2.0, counters)
+    state.commit([2.0 * d for d in deltas], 2.0, [])
     assert model[0].total.tolist() == model[1].total.tolist() == [1.0, 1.0]

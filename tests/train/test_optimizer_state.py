@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +17,15 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 from lockstep.train.checkpoint import Snapshot, read, write
+from lockstep.train.compute import copied
+from lockstep.train.events import Event, Warned
+from lockstep.train.loop import Trainer
 from lockstep.train.optimizer import check_optimizer
 from lockstep.train.optimizer_state import from_json, to_json
 from lockstep.train.progress import Progress
 from lockstep.train.reachable import fingerprints, optimizers_in
 from lockstep.train.restore import capture, check_fits, check_optimizer_fits, load_model, restore
+from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime
 from lockstep.train.setup import Parts, assemble
 from lockstep.train.slices import whole_state
@@ -225,6 +230,24 @@ def test_buffers_that_the_state_dict_leaves_out_are_saved_if_they_change(tmp_pat
     assert model.center.abs().sum() > 0
 
 
+def test_buffers_that_only_after_step_may_change_are_saved_too() -> None:
+    class Following(Fit):
+        def after_step(self, model: nn.Module, step: int) -> None:
+            model.table.add_(1)  # type: ignore[operator,union-attr]
+
+    config = TrainConfig(batch_size=8, num_microbatches=2, steps=8)
+    runtime = Runtime(LocalTransport(), HOME, 0, "python", 0, lambda _: None, lambda: None)
+    assert saved(assemble(Following(), config, runtime), 0).buffers.keys() == {"center", "table"}
+
+
+def test_numbers_are_copied_as_they_are_now() -> None:
+    number = torch.tensor(1.5, requires_grad=True)
+    counter = torch.tensor(3)
+    fetch = copied([number, 2, counter])
+    counter += 1
+    assert fetch() == [1.5, 2.0, 3.0]
+
+
 def test_snapshots_of_before_buffers_and_groups_were_saved_can_be_loaded(tmp_path: Any) -> None:
     parts, other = parts_of(), parts_of()
     advance(parts, 0, 2)
@@ -244,6 +267,21 @@ def test_snapshots_of_before_buffers_and_groups_were_saved_can_be_loaded(tmp_pat
     advance(parts, 2, 4)
     advance(other, 2, 4)
     assert bits(other) == bits(parts)
+
+
+def test_a_checkpoint_without_buffers_that_change_is_said_so(tmp_path: Any) -> None:
+    events: list[Event] = []
+    runtime = Runtime(LocalTransport(), HOME, 0, "python", 0, events.append, lambda: None)
+    config = TrainConfig(batch_size=8, num_microbatches=2, steps=4, stop_at_step=2)
+    directory = RunDirectory(tmp_path / "run")
+    folder = Path(Trainer(Fit(), config, runtime, directory).run().checkpoint)
+    further = config.model_copy(update={"stop_at_step": None})
+    Trainer(Fit(), further, runtime, directory)
+    assert [e for e in events if isinstance(e, Warned)] == []
+    write(directory.checkpoints, dataclasses.replace(read(folder), buffers={}))
+    Trainer(Fit(), further, runtime, directory)
+    [warned] = [e for e in events if isinstance(e, Warned)]
+    assert "center start anew, so the result may differ" in warned.message
 
 
 @pytest.mark.parametrize(
@@ -415,6 +453,13 @@ def test_values_survive_json(value: Any) -> None:
     if isinstance(value, Tensor):
         assert back.dtype == value.dtype
     assert back == value
+
+
+def test_scalars_go_to_where_the_parameter_is_unless_they_were_elsewhere() -> None:
+    meta = torch.device("meta")  # in place of a GPU
+    count = torch.tensor(3.0)
+    assert from_json(to_json(count, HOME), meta).device == meta
+    assert from_json(to_json(count, meta), meta).device == HOME
 
 
 @pytest.mark.parametrize(

@@ -265,3 +265,50 @@ def test_a_checkpoint_whose_task_state_is_damaged_is_passed_over(tmp_path: Path)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"task\.safetensors: cannot be read"):
         checkpoint.read(Path(ended.checkpoint))
+
+
+class DrawsLate(Late):
+    """Draws from a generator of its own from step 3 on."""
+
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.rng = torch.Generator()
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y = batch
+        if self.step_of(batch) >= 3:
+            x = x + torch.rand(1, generator=self.rng)
+        return Plain.loss(self, model, [x[:, :3], y])
+
+
+class Drawing(Dataset[Any]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.rng = x, y, torch.Generator()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Any:
+        noise = torch.rand(1, generator=self.rng) if self.x[index, 3] >= 3 else 0
+        return self.x[index] + noise, self.y[index]
+
+
+class DataDrawsLate(Late):
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        return Plain.loss(self, model, [batch[0][:, :3], batch[1]])
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        found = super().dataset(split)
+        return None if found is None else Drawing(*found.tensors)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "named"), [(DrawsLate, r"task\.rng"), (DataDrawsLate, r"dataset\('train'\)\.rng")]
+)
+def test_a_generator_that_is_drawn_from_later_is_refused(
+    tmp_path: Path, kind: type[ls.Task], named: str, num_workers: int
+) -> None:
+    data = {"shuffle": False, "num_workers": num_workers}
+    with pytest.raises(TaskError, match=rf"{named}: a random generator .* was drawn from"):
+        run(tmp_path, kind(), batch_size=5, num_microbatches=1, data=data)

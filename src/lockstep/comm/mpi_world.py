@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from lockstep.comm.mpi_library import MPI, note_loss
 from lockstep.comm.mpi_work import Progress
+from lockstep.comm.store import LOOPBACK, host_store
 
 # The largest tag that every MPI library has.
 MAX_TAG = 32_767
@@ -129,11 +130,14 @@ def create_store(comm: MPI.Intracomm, timeout: timedelta) -> Store:
     if comm.size == 1:
         return HashStore()
     one_node = _on_one_node(comm)
-    store: Store | None = None
+    store: TCPStore | None = None
     error: str | None = None
     if comm.rank == 0:
-        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        comm.bcast((["127.0.0.1"] if one_node else own_addresses(), store.port))
+        if one_node:
+            store = host_store(0, timeout)
+        else:
+            store = TCPStore(LOOPBACK, 0, None, True, timeout, wait_for_workers=False)
+        comm.bcast(([LOOPBACK] if one_node else own_addresses(), store.port))
     else:
         addresses, port = comm.bcast(None)
         try:

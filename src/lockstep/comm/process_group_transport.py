@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from lockstep.comm.store import meet_at
 from lockstep.comm.transport import Transport, collective, offsets
 
 
@@ -94,8 +94,7 @@ class ProcessGroupTransport(GroupTransport):
 
         Args:
             backend: `gloo` or `nccl`.
-            store_address: host and port of the key-value store; rank 0 hosts it, unless torchrun
-                does.
+            store_address: host and port of the key-value store, see `meet_at`.
             rank: of this process.
             size: number of processes.
             timeout_s: how long to wait for others, in seconds.
@@ -106,8 +105,7 @@ class ProcessGroupTransport(GroupTransport):
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=timeout_s)
-        address = f"tcp://{host}:{port}"
-        store, _, _ = next(rendezvous(address, rank, size, timeout=timeout))
+        store = meet_at(host, port, rank, size, timeout)
         # A script may train twice: the second group must not meet the keys of the first.
         number = store.add(f"lockstep/groups/{rank}", 1)
         dist.init_process_group(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.commands.target import make_task, task_class, trusted_target
-from lockstep.config import load
+from lockstep.config import load, override
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.environment import detect
 from lockstep.launch.join import open_transport
 from lockstep.launch.threads import set_threads
 from lockstep.parsing import parse_int, shown
-from lockstep.recipes.abilities import Reports
+from lockstep.recipes.abilities import Adopts, Reports
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.compute import Compute
@@ -21,12 +22,17 @@ from lockstep.train.restore import check_fits, load_model
 from lockstep.train.resumable import check_meta
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
+from lockstep.train.task import Task
 
 SPLITS = ("train", "val", "test")
 
 
 def evaluate(
-    run_dir: Path, split: str, which: str, report: Path | None = None
+    run_dir: Path,
+    split: str,
+    which: str,
+    report: Path | None = None,
+    overrides: Sequence[str] = (),
 ) -> tuple[dict[str, float], list[str]]:
     """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
 
@@ -35,9 +41,10 @@ def evaluate(
         split: `train`, `val` or `test`.
         which: `best`, `latest`, or a step's number.
         report: a folder in which the task's first rank writes its report, if one is wanted.
+        overrides: `key=value` items for the config, to look at other data than the run's.
 
     Returns:
-        The metrics, and what the report has for people.
+        The metrics, and lines for people: that the data are others, and what the report has.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split.
@@ -46,7 +53,7 @@ def evaluate(
         raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
-    config = load(kind.Config, run_dir / "config.yaml")
+    config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
     environment = detect(os.environ)
     set_threads(config.threads, environment)
     device = choose_device(config.device, environment)
@@ -59,21 +66,41 @@ def evaluate(
         model = build_model(task, config, device)
         check_fits(snapshot, model, str(directory.checkpoints))
         load_model(snapshot, model)
+        if isinstance(task, Adopts):
+            task.adopt(model)
         found = evaluations(task, config, device, (split,))
         if split not in found:
             raise DataError(f"--split {split}: the task has no such dataset")
         metrics = found[split].run(transport, model, Compute(task, model, config, device))
-        more = []
+        more = _on_other_data(task, snapshot)
         if isinstance(task, Reports) and report is not None and transport.rank == 0:
-            more = task.report(model.eval(), split, made(report, "--report"), run_dir)
+            more += task.report(model.eval(), split, made(report, "--report"), run_dir)
         return metrics, more
     finally:
         transport.close()
 
 
-def lines(run_dir: Path, split: str, which: str, report: Path | None = None) -> list[str]:
+def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:
+    """What to say if a checkpoint knows that it was trained on other data."""
+    known = snapshot.meta["sampler"].get("task_digest")
+    here = None if known is None else task.data_digest()
+    if here == known:
+        return []
+    return [
+        "warning: the data are not those that the run was trained on "
+        f"(SHA-256 {str(here)[:12]}…, not {str(known)[:12]}…)"
+    ]
+
+
+def lines(
+    run_dir: Path,
+    split: str,
+    which: str,
+    report: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> list[str]:
     """What `evaluate` finds, for people; nothing on ranks other than the first."""
-    metrics, more = evaluate(run_dir, split, which, report)
+    metrics, more = evaluate(run_dir, split, which, report, overrides)
     if detect(os.environ).rank:
         return []
     return [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]

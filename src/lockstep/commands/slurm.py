@@ -145,7 +145,10 @@ def _job(
         ranks = [sys.executable, "-m", "lockstep", "train", target]
         ranks += ["--run-dir", RUN_DIR, "--resume", *overrides]
     # How many cores the nodes have is SLURM's business.
-    command = mpirun_command(num_ranks, ranks, cores=num_ranks, replacements=replacements).argv
+    command = mpirun_command(
+        num_ranks, ranks, cores=num_ranks, replacements=replacements,
+        one_host=resources.nodes == 1,
+    ).argv  # fmt: skip
     if target == DOCTOR:
         command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))
     return BatchJob(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from lockstep.launch.cores import usable_cores
 from lockstep.launch.early import NOTHING_SAVED
 from lockstep.launch.ranks import (
     RankCommand,
+    is_one_host,
     local_command,
     mpirun_command,
     python_command,
@@ -93,7 +95,10 @@ def rank_command(
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
     if launcher == "mpi":
-        return mpirun_command(num_ranks, argv, cores=usable_cores(), replacements=replacements)
+        return mpirun_command(
+            num_ranks, argv, cores=usable_cores(), replacements=replacements,
+            one_host=is_one_host(os.environ),
+        )  # fmt: skip
     if launcher == "local":
         return local_command(num_ranks, argv, replacements)
     if launcher == "torchrun":

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
+from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched
@@ -31,12 +32,16 @@ class Fetcher(Dataset[Batch]):
 
     What the dataset draws at random (augmentation) depends on the request only, so it does not
     matter which process fetches it or when.
+
+    Attributes:
+        watched: generators that the dataset must not draw from.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         """Fetch from `dataset`; `collate` makes batches of samples, None as torch does."""
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
+        self.watched: IdleGenerators | None = None
         self._tensors = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -51,7 +56,10 @@ class Fetcher(Dataset[Batch]):
         indices = request.indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
         samples = many(indices) if many else [self._dataset[i] for i in indices]
-        return self._collate(samples)
+        batch = self._collate(samples)
+        if self.watched is not None:
+            self.watched.check()
+        return batch
 
 
 def dataset_size(dataset: Dataset[Any], split: str) -> int:
@@ -93,6 +101,10 @@ class Loader:
         self._device = device
         self._num_workers = num_workers
         self._prefetch = prefetch
+
+    def watch(self, generators: IdleGenerators) -> None:
+        """Refuse batches for which one of these is drawn from, with a `TaskError`."""
+        self._fetcher.watched = generators
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
         """One microbatch, fetched now; None if it has no samples."""

@@ -11,7 +11,7 @@ import ctypes
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -27,14 +27,13 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
 
     Raises:
         RuntimeError: a worker has died.
-        OSError: the same, where it is the connection to it that is noticed first.
     """
     loader.worker_init_fn = _end_with_rank
     batches = iter(loader)  # starts the workers, and installs torch's handler with the first
     handler = _deferred_handler()
     while True:
         try:
-            batch = handler.let_in(lambda: next(batches))
+            batch = handler.let_in(batches)
         except StopIteration:
             return
         yield batch
@@ -53,19 +52,22 @@ class _Deferred:
         else:
             self._is_pending = True
 
-    def let_in(self, action: Callable[[], T]) -> T:
-        """The result of `action`; signals since the last call are passed on first."""
+    def let_in(self, batches: Iterator[T]) -> T:
+        """The next of `batches`; signals since the last call are passed on first."""
         self._is_open = True
         try:
             if self._is_pending:
                 self._is_pending = False
                 self._handler(signal.SIGCHLD, None)
-            return action()
-        except (OSError, EOFError):
+            return next(batches)
+        except (OSError, EOFError) as error:
+            if "DataLoader worker process" in str(error):  # the dataset raised it there
+                raise
             # Batches lie in memory that is received from the worker, which may just have died.
             if callable(self._handler):
                 self._handler(signal.SIGCHLD, None)
-            raise
+            message = "the connection to a worker process of the data loader broke; it has died"
+            raise RuntimeError(message) from error
         finally:
             self._is_open = False
 

@@ -157,6 +157,7 @@ result() {{
 # What an earlier start of this job ended with must not be taken for how this one ends.
 rm -f "$run_dir/result.json"
 newest_before=$(newest_checkpoint)
+fruitless=$run_dir/.told_to_stop_too_early
 
 # mpirun passes SIGUSR1 and SIGUSR2 on to all ranks, which stop at the next step boundary with a
 # checkpoint. Its own answer to SIGTERM would be to end them.
@@ -198,12 +199,26 @@ told=$(result exit_code)
 [ -z "$status" ] && [ "$code" = 0 ] && code=1
 say "ended: ${status:-no result}, exit code $code"
 
-if [ -z "$cancelled" ] && [ "$reason" = preempted ]; then
+newest=$(newest_checkpoint)
+progress= late=
+[ "$newest" != "$newest_before" ] && progress=yes
+[ -n "$noticed" ] && [ -z "$status" ] && late=yes
+if [ -n "$cancelled" ]; then
+    exit "$code"
+elif [ "$reason" = preempted ]; then
     why="stopped with a checkpoint because of the notice"
-elif [ -z "$cancelled" ] && [ -n "$noticed" ] && [ -z "$status" ]; then
+elif [ -n "$late" ] && [ -n "$progress" ]; then
     why="did not stop in time; the newest checkpoint is used"
-elif [ -z "$cancelled" ] && [ "$code" != 0 ] && [ "$code" != 2 ] \\
-    && [ "${status:-failed}" = failed ] && [ "$(newest_checkpoint)" != "$newest_before" ]; then
+elif [ -n "$late" ] && [ "$(cat "$fruitless" 2>/dev/null)" != "after ${newest:-none}" ]; then
+    # Once only from the same checkpoint: what takes longer to start than it may run, always will.
+    mkdir -p "$run_dir" && echo "after ${newest:-none}" > "$fruitless"
+    why="was told to stop before it had written a checkpoint; tried once more"
+elif [ -n "$late" ]; then
+    say "was told to stop before it had written a checkpoint, for the second time: not requeued;" \\
+        "give it more time (--time, --signal-before) or set checkpoint.every to fewer steps"
+    exit "$code"
+elif [ "$code" != 0 ] && [ "$code" != 2 ] && [ "${status:-failed}" = failed ] \\
+    && [ -n "$progress" ]; then
     # Only after progress: what fails at the same step every time is not tried for ever.
     why="lost a rank or a node; the newest checkpoint is used"
 else

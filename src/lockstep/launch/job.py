@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import signal
@@ -32,6 +33,7 @@ from lockstep.launch.tether import tethered
 GRACE_S = 5.0
 """How long something that ought to end by itself is given for it."""
 
+_LINE_BYTES = 1 << 16
 _HOLD_S = 1.0
 _POLL_S = 0.002
 
@@ -115,11 +117,12 @@ class Job:
         return 128 - code if code < 0 else code
 
     def lines(self) -> Iterator[str]:
-        """The ranks' standard output."""
+        """The ranks' standard output; a line that is too long comes in pieces."""
         assert self._child.stdout is not None
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         with self._child.stdout as stdout:
-            for line in stdout:
-                yield line.decode(errors="replace").rstrip("\n")
+            while piece := stdout.readline(_LINE_BYTES):
+                yield decoder.decode(piece, final=piece.endswith(b"\n")).rstrip("\n")
 
     def note(self, row: dict[str, Any]) -> None:
         """Learn from an event."""

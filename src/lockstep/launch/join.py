@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from lockstep.comm.store import LOOPBACK
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import EnvironError
 from lockstep.launch.environment import REPLACE, SIZE, SLOT, Environment
@@ -39,6 +40,9 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         assert environment.master_addr is not None
         assert environment.master_port is not None
         address = (environment.master_addr, environment.master_port)
+        # SLURM tells all ranks alike how many of them are on a host.
+        if environment.launcher == "slurm" and _is_one_host(environment):
+            address = (LOOPBACK, environment.master_port)
         if environment.supervisor_fd is not None:
             from lockstep.comm.elastic_transport import ElasticTransport
 
@@ -81,10 +85,13 @@ def _over_mpi(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
     # A host's own name need not resolve where nobody else is there to use it.
-    one_host = environment.local_world_size == environment.world_size
-    own = ("127.0.0.1" if one_host else socket.gethostname(), free_port())
+    own = (LOOPBACK if _is_one_host(environment) else socket.gethostname(), free_port())
     address = world.bcast(own if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)
+
+
+def _is_one_host(environment: Environment) -> bool:
+    return environment.local_world_size == environment.world_size
 
 
 def _newcomer_argv(environment: Environment, number: int) -> list[str]:

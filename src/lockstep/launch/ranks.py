@@ -15,7 +15,7 @@ from typing import Literal
 
 from lockstep.comm.collectives import without_hierarchy
 from lockstep.errors import LaunchError
-from lockstep.launch import local
+from lockstep.launch import local, torchrun
 from lockstep.launch.cores import THREAD_VARIABLES
 from lockstep.launch.environment import REPLACE
 from lockstep.launch.tether import tethered
@@ -45,6 +45,10 @@ _PLACE_PREFIXES = (
     "TORCHELASTIC_",
     "PMIX_SERVER_",
 )
+
+
+_SEVERAL_HOSTS = ("PBS_NODEFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE")
+"""What batch systems whose nodes mpirun uses set, other than SLURM."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def mpirun_command(
     cores: int,
     mpirun: Path | None = None,
     replacements: int = 0,
+    one_host: bool = False,
 ) -> RankCommand:
     """Run `argv` on several ranks with MPI.
 
@@ -97,6 +102,7 @@ def mpirun_command(
         cores: on this host; ranks in want of a core then give way to each other when idle.
         mpirun: which one; by default the one `find_mpirun` finds.
         replacements: how many killed ranks may be replaced.
+        one_host: whether all ranks are on one host, and need listen to no other.
 
     Raises:
         LaunchError: there is no mpirun, it does not run, or cannot replace ranks.
@@ -116,6 +122,9 @@ def mpirun_command(
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
+        if one_host and not replacements:
+            # Open MPI's TCP part listens on all interfaces, but only it reaches spawned processes.
+            flags += ["--mca", "btl", "self,sm"]
     elif replacements:
         raise LaunchError(
             f"--replace {replacements}: {program} is no Open MPI 5; install one with "
@@ -129,15 +138,25 @@ def mpirun_command(
 
 def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
     """Run `argv` on several ranks of this host with torchrun, which picks a free port."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"]
-    torchrun += [f"--nproc-per-node={num_ranks}", "--no-python"]
-    return RankCommand((*torchrun, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
+    agent = (sys.executable, torchrun.__file__, str(num_ranks))
+    return RankCommand((*agent, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
 
 
 def srun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
     """Run `argv` on several ranks as a step of the SLURM job this process is in."""
     srun = ("srun", "--ntasks", str(num_ranks), "--mpi=none", "--kill-on-bad-exit=0")
     return RankCommand((*srun, *argv), num_ranks, "slurm", forwards_signals=True)
+
+
+def is_one_host(env: Mapping[str, str]) -> bool:
+    """Whether mpirun starts all ranks on this host: it uses all nodes of a batch job.
+
+    A user's own choice of hosts, or of Open MPI's parts, counts as several.
+    """
+    own = ("OMPI_MCA_btl", "PRTE_MCA_prte_default_hostfile", "PRTE_MCA_default_hostfile")
+    if any(name in env for name in (*_SEVERAL_HOSTS, *own)):
+        return False
+    return "SLURM_JOB_ID" not in env or env.get("SLURM_JOB_NUM_NODES") == "1"
 
 
 def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dict[str, str]:

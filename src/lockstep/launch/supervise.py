@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ from lockstep.launch.signals import PREEMPTED
 from lockstep.observe.jsonl import end_of_events, follow_events
 
 Row: TypeAlias = dict[str, Any]
-_Inbox: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+_Inbox: TypeAlias = "queue.Queue[Callable[[], None] | None]"
 
 LOG_NAME = "ranks.log"
 """The file in a run directory with what its ranks, and mpirun, wrote to standard error."""
 
 _TAIL_BYTES = 8192
 _POLL_S = 0.1
+_MOST_WAITING = 256
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ def run_ranks(
             return False
 
         job = Job(command, env, stderr, on_notice, start_timeout_s, has_met)
-        inbox: _Inbox = queue.SimpleQueue()
+        # Bounded: ranks that print faster than is shown have to wait.
+        inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
         def take_row(row: Row) -> None:
             job.note(row)
@@ -114,8 +117,10 @@ def run_ranks(
             _work_off(inbox, len(readers), job, received)
         finally:
             job.end()
-            for reader in readers:
-                reader.join(GRACE_S)
+            deadline = time.monotonic() + GRACE_S
+            while any(r.is_alive() for r in readers) and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    inbox.get(timeout=_POLL_S)
         tail = _tail(stderr, log_start)
     if job.failure:
         raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))

@@ -32,12 +32,7 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
         ConfigError: ρ does not fit into memory.
     """
     dim = states.shape[2]
-    check_fits(
-        f"the metric of words of dimension {dim}",
-        _COPIES * dim**4 * states.dtype.itemsize,
-        states.device,
-        "take a smaller dimension, or an optimizer other than natural",
-    )
+    check_metric_fits(dim, states.dtype, states.device)
     density = states.new_zeros(dim * dim, dim * dim)
     for sentence, count in zip(states, transitions.tolist(), strict=True):
         keys = sentence[:count]
@@ -48,6 +43,22 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
     kept = values > _NEGLIGIBLE * values[-1]
     columns: Tensor = vectors[:, kept] * values[kept].sqrt()
     return columns.mT.reshape(-1, dim, dim)
+
+
+def check_metric_fits(
+    dim: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
+) -> None:
+    """Refuse words of so many dimensions that ρ [d², d²] does not fit into memory.
+
+    Raises:
+        ConfigError: says how many bytes are needed, and how many there are.
+    """
+    check_fits(
+        f"the metric of words of dimension {dim}",
+        _COPIES * dim**4 * dtype.itemsize,
+        device,
+        "take a smaller dimension, or an optimizer other than natural",
+    )
 
 
 def fubini_study(angles: Tensor, num_qubits: int, root: Tensor) -> Tensor:

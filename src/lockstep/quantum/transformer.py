@@ -28,6 +28,8 @@ _OF_PARTS = (
     "take one part (num_parts=1)"
 )
 
+_LARGE_REGISTER = 8
+"""Qubits from which on V and W might not fit into memory."""
 _COPIES = 4
 """Of V and of W in memory while they are multiplied up from their blocks."""
 _COPIES_OF_A_BLOCK = 2
@@ -125,6 +127,11 @@ class QuantumTransformer(nn.Module):
             ConfigError: they do not fit into memory.
         """
         angles = self.angles if restarts is None else self.angles[restarts]
+        if self.num_qubits >= _LARGE_REGISTER:  # small steps take less than a millisecond
+            self._check_unitaries(angles)
+        return unitaries(angles, self.num_qubits)
+
+    def _check_unitaries(self, angles: Tensor) -> None:
         copies = _COPIES
         if torch.is_grad_enabled():
             copies += _COPIES_OF_A_BLOCK * self.num_qubits * angles.shape[2]
@@ -135,7 +142,6 @@ class QuantumTransformer(nn.Module):
             angles.device,
             f"take fewer than {1 << self.num_qubits} dimensions, fewer layers or fewer restarts",
         )
-        return unitaries(angles, self.num_qubits)
 
     def forward(self, batch: Sentences) -> Tensor:
         """|A|² of each sentence, for each restart: [restarts, B]."""

@@ -1,4 +1,4 @@
-"""The trainable systems that come with Lockstep: one file each, a Task and its config."""
+"""The trainable systems that come with Lockstep: each is a module with a Task and its config."""
 
 from __future__ import annotations
 

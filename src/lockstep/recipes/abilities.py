@@ -28,6 +28,18 @@ class Reports(Protocol):
 
 
 @runtime_checkable
+class Adopts(Protocol):
+    """A task whose samples are prepared by what a trained model holds, such as its statistics."""
+
+    def adopt(self, model: nn.Module) -> None:
+        """Prepare samples as for this model from now on, rather than as its data says.
+
+        Args:
+            model: with the parameters and buffers of a checkpoint.
+        """
+
+
+@runtime_checkable
 class Exports(Protocol):
     """A task whose models can be used by other programs."""
 

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
 from lockstep.quantum.closed_form import loss
-from lockstep.quantum.metric import context_root, fubini_study
+from lockstep.quantum.metric import check_metric_fits, context_root, fubini_study
 from lockstep.quantum.transformer import QuantumTransformer, Sentences
 from lockstep.recipes.quantum_config import QuantumConfig
 from lockstep.train.task import Loss, Task
@@ -120,12 +120,17 @@ class Quantum(Task):
         return Loss(losses.mean(0).sum(), count, metrics)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """L-BFGS or natural gradient descent, where `optimizer.name` says so."""
+        """L-BFGS or natural gradient descent, where `optimizer.name` says so.
+
+        Raises:
+            ConfigError: the metric of natural gradient descent does not fit into memory.
+        """
         assert isinstance(model, QuantumTransformer)
         config, optimizer = self.config, self.config.optimizer
         if optimizer.name == "lbfgs":
             return LBFGS(model.parameters(), config.lr, optimizer.history, optimizer.max_step)
         if optimizer.name == "natural":
+            check_metric_fits(config.embedding_dim, model.embeddings.dtype, model.angles.device)
             metric = partial(self._metric, model)
             return NaturalGradient(model.angles, metric, config.lr, optimizer.damping)
         return None

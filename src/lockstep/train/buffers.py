@@ -172,20 +172,16 @@ class ForwardState:
         self._committed = [b.clone() for b in self._buffers]
         self._committed_counters = [c.clone() for c in self._counters]
 
-    def collect(self, weight: float) -> tuple[list[Tensor], list[int]]:
-        """What a forward pass has changed, times `weight`, and its counters.
+    def collect(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What a forward pass has added to buffers, and what it has made of counters.
 
         `restore` must follow once its backward pass, which may read the buffers, is done.
         """
         deltas: list[Tensor] = []
-        counters: list[int] = []
         if self._buffers:
             now = [self._take_back(b) for b in self._buffers]
             deltas = list(torch._foreach_sub(now, self._committed))
-            torch._foreach_mul_(deltas, weight)
-        if self._counters:
-            counters = [int(self._take_back(c)) for c in self._counters]
-        return deltas, counters
+        return deltas, [self._take_back(c) for c in self._counters]
 
     def restore(self) -> None:
         """Put the committed values back, into the modules' own buffers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Real
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError, shared
 from lockstep.train.buffers import ForwardState
@@ -25,17 +26,18 @@ class Compute:
     Attributes:
         task: whose loss it is.
         metrics: names of the task's metrics; set by the first call of `forward`.
+        watched: generators that the task's loss must not draw from.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
         self.task = task
         self._model = model
         self._seed = config.seed
-        self._device = device
         self._autocast: Callable[[], Any] = nullcontext
         if config.precision.dtype != "fp32":
             self._autocast = lambda: autocast(config.precision, device)
         self.metrics: tuple[str, ...] | None = None
+        self.watched: IdleGenerators | None = None
 
     def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
@@ -46,6 +48,8 @@ class Compute:
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
             loss = self.task.loss(self._model, batch)
+        if self.watched is not None:
+            self.watched.check()
         self._check(loss, training=True)
         return loss
 
@@ -56,19 +60,15 @@ class Compute:
             loss = self.task.evaluate(self._model, batch)
         self._check(loss, training=False)
         found = {"loss": (loss.sum, loss.weight), **loss.metrics}
-        values = self._floats([v for pair in found.values() for v in pair])
+        values = copied([v for pair in found.values() for v in pair])()
         return dict(zip(found, zip(values[::2], values[1::2], strict=True), strict=True))
 
-    def scalars(self, loss: Loss) -> list[float]:
+    def scalars(self, loss: Loss) -> list[Number]:
         """Loss and metrics as [sum, weight, sum, weight, …]."""
         values: list[Number] = [loss.sum, loss.weight]
         for name in self.metrics or ():
             values += loss.metrics[name]
-        return self._floats(values)
-
-    def _floats(self, values: list[Number]) -> list[float]:
-        plain = [v.detach() if isinstance(v, Tensor) else v for v in values]
-        return _fetched(plain) if self._device.type == "cuda" else [float(v) for v in plain]
+        return values
 
     def _check(self, loss: Any, training: bool) -> None:
         where = "loss" if training else "evaluate"
@@ -146,21 +146,25 @@ class Backward:
         self._state = state
 
     def leaf(
-        self, loss: Loss, weight: float, loss_scale: float
-    ) -> tuple[list[Tensor | None], list[int]]:
-        """Gradients and changes of buffers of a microbatch, and its counters.
+        self, loss: Loss, scalars: list[Number], loss_scale: float
+    ) -> tuple[list[Tensor | None], list[float], list[float]]:
+        """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
 
         Args:
             loss: from `Compute.forward`.
-            weight: of this microbatch.
+            scalars: of the loss: its sum, its weight, and others.
             loss_scale: what the loss is multiplied with before the backward pass.
         """
         # Before the backward pass, since recomputed activations run forward passes again.
-        deltas, counters = self._state.collect(weight)
+        deltas, counters = self._state.collect()
+        fetch = copied([*scalars, *counters])
         (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in self._parameters]
         self.restart()
-        return [*gradients, *deltas], counters
+        numbers = fetch()
+        if deltas:
+            torch._foreach_mul_(deltas, numbers[1])
+        return [*gradients, *deltas], numbers[: len(scalars)], numbers[len(scalars) :]
 
     def restart(self) -> None:
         """Forget what a pass has left behind, also one that an exception has ended."""
@@ -173,11 +177,24 @@ class Backward:
             parameter.grad = None
 
 
-def _fetched(values: list[Number]) -> list[float]:
-    """All values with a single copy from the device."""
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    fetched = iter(torch.stack([t.double() for t in tensors]).tolist())
-    return [next(fetched) if isinstance(v, Tensor) else float(v) for v in values]
+def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
+    """Copy numbers as they are now; what is returned gives them.
+
+    Those on a GPU are copied there, and come with one message when they are asked for. So nobody
+    waits for the GPU before it has been given more to do.
+    """
+    there = [v.detach().double() for v in values if isinstance(v, Tensor) and v.is_cuda]
+    if not there:
+        here = [float(v.item() if isinstance(v, Tensor) else v) for v in values]
+        return lambda: here
+    stacked = torch.stack(there)
+    rest = [None if isinstance(v, Tensor) and v.is_cuda else float(v) for v in values]
+
+    def fetch() -> list[float]:
+        fetched = iter(stacked.tolist())
+        return [next(fetched) if v is None else v for v in rest]
+
+    return fetch
 
 
 def check_weight(weight: float, step: int) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import json
-import random
 import sys
 import types
 from collections import deque
@@ -21,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lockstep.data.generators import GENERATORS, AnyGenerator, generator_state, is_global
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
@@ -50,10 +50,18 @@ def held_state(roots: Mapping[str, object]) -> dict[str, str]:
     return walk.found
 
 
+def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
+    """The random generators among what `held_state` sees, by path."""
+    walk = _Walk()
+    for name, value in roots.items():
+        walk.visit(name, value)
+    return walk.generators
+
+
 def module_globals(kind: type) -> dict[str, object]:
     """Numbers and random generators among the global variables of the module of a class."""
     module = sys.modules.get(kind.__module__)
-    kinds = (int, float, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    kinds = (int, float, *GENERATORS)
     return {
         f"{kind.__module__}.{name}": value
         for name, value in (vars(module) if module else {}).items()
@@ -66,17 +74,20 @@ class _Walk:
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
+        self.generators: dict[str, AnyGenerator] = {}
         self._seen: dict[int, object] = {}
 
     def visit(self, path: str, value: object) -> None:
         if isinstance(value, _PLAIN):
             self.found[path] = _short(repr(value))
             return
-        if isinstance(value, _OPAQUE) or _is_global_generator(value):
+        if isinstance(value, _OPAQUE) or is_global(value):
             return
         if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen[id(value)] = value  # kept alive, so that its id stays its own
+        if isinstance(value, GENERATORS):
+            self.generators[path] = value
         text = _leaf(value)
         if text is not None:
             self.found[path] = text
@@ -91,24 +102,11 @@ def _leaf(value: object) -> str | None:
         return None if isinstance(value, nn.Parameter) else _tensor(value)
     if isinstance(value, np.ndarray):
         return _array(value)
-    if isinstance(value, torch.Generator):
-        return _short(value.get_state().numpy().tobytes())
-    if isinstance(value, np.random.Generator):
-        value = value.bit_generator
-    if isinstance(value, np.random.BitGenerator):
-        return _bits(value)
-    if isinstance(value, np.random.RandomState):
-        return _bits(value._bit_generator)
-    if isinstance(value, random.Random):
-        return _short(repr(value.getstate()))
+    if isinstance(value, GENERATORS):
+        return _short(generator_state(value))
     if isinstance(value, (itertools.count, range, slice)):
         return repr(value)
     return None
-
-
-def _bits(value: np.random.BitGenerator) -> str:
-    # As JSON: the state of MT19937 is an array, of which `repr` would show the ends only.
-    return _short(json.dumps(value.state, default=lambda array: array.tolist()))
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
@@ -197,8 +195,3 @@ def _short(value: str | bytes) -> str:
             return value
         value = value.encode(errors="surrogatepass")
     return hashlib.sha256(value).hexdigest()[:16]
-
-
-def _is_global_generator(value: object) -> bool:
-    own = (torch.default_generator, random._inst, np.random.mtrand._rand)
-    return any(value is generator for generator in own)

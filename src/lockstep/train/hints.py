@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.loader import Loader
-from lockstep.train.buffers import changed_by
+from lockstep.train.buffers import KeptBuffers
 from lockstep.train.compute import Compute
 from lockstep.train.task import Task
 
@@ -62,15 +62,13 @@ def mean_loss(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:
     Both halves of a microbatch are tried: sums add up to that of the whole, means to its double.
     """
     losses: list[tuple[float, float]] = []
-
-    def forward() -> None:
-        # A task need not be made for other sizes.
-        with contextlib.suppress(Exception, SystemExit):
-            for batch in loader.halved(0, 0):
-                loss = compute.forward(0, 0, batch)
-                losses.append((float(loss.sum.detach()), float(loss.weight)))
-
-    changed_by(model, forward)
+    buffers = KeptBuffers(model)
+    # A task need not be made for other sizes.
+    with contextlib.suppress(Exception, SystemExit):
+        for batch in loader.halved(0, 0):
+            loss = compute.forward(0, 0, batch)
+            losses.append((float(loss.sum.detach()), float(loss.weight)))
+    buffers.restore()
     if len(losses) != 3:
         return []
     (whole, weight), *halves = losses

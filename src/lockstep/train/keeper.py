@@ -136,7 +136,7 @@ class Keeper:
         if self._runtime.is_first:
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
-        def check() -> bool:
+        def check() -> list[str] | None:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
@@ -144,7 +144,7 @@ class Keeper:
                         f"{self._root}: no checkpoint is valid; put one back, or delete this "
                         f"folder to start over from step 0:\n{reasons}"
                     )
-                return False
+                return None
             parts, where = self._parts, str(folder)
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
@@ -154,13 +154,20 @@ class Keeper:
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)
-            return True
+            return sorted(parts.step.state.unsaved.keys() - snapshot.buffers.keys())
 
-        if not on_first(self._transport, check):
+        missing = on_first(self._transport, check)
+        if missing is None:
             return Progress()
         progress = restore(snapshot, self._parts.step, self._parts.model, self._transport)
         for reason in skipped:
             message = f"{reason}; the one before is used"
+            self._runtime.emit(Warned(step=progress.step, message=message))
+        if missing:
+            message = (
+                f"{folder}: was written before buffers that are not persistent were saved; "
+                f"{', '.join(missing)} start anew, so the result may differ from an unbroken run's"
+            )
             self._runtime.emit(Warned(step=progress.step, message=message))
         self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
         self._saved_step = progress.step
@@ -184,6 +191,11 @@ class Keeper:
                 f"{where}: was trained on other data: the first microbatch of the dataset has "
                 "changed; resume with the same data or start a new run"
             )
+        if there.task_digest not in (None, self._parts.task_digest):
+            raise CheckpointError(
+                f"{where}: was trained on other data: some samples have changed; resume with the "
+                "same data or start a new run"
+            )
 
     def _meta(self, progress: Progress) -> dict[str, Any]:
         config, transport, sampler = self._config, self._transport, self._parts.sampler
@@ -193,6 +205,7 @@ class Keeper:
             "sampler": {
                 "num_samples": sampler.num_samples,
                 "data_digest": self._parts.data_digest,
+                "task_digest": self._parts.task_digest,
                 "epoch": sampler.epoch(progress.step),
             },
             "optimizer": self._parts.step.stepper.description,

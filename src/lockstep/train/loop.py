@@ -18,7 +18,7 @@ from lockstep.train.hints import ignored_methods, mean_loss
 from lockstep.train.keeper import Keeper
 from lockstep.train.optimizer_state import OptimizerState
 from lockstep.train.progress import Progress
-from lockstep.train.recovery import NOWHERE, Origin, find_lead, find_origin
+from lockstep.train.recovery import NOWHERE, Origin, find_lead, find_origin, refuse_strangers
 from lockstep.train.report import Reporter
 from lockstep.train.restore import copy_state
 from lockstep.train.rundir import RunDirectory
@@ -262,7 +262,7 @@ class Trainer:
                 self._runtime.at("catch_up", self._progress.step)
                 facts = self._parts.facts
                 origin = find_origin(self._transport, rank, *self._dealt, row, facts)
-                self._refuse(origin)
+                refuse_strangers(self._runtime, origin, self._progress.step)
                 copied, state = self._catch_up(origin)
                 break
             except GroupBroken:
@@ -276,29 +276,6 @@ class Trainer:
         self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
-
-    def _refuse(self, origin: Origin) -> None:
-        """Go on without newcomers whose script or data has been changed since the run began.
-
-        Raises:
-            GroupBroken: there are such ones; they leave.
-        """
-        if not origin.strangers:
-            return
-        if self._transport.rank in origin.strangers:
-            self._transport.withdraw()
-        for rank, names in origin.strangers.items():
-            row = origin.rows[rank]
-            self._runtime.emit(
-                Warned(
-                    step=self._progress.step,
-                    message=f"the new process of slot {row['slot']} on {row['host']} is refused: "
-                    f"it differs in {', '.join(names)}; the script or its data have changed since "
-                    "the run began; training goes on without it",
-                )
-            )
-        self._transport.stop_growing()
-        raise GroupBroken("a new process is refused")
 
     def _catch_up(self, origin: Origin) -> tuple[bool, OptimizerState | None]:
         """Bring ranks that are behind, or new, to where the others are.

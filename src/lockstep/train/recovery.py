@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.errors import RankFailure, shared
+from lockstep.train.events import Warned
 from lockstep.train.progress import Progress
+from lockstep.train.runtime import Runtime
 from lockstep.train.step import StepResult
 
 _PREFIX = "val/"
@@ -65,6 +67,33 @@ def find_origin(
     }
     strangers = {rank: names for rank, names in differences.items() if names}
     return Origin(list(formers), list(members), max(sizes), list(rows), strangers)
+
+
+def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
+    """Go on without newcomers whose script or data have changed since the run began.
+
+    Args:
+        runtime: of this process.
+        origin: where the ranks of the group come from.
+        step: that this rank has reached.
+
+    Raises:
+        GroupBroken: there are such ones, who leave; the others regroup.
+    """
+    if not origin.strangers:
+        return
+    if runtime.transport.rank in origin.strangers:
+        runtime.transport.withdraw()
+    for rank, names in origin.strangers.items():
+        row = origin.rows[rank]
+        message = (
+            f"the new process of slot {row['slot']} on {row['host']} is refused: it differs in "
+            f"{', '.join(names)}; the script or its data have changed since the run began; "
+            "training goes on without it"
+        )
+        runtime.emit(Warned(step=step, message=message))
+    runtime.transport.stop_growing()
+    raise GroupBroken("a new process is refused")
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,13 @@ class SamplerMeta:
         num_samples: of the dataset.
         epoch: of the next step.
         data_digest: of the first microbatch.
+        task_digest: of all samples (`Task.data_digest`), where the task gives one.
     """
 
     num_samples: int
     epoch: int
     data_digest: str
+    task_digest: str | None = None
 
 
 def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:

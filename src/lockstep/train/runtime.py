@@ -14,7 +14,7 @@ import torch
 
 from lockstep import errors
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared
+from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, shortened
 from lockstep.train.events import Emit, Event
 from lockstep.train.faults import At, nothing
 
@@ -104,12 +104,23 @@ def shared_error(
     if isinstance(error, LockstepError):
         mine = [type(error).__name__, str(error)]
     elif error is not None:
-        trace = "".join(traceback.format_exception(error)).rstrip()
+        trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
-        # They hold on to all that the failed code was at: activations, worker processes.
-        traceback.clear_frames(error.__traceback__)
+        _let_go(error)
     found = next((e for e in transport.gather_json(mine) if e), None)
     return _error(*found) if found else None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what an exception holds on to by the frames of its traceback.
+
+    That is all that the failed code was at work with, such as activations and data loaders. Workers
+    of a loader that is only found by the garbage collector would live on; and it might find it in
+    a process that is forked later, where that raises an error.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
+from lockstep.data.generators import IdleGenerators
 from lockstep.data.loader import Loader, dataset_size
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
@@ -23,7 +24,7 @@ from lockstep.train.compute import Compute
 from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.flat import FlatTensors, model_digest
-from lockstep.train.held_state import held_state, module_globals
+from lockstep.train.held_state import held_generators, held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
 from lockstep.train.progress import check_watched
 from lockstep.train.replicas import check_same, check_start
@@ -58,6 +59,12 @@ class Parts:
         """Tells datasets apart, by their first microbatch."""
         return str(self.facts["first microbatch"])
 
+    @property
+    def task_digest(self) -> str | None:
+        """Tells them apart as `Task.data_digest` does."""
+        digest: str | None = self.facts["data"]
+        return digest
+
 
 def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """Build model, optimizer, data and the training step.
@@ -72,6 +79,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
     sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
     facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
     trial = everywhere(transport, lambda: _try_out(task, model, flat, compute, loader))
@@ -80,6 +88,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
+    if type(task).after_step is not Task.after_step:  # it may change any of them
+        saved = model.state_dict().keys()
+        state.unsaved |= {n: b for n, b in model.named_buffers() if n not in saved}
     constants = Constants(model, trial.changed)
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
@@ -204,7 +215,17 @@ def _try_out(
     def held() -> dict[str, str]:
         return held_state(roots | module_globals(type(task)))
 
-    return passes.run_twice(held, task.scratch)
+    before = held()
+    trial = passes.run_twice(held, task.scratch)
+    after = held()
+    # One that was drawn from and yet is as it was is set by the task for each sample.
+    generators = held_generators(roots | module_globals(type(task))).items()
+    idle = {path: g for path, g in generators if before.get(path) == after[path]}
+    idle = {path: g for path, g in idle.items() if not path.startswith(task.scratch)}
+    if idle:
+        loader.watch(IdleGenerators(idle))
+        compute.watched = IdleGenerators(idle)
+    return trial
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

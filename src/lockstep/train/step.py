@@ -240,9 +240,9 @@ class Step:
             )
             return counters
         loss = self._compute.forward(step, microbatch, batch)
-        scalars = self._compute.scalars(loss)
+        values = self._compute.scalars(loss)
+        leaf, scalars, counted = self._backward.leaf(loss, values, self.loss_scale.value)
         losses[microbatch] = scalars[0]
-        leaf, counted = self._backward.leaf(loss, scalars[1], self.loss_scale.value)
         self.share.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 

@@ -98,6 +98,14 @@ class Task(ABC):
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
 
+    def data_digest(self) -> str | None:
+        """What tells all samples of all splits apart from others, such as a SHA-256 of them.
+
+        Checkpoints keep it: a run does not go on with other data, and an evaluation on other data
+        says so. None, the default, compares the first microbatch only.
+        """
+        return None
+
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names."""
         return None

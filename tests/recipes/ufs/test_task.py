@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import netCDF4
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.recipes.ufs.conftest import NUM_LONGITUDES
 
 from lockstep import config as config_module
 from lockstep.errors import ConfigError
@@ -21,7 +25,7 @@ SMALL += ("batch_size=64", "eval_batch_size=128")
 
 
 def ufs(files: Path, **keys: Any) -> Ufs:
-    return Ufs(UfsConfig(history=f"{files}/iceh.*.nc", **keys))
+    return Ufs(UfsConfig(**{"history": f"{files}/iceh.*.nc", **keys}))
 
 
 def tensors(task: Ufs, split: str) -> tuple[torch.Tensor, ...]:
@@ -178,3 +182,66 @@ def test_a_settled_jacobian_ends_a_run(here: Any, files: Path, tmp_path: Path) -
     again = here("eval", "run", "--split", "val", "--checkpoint", "best")
     assert "jacobian_condition" in again.stdout
     assert "mse_aice" in again.stdout
+
+
+@pytest.fixture
+def data(files: Path, tmp_path: Path) -> Path:
+    """A folder with one history file, to be changed."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(files / "iceh.000.nc", folder)
+    return folder
+
+
+def test_other_rows_are_normalised_as_the_model_was_trained(files: Path, data: Path) -> None:
+    trained = ufs(data)
+    model = trained.build_model()
+    same, other = ufs(data), ufs(files)
+    for task in (same, other):
+        task.adopt(model)
+    for one, two in zip(tensors(trained, "test"), tensors(same, "test"), strict=True):
+        assert torch.equal(one, two)
+    x, y, _ = tensors(other, "test")
+    rows = torch.from_numpy(other.splits["test"].values)
+    assert torch.allclose(x, model.normalise(rows[:, :-1]), atol=1e-5)
+    assert torch.allclose(y * model.output_deviation + model.output_mean, rows[:, -1:], atol=1e-5)
+    assert other.data_digest() != same.data_digest() == trained.data_digest()
+
+
+def test_eval_takes_other_files_on_purpose(here: Any, files: Path, data: Path) -> None:
+    given = f"history={data}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
+    everything = ("--split", "train", "val_fraction=0", "test_fraction=0")
+    before = here("eval", "run", *everything)
+    warning = "warning: the data are not those that the run was trained on"
+    assert before.returncode == 0, before.stderr
+    assert warning not in before.stdout  # all rows are the same, however they are split
+    shutil.copy(files / "iceh.002.nc", data)
+    first, second, both = (
+        here("eval", "run", *everything, f"history={data}/iceh.{pattern}.nc")
+        for pattern in ("000", "002", "*")
+    )
+    assert first.stdout == before.stdout
+    assert warning in second.stdout
+    assert warning in both.stdout
+    errors = [float(re.findall(r"mse_aice +(\S+)", d.stdout)[0]) for d in (first, second, both)]
+    whole = {"val_fraction": 0, "test_fraction": 0}
+    counts = [
+        len(ufs(files, history=f"{files}/iceh.{n}.nc", **whole).splits["train"])
+        for n in ("000", "002")
+    ]
+    assert errors[2] == pytest.approx(np.average(errors[:2], weights=counts), rel=1e-4)
+    done = here("eval", "run", "hidden=[4]")
+    assert done.returncode == 2
+    assert "is of another model" in done.stderr
+
+
+def test_a_run_does_not_go_on_with_other_test_rows(here: Any, data: Path) -> None:
+    given = f"history={data}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
+    row, column = divmod(int(ufs(data).splits["test"].cell[0]), NUM_LONGITUDES)
+    with netCDF4.Dataset(data / "iceh.000.nc", "a") as file:
+        file["hi_h"][0, row, column] = 3.0
+    done = here("train", "ufs", given, *SMALL, "--run-dir", "run", "--resume")
+    assert done.returncode == 2, done.stdout
+    assert "was trained on other data" in done.stderr

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -12,7 +11,14 @@ from lockstep.errors import DataError
 from lockstep.recipes.ufs.decode import Masked
 from lockstep.recipes.ufs.netcdf import NetcdfFile
 from lockstep.recipes.ufs.places import Places, check_same
-from lockstep.recipes.ufs.scenes import Bools, Scene, check_shape, check_unit, wrong_dims
+from lockstep.recipes.ufs.scenes import (
+    Bools,
+    Scene,
+    check_shape,
+    check_unit,
+    closed_on_error,
+    wrong_dims,
+)
 from lockstep.recipes.ufs.variables import THICKNESS, VARIABLES, Variable
 
 MOST_THICKNESS = 500.0
@@ -39,8 +45,14 @@ class PairScene(Scene):
         """
         self.paths = (atmosphere, ocean)
         self._level = level
-        files = {"atmosphere": NetcdfFile(atmosphere), "ocean": NetcdfFile(ocean)}
-        self._files: Mapping[str, NetcdfFile] = MappingProxyType(files)
+        self._files: dict[str, NetcdfFile] = {}
+        with closed_on_error(self):
+            for kind, path in (("atmosphere", atmosphere), ("ocean", ocean)):
+                self._files[kind] = NetcdfFile(path)
+            self._examine()
+
+    def _examine(self) -> None:
+        files, (atmosphere, ocean) = self._files, self.paths
         axes = {kind: _axes(file) for kind, file in files.items()}
         self.says_degrees = all(f.unit(n) is not None for f in files.values() for n in _AXES)
         sizes = {kind: tuple(len(axis) for axis in found) for kind, found in axes.items()}

@@ -12,7 +12,14 @@ from lockstep.errors import DataError
 from lockstep.recipes.ufs.decode import Masked
 from lockstep.recipes.ufs.netcdf import NetcdfFile
 from lockstep.recipes.ufs.places import Places
-from lockstep.recipes.ufs.scenes import Bools, Scene, check_shape, check_unit, wrong_dims
+from lockstep.recipes.ufs.scenes import (
+    Bools,
+    Scene,
+    check_shape,
+    check_unit,
+    closed_on_error,
+    wrong_dims,
+)
 from lockstep.recipes.ufs.variables import OCEAN_MASK, VARIABLES, Variable
 
 MOST_TIMES = 100_000
@@ -33,6 +40,10 @@ class HistoryScene(Scene):
         self.paths = (path,)
         self._time = time
         self._file = NetcdfFile(path)
+        with closed_on_error(self):
+            self._examine()
+
+    def _examine(self) -> None:
         dims = self._file.dims(OCEAN_MASK)
         if len(dims) != 2:
             raise DataError(wrong_dims(self._file, OCEAN_MASK, "(nj, ni)"))
@@ -43,7 +54,7 @@ class HistoryScene(Scene):
             if tuple(self._file.dims(name)) != self._dims:
                 raise DataError(wrong_dims(self._file, name, f"({', '.join(self._dims)})"))
         self.says_degrees = all(self._file.unit(name) is not None for name in _PLACES)
-        self.when = self._file.time(time)
+        self.when = self._file.time(self._time)
         self.chunk_rows = self._file.chunk_rows
 
     @staticmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -97,10 +98,9 @@ class _Header:
         # A single record variable is stored without padding between its records.
         stride = sum(v.num_bytes for v in variables if v.is_record)
         stride = stride if len(records) == 1 else sum(records)
-        for variable in variables:
+        stored = [v for v in variables if v.num_bytes and (num_records or not v.is_record)]
+        for variable in stored:
             count = num_records if variable.is_record else 1
-            if not count * variable.num_bytes:
-                continue
             if variable.begin < end:
                 raise Damaged(f"{variable.name}: its place is inside the header")
             needed = variable.begin + (count - 1) * stride + variable.num_bytes
@@ -108,6 +108,12 @@ class _Header:
                 raise Damaged(
                     f"it has {self._size} bytes; {variable.name} alone needs the first {needed}"
                 )
+        # Of record variables, the first record is compared, and the whole with all others.
+        first = [v for v in stored if v.is_record]
+        _check_apart(first)
+        begin = min((v.begin for v in first), default=0)
+        whole = [_Stored("the records", True, begin, num_records * stride)] if first else []
+        _check_apart([v for v in stored if not v.is_record] + whole)
 
     def _dims(self) -> list[int]:
         """The lengths of all dims; 0 is the record dim's."""
@@ -180,6 +186,12 @@ class _Header:
         if len(found) < num_bytes or self._file.tell() > _LONGEST_HEADER:
             raise Damaged("its header ends too early or does not end")
         return found
+
+
+def _check_apart(stored: list[_Stored]) -> None:
+    for one, two in pairwise(sorted(stored, key=lambda v: v.begin)):
+        if one.begin + one.num_bytes > two.begin:
+            raise Damaged(f"{two.name}: its place is inside that of {one.name}")
 
 
 def _padded(num_bytes: int) -> int:

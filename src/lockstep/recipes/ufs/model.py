@@ -87,6 +87,12 @@ class SeaIceNet(nn.Module):
         # Not by way of normalised outputs, whose rounding could leave the bounds.
         return torch.where(self.bounded, self._inside(y) * self.bounds[1] + self.bounds[0], free)
 
+    def scale(self) -> Scale:
+        """The statistics it was made with: of the inputs, then the outputs."""
+        mean = torch.cat([self.input_mean, self.output_mean])
+        deviation = torch.cat([self.input_deviation, self.output_deviation])
+        return Scale(*(found.double().cpu().numpy() for found in (mean, deviation)))
+
     def _inside(self, y: Tensor) -> Tensor:
         """Where between their bounds outputs are, in [0, 1]."""
         return torch.sigmoid(torch.addcmul(self.squash_in[0], y, self.squash_in[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -65,6 +66,15 @@ def gather(paths: Sequence[Path], most: int) -> Rows:
         values, cell, time, place = load(path, "values", "cell", "time", "place")
         parts.append(Rows(values[:, chosen].T, cell[chosen], time[chosen], place[:, chosen].T))
     return joined(parts)
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 of all rows."""
+    found = hashlib.sha256()
+    for array in vars(rows).values():
+        found.update(f"{array.dtype.str}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
 
 
 def joined(parts: Sequence[Rows]) -> Rows:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,16 @@ class Scene(ABC):
                 _implausible(where, variable, values[bad], first[0] + rows.start, first[1])
             )
         return values, there
+
+
+@contextmanager
+def closed_on_error(scene: Scene) -> Iterator[None]:
+    """Closes a scene that turns out to be unusable while it is made."""
+    try:
+        yield
+    except BaseException:
+        scene.close()
+        raise
 
 
 def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: int) -> str:

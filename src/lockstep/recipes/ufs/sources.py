@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.ufs.cf import PairScene
 from lockstep.recipes.ufs.cice import HistoryScene
-from lockstep.recipes.ufs.scenes import Scene
+from lockstep.recipes.ufs.scenes import Scene, closed_on_error
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,15 @@ def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
         DataError: they have not.
     """
     first = sources[0].open()
-    for source in {source.paths: source for source in sources}.values():
-        scene = source.open()
-        try:
-            scene.check(names)
-            if scene.shape != first.shape:
-                shown = " and ".join(f"{a}x{b}" for a, b in (first.shape, scene.shape))
-                raise DataError(
-                    f"{first.paths[0]} and {scene.paths[0]}: are on different grids: {shown}"
-                )
-        finally:
-            scene.close()
+    with closed_on_error(first):
+        for source in {source.paths: source for source in sources}.values():
+            with closing(source.open()) as scene:
+                scene.check(names)
+                if scene.shape != first.shape:
+                    shown = " and ".join(f"{a}x{b}" for a, b in (first.shape, scene.shape))
+                    raise DataError(
+                        f"{first.paths[0]} and {scene.paths[0]}: are on different grids: {shown}"
+                    )
     return first
 
 

@@ -22,7 +22,16 @@ from lockstep.recipes.ufs.export import export_net
 from lockstep.recipes.ufs.jacobian import describe, normalised
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report import Ground, Report
-from lockstep.recipes.ufs.rows import Rows, Scale, blocks, first_spread, gather, scale_of, split
+from lockstep.recipes.ufs.rows import (
+    Rows,
+    Scale,
+    blocks,
+    digest,
+    first_spread,
+    gather,
+    scale_of,
+    split,
+)
 from lockstep.recipes.ufs.sources import Source, find_sources
 from lockstep.recipes.ufs.write import embedded_files
 from lockstep.train.checkpoint import newest_valid, read, read_hint
@@ -116,9 +125,28 @@ class Ufs(Task):
         about = {"config_hash": config.hash, "params_sha256": model_digest(net)}
         return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
 
-    @cached_property
+    @property
     def splits(self) -> dict[str, Rows]:
         """The rows of each split there is; those whose Jacobians are tracked come first."""
+        return self._data[0]
+
+    def data_digest(self) -> str:
+        """SHA-256 of all rows, however they are split."""
+        return self._data[1]
+
+    def adopt(self, model: nn.Module) -> None:
+        """Normalise with the statistics of a trained model, whatever those of the rows are."""
+        assert isinstance(model, SeaIceNet)
+        # The model has its statistics in float32. Of the rows it was trained on, the exact ones are
+        # at hand: with them the rows are those of the training to the last bit.
+        trained, own = model.scale(), self.scale
+        rounded = (np.float32(array) for array in vars(own).values())
+        if not all(map(np.array_equal, rounded, vars(trained).values())):
+            self.scale = trained
+
+    @cached_property
+    def _data(self) -> tuple[dict[str, Rows], str]:
+        """The rows of each split, and the digest of all."""
         config = self.config
         sources = self._sources
         selection = Selection(
@@ -133,14 +161,15 @@ class Ufs(Task):
         first.close()
         group = blocks(rows, num_columns, config.split_block_cells)
         found = split(rows, group, config.split, config.val_fraction, config.test_fraction)
-        return {
+        spread = {
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
             for name, part in found.items()
         }
+        return spread, digest(rows)
 
     @cached_property
     def scale(self) -> Scale:
-        """Statistics of the training rows: inputs, then outputs."""
+        """Statistics of the training rows, or of the model's: inputs, then outputs."""
         return scale_of([self.splits["train"]])
 
     @property

@@ -34,6 +34,15 @@ struct Stored {
     Count bytes;  // of the values; of one record, if it is a record variable
 };
 
+// Sorts them by place.
+void check_apart(std::vector<Stored> &stored) {
+    std::sort(stored.begin(), stored.end(),
+              [](const Stored &a, const Stored &b) { return a.begin < b.begin; });
+    for (std::size_t i = 1; i < stored.size(); ++i)
+        if (plus(stored[i - 1].begin, stored[i - 1].bytes) > stored[i].begin)
+            throw Damaged{stored[i].name + ": its place is inside that of " + stored[i - 1].name};
+}
+
 // The header of a classic file: numbers are big-endian, everything is padded to 4 bytes.
 class Header {
    public:
@@ -60,9 +69,11 @@ class Header {
                 ++num_record;
             }
         if (num_record == 1) stride = alone;
+        std::vector<Stored> fixed, first;  // of record variables, the first record
         for (const Stored &v : variables) {
             const Count repeats = v.is_record ? records : 1;
             if (!repeats || !v.bytes) continue;
+            (v.is_record ? first : fixed).push_back(v);
             if (v.begin < position_)
                 throw Damaged{v.name + ": its place is inside the header"};
             const Count needed = plus(plus(v.begin, times(repeats - 1, stride)), v.bytes);
@@ -70,6 +81,10 @@ class Header {
                 throw Damaged{"it has " + std::to_string(size_) + " bytes; " + v.name +
                               " alone needs the first " + std::to_string(needed)};
         }
+        check_apart(first);
+        if (!first.empty())
+            fixed.push_back({"the records", true, first[0].begin, times(records, stride)});
+        check_apart(fixed);
     }
 
    private:

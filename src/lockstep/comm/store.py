@@ -1,0 +1,75 @@
+"""Key-value stores in which ranks find each other; those of one host listen on loopback only.
+
+Nobody who connects to a store has to say who they are, and torch's own listens on all interfaces.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+LOOPBACK = "127.0.0.1"
+
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address says that only processes of the same host can reach it.
+
+    What a name is resolved to does not count: many hosts know themselves by a loopback address.
+    """
+    return host == "localhost" or host.startswith("127.")
+
+
+def host_store(port: int, timeout: timedelta) -> TCPStore:
+    """Host a store that listens on loopback only, without waiting for anybody.
+
+    Args:
+        port: to listen on; 0 for a free one.
+        timeout: of waiting for keys.
+
+    Raises:
+        OSError: something else listens on the port.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    try:
+        listener = socket.create_server((LOOPBACK, port), backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        # By this process, for a script's earlier training: then torch shares the server.
+        return TCPStore(LOOPBACK, port, multi_tenant=True, **options)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, multi_tenant=True, master_listen_fd=listener.detach(), **options
+    )
+
+
+def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    """The store of a group of ranks; rank 0 hosts it, unless torchrun does.
+
+    Where the address is a loopback one, so are those that gloo and NCCL will listen on.
+
+    Args:
+        host: of rank 0.
+        port: of the store.
+        rank: of this process.
+        size: number of ranks.
+        timeout: of waiting for rank 0, and for keys.
+    """
+    if not is_loopback(host):
+        store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))
+        return store
+    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if interface is not None:
+        os.environ.setdefault(_GLOO_INTERFACE, interface)
+        os.environ.setdefault(_NCCL_INTERFACE, interface)
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return host_store(port, timeout)
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, wait_for_workers=False)
