@@ -104,19 +104,27 @@ def read_text(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = F
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of `path` at the end, or leaves it as it was.
+    """As `replacing_binary`, for UTF-8 text; what has no form in UTF-8 is escaped."""
+    with replacing_binary(path) as binary:
+        file = TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", newline="")
+        yield file
+        file.flush()
+        file.detach()
 
-    Whoever reads `path` sees the whole old or the whole new text, also after a power cut. A link
+
+@contextmanager
+def replacing_binary(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` at the end, or leaves it as it was.
+
+    Whoever reads `path` sees the whole old or the whole new file, also after a power cut. A link
     at `path` is replaced, not followed.
 
     Raises:
-        OSError: the text cannot be written; `path` is unchanged.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     temporary, descriptor = create_beside(path)
     try:
-        with os.fdopen(
-            descriptor, "w", encoding="utf-8", errors="backslashreplace", newline=""
-        ) as file:
+        with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -186,3 +186,20 @@ def test_following_skips_earlier_sittings_and_outlives_a_torn_line(tmp_path: Pat
     states = sittings()
     rows = follow_events(path, lambda: next(states), start=start, poll_s=0)
     assert [row["step"] for row in rows] == [2]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metrics", 3),
+        ("metrics", []),
+        ("ranks", "ab"),
+        ("ranks", [3]),
+        ("loss", None),
+        ("step", "x"),
+    ],
+)
+def test_a_field_of_another_type_is_a_clear_message(field: str, value: object) -> None:
+    row = json.loads(dumps(row_of(step_done(1), 0.0))) | {field: value}
+    with pytest.raises(RunDirectoryError, match="event StepDone: field missing or wrong"):
+        event_from_row(row)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.distributed.tasks import Everything, EverythingConfig
 from lockstep.errors import CheckpointError
 from lockstep.front import Sitting, run
 from lockstep.train.events import Finished
+from lockstep.train.optimizer import ELEMENTWISE
 
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 
@@ -180,16 +182,44 @@ def test_a_tensor_that_cannot_be_is_named(
     assert reason in refusal(folder)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("keys", [{}, {"dtype": "fp16", "growth_interval": 2}])
 def test_what_is_written_can_be_gone_on_from(
-    tmp_path: Path, name: str, sharded: bool, keys: dict[str, Any]
+    tmp_path: Path, dtype: str, name: str, sharded: bool, keys: dict[str, Any]
 ) -> None:
     optimizer = {"name": name, "momentum": 0.9, "sharded": sharded}
-    config = EverythingConfig.model_validate(
-        CONFIG.model_dump() | {"optimizer": optimizer, "precision": keys, "groups": True}
-    )
-    changes = {key: getattr(config, key) for key in ("optimizer", "precision", "groups")}
+    own = {"optimizer": optimizer, "precision": keys, "groups": True, "dtype": dtype}
+    config = EverythingConfig.model_validate(CONFIG.model_dump() | own)
+    changes = {key: getattr(config, key) for key in own}
     trained(tmp_path, stop_at_step=1, **changes)
     assert trained(tmp_path, resume=True, **changes).status == "completed"
+
+
+class Own(Everything):
+    """With an optimizer of its own."""
+
+    make: Callable[..., torch.optim.Optimizer]
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return type(self).make(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(kind, lr=1e-3) for kind in ELEMENTWISE),
+        partial(torch.optim.AdamW, lr=1e-3, amsgrad=True, foreach=True),
+        partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True),
+        partial(torch.optim.SGD, lr=1e-3, momentum=0.9, dampening=0.5),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_every_optimizer_of_torch_can_be_gone_on_with(tmp_path: Path, make: Any) -> None:
+    kind = type("Own", (Own,), {"make": staticmethod(make)})
+    config = CONFIG.model_copy(update={"stop_at_step": 2})
+    run(kind(config), config, Sitting(str(tmp_path / "run"), False, (), False))
+    went_on = run(kind(CONFIG), CONFIG, Sitting(str(tmp_path / "run"), True, (), False))
+    straight = run(kind(CONFIG), CONFIG, Sitting(str(tmp_path / "straight"), False, (), False))
+    assert went_on.params_sha256 == straight.params_sha256

@@ -14,6 +14,7 @@ import torch
 from lockstep.commands.evaluate import find_snapshot
 from lockstep.config import load
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.files import replacing, replacing_binary
 from lockstep.observe import event_from_row, read_events
 from lockstep.parsing import parse_int
 from lockstep.quantum.interop import drawing
@@ -60,7 +61,7 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
     angles = model.angles.detach().flatten(1).numpy()
     log = path.with_suffix(".csv")
     try:
-        with path.open("wb") as file:
+        with replacing_binary(path) as file:
             np.savez(
                 file,
                 params=angles[_best_restart(snapshot)],
@@ -71,7 +72,9 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
                 embeddings=model.embeddings.numpy(),
                 words=np.array(model.words),
             )
-        log.write_text(training_log(read_events(run_dir / "events.jsonl")), encoding="utf-8")
+        rows = training_log(read_events(run_dir / "events.jsonl"))
+        with replacing(log) as text:
+            text.write(rows)
     except OSError as error:
         raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
     return [str(path), str(log)]

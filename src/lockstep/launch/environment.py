@@ -13,6 +13,7 @@ from typing import Literal
 from lockstep.errors import EnvironError
 from lockstep.launch import local
 from lockstep.launch.nodelist import first_host, num_hosts
+from lockstep.parsing import parse_int
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
@@ -276,9 +277,9 @@ def _tasks_on_node(env: Mapping[str, str], node_rank: int, world_size: int) -> i
     try:
         for item in per_node.split(","):
             count, _, repeat = item.partition("(x")
-            node_rank -= int(repeat.rstrip(")") or 1)
+            node_rank -= parse_int(repeat.rstrip(")") or "1", least=1)
             if node_rank < 0:
-                return int(count)
+                return parse_int(count, least=1)
     except ValueError:
         pass
     raise _wrong(env, "SLURM_STEP_TASKS_PER_NODE", "has no entry for this node", "srun sets it")

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import RunDirectoryError
+from lockstep.parsing import shown
 from lockstep.train.events import Event, StepDone
 
 
@@ -39,8 +40,8 @@ def event_from_row(row: Mapping[str, Any]) -> Event:
         raise RunDirectoryError(f"event {name!r} is not known to this version of lockstep")
     try:
         return _decode(kind, row)  # type: ignore[no-any-return]
-    except (KeyError, TypeError, ValueError) as error:
-        raise RunDirectoryError(f"event {name}: field missing or wrong: {error}") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise RunDirectoryError(f"event {name}: field missing or wrong: {error}") from None
 
 
 def dumps(value: Any) -> str:
@@ -74,7 +75,13 @@ def _kinds(kind: type[Event]) -> Iterator[type[Event]]:
 
 
 def _decode(hint: Any, value: Any) -> Any:
-    """`value`, as JSON gives it, as the type `hint`."""
+    """`value`, as JSON gives it, as the type `hint`.
+
+    Raises:
+        KeyError: a field is missing.
+        TypeError: a value is of another type.
+        ValueError: a text is no number.
+    """
     if isinstance(hint, type) and is_dataclass(hint):
         given = {
             field.name: _decode(kind, value[field.name])
@@ -83,6 +90,9 @@ def _decode(hint: Any, value: Any) -> Any:
         }
         return hint(**given)
     origin, args = get_origin(hint), get_args(hint)
+    form = _FORMS.get(origin or hint)
+    if form is not None and not isinstance(value, form):
+        raise TypeError(f"{shown(value)} is not a {getattr(hint, '__name__', hint)}")
     if origin is tuple:
         inner = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return tuple(_decode(kind, item) for kind, item in zip(inner, value, strict=True))
@@ -91,6 +101,19 @@ def _decode(hint: Any, value: Any) -> Any:
     if origin in (Union, UnionType) and value is not None:
         return _decode(next(kind for kind in args if kind is not type(None)), value)
     return hint(value) if hint in (float, int) else value
+
+
+_FORMS: Mapping[Any, Any] = MappingProxyType(
+    {
+        tuple: (list, tuple),
+        dict: Mapping,
+        str: str,
+        bool: bool,
+        int: (int, str),
+        float: (int, float, str),
+    }
+)
+"""What JSON has for a type; numbers that are not finite are strings."""
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lockstep.comm.transport import GroupBroken
 from lockstep.errors import ConfigError
 from lockstep.files import read_bytes
-from lockstep.parsing import as_type, parse_object
+from lockstep.parsing import as_type, parse_object, shown
 from lockstep.train.task import Loss, Task
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -198,7 +198,10 @@ def _struck(log: Path) -> list[dict[str, Any]]:
             return []
         rows = [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{log}: is no log of faults: {error}; remove it") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"{shown(str(log))[1:-1]}: is no log of faults: {reason}; remove it"
+        ) from None
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 

@@ -184,9 +184,10 @@ class _Shared:
     attributes: dict[str, Any]
     state: dict[str, Any]
 
-    @property
-    def is_empty(self) -> bool:
-        return not (any(self.groups) or self.attributes or self.state)
+    def holds_only(self, attributes: dict[str, Any]) -> bool:
+        """Whether nothing has changed but some of these attributes, to these values."""
+        known = all(k in attributes and attributes[k] == v for k, v in self.attributes.items())
+        return known and not (any(self.groups) or self.state)
 
 
 def _is_state(value: Any) -> bool:
@@ -216,7 +217,7 @@ def _check_layout(snapshot: Snapshot, step: Step, where: str) -> None:
     )
     if found == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
         return  # no step so far, or all of them were skipped
-    own = _layout(step)
+    own, attributes = _layout(step)
     if not any(_TENSOR in values.values() for values in found.scalars.values()):
         own = own.without_tensors()  # as earlier versions wrote it
     if found != own:
@@ -225,7 +226,7 @@ def _check_layout(snapshot: Snapshot, step: Step, where: str) -> None:
             f"{type(step.stepper.optimizer).__name__} keeps {own}"
         )
     for path, state in snapshot.meta.get("optimizer_shared", {}).items():
-        if path or not _Shared(**state).is_empty:
+        if path or not _Shared(**state).holds_only(attributes):
             raise CheckpointError(
                 f"{where}: is of another optimizer: optimizer_shared.{shown(path)}="
                 f"{shown(state)}, which torch's own do not have"
@@ -258,10 +259,11 @@ class _Layout(NamedTuple):
         return _Layout(self.tensors, {group: values for group, values in kept.items() if values})
 
 
-def _layout(step: Step) -> _Layout:
-    """Found by stepping a small optimizer of the same kind."""
+def _layout(step: Step) -> tuple[_Layout, dict[str, Any]]:
+    """What this optimizer keeps, and its attributes, found by stepping small ones of its kind."""
     own, flat = step.stepper.optimizer, step.flat
     layout = _Layout(set(), {})
+    attributes: dict[str, Any] = {}
     for piece in flat.pieces:
         parameter = nn.Parameter(torch.zeros_like(flat.flats[piece.segment][:2]))
         parameter.grad = torch.zeros_like(parameter)
@@ -269,13 +271,14 @@ def _layout(step: Step) -> _Layout:
         hyper = own.param_groups[piece.group]
         trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
         trial.step()
+        attributes |= {k: v for k, v in vars(trial).items() if isinstance(v, bool)}
         for key, value in trial.state.get(parameter, {}).items():
             is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
             if is_whole:
                 layout.tensors.add(key)
             kind = _TENSOR if is_whole else _kind(to_json(value))
             layout.scalars.setdefault(str(piece.group), {})[key] = kind
-    return layout
+    return layout, attributes
 
 
 _TENSOR = "tensor"

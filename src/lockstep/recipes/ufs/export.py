@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -165,7 +165,7 @@ def _trial(net: SeaIceNet) -> Tensor:
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Have a file written under another name, then give it its own."""
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.{path.name}")  # torch goes by the suffix
     try:
         write(temporary)
         temporary.replace(path)
