@@ -200,7 +200,8 @@ def _struck(log: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{shown(str(log))[1:-1]}: is no log of faults: {reason}; remove it"
+            f"environment variable {FAULTS}: {shown(str(log))[1:-1]}: is no log of faults: "
+            f"{reason}; remove it"
         ) from None
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
