@@ -127,7 +127,7 @@ def test_a_change_that_comes_later_is_refused_before_it_counts(
 ) -> None:
     task = Late()
     task.change = change
-    with pytest.raises(TaskError, match=f"step 3: {named} was changed .*after_step"):
+    with pytest.raises(TaskError, match=f"step 3: {named} was (changed|replaced) .*after_step"):
         run(tmp_path, task, batch_size=5, num_microbatches=1, data={"shuffle": False})
 
 
@@ -312,3 +312,163 @@ def test_a_generator_that_is_drawn_from_later_is_refused(
     data = {"shuffle": False, "num_workers": num_workers}
     with pytest.raises(TaskError, match=rf"{named}: a random generator .* was drawn from"):
         run(tmp_path, kind(), batch_size=5, num_microbatches=1, data=data)
+
+
+class Moving(Plain):
+    """Gives parameters new memory, which must not take them out of training."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.first.weight.data = model.first.weight.data * 0.99
+        vector = nn.utils.parameters_to_vector(model.second.parameters())
+        nn.utils.vector_to_parameters(vector * 0.98, model.second.parameters())
+
+
+class MovingInPlace(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            model.first.weight.mul_(0.99)
+            for parameter in model.second.parameters():
+                parameter.mul_(0.98)
+
+
+def test_parameters_that_are_given_other_memory_are_still_trained(tmp_path: Path) -> None:
+    expected = run(tmp_path / "in-place", MovingInPlace())
+    assert run(tmp_path / "straight", Moving()).params_sha256 == expected.params_sha256
+    run(tmp_path / "parts", Moving(), stop_at_step=3)
+    assert run(tmp_path / "parts", Moving(), True).params_sha256 == expected.params_sha256
+
+
+class Forgetting(Averaged):
+    """Saves one thing, and forgets another."""
+
+    rate = 1.0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        self.rate *= 0.9
+
+
+class AnnealsModel(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.drop.p *= 0.9
+
+
+class LastLoss(Plain):
+    scale = 1.0
+    last = 0.0
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        self.last = float(loss.sum.detach())
+        return ls.Loss(loss.sum * self.scale, loss.weight)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self._adapt()
+
+    def _adapt(self) -> None:
+        self.scale = 1.0 if self.last > 1 else 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = state["scale"]
+
+
+class Freezing(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.first.weight.requires_grad_(step < 2)
+
+
+class Replacing(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+
+
+class CountsEvaluations(Plain):
+    count = 0
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        self.count += 1
+        return super().evaluate(model, batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        return ls.Loss(loss.sum * (1 + self.count), loss.weight)
+
+
+class CachesNoise(Plain):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        found = super().dataset(split)
+        return Noisy(*found.tensors) if split == "train" else found
+
+
+class Noisy(Drawing):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+        self.cache: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = self.x[index] + torch.randn(3)
+        return self.cache[index], self.y[index]
+
+
+class Renormed(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        model.first.weight.data = torch.renorm(model.first.weight.data, 2, 0, 100.0)
+        return super().loss(model, batch)
+
+
+class Clips(Plain):
+    """Does nothing in the first step, and bypasses version counters."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        model.first.weight.data.clamp_(-0.6, 0.6)
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Forgetting, r"task\.rate: is changed by after_step, and does not come back"),
+        (AnnealsModel, r"model\.drop\.p: is changed by after_step, and no checkpoint holds it"),
+        (LastLoss, r"task\.last: is what the last microbatch of this rank has left"),
+        (Freezing, r"step 2: first\.weight\.requires_grad was changed"),
+        (Replacing, r"step 1: first\.weight was replaced"),
+        (CountsEvaluations, "Task.loss: gave another loss"),
+        (CachesNoise, r"dataset\('train'\): drew other random numbers"),
+        (Renormed, r"first\.weight was (changed|given other memory)"),
+        (Clips, r"first\.weight was changed by the forward"),
+    ],
+)
+def test_more_that_would_differ_is_refused_by_name(
+    tmp_path: Path, kind: type[ls.Task], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, kind(), lr=0.3)
+
+
+class FollowsLevel(Averaged):
+    """Its dataset reads what `after_step` changes."""
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        found = super().dataset(split)
+        return Levelled(self, *found.tensors) if split == "train" else found
+
+
+class Levelled(Drawing):
+    def __init__(self, task: FollowsLevel, x: Tensor, y: Tensor) -> None:
+        self.task, self.x, self.y = task, x, y
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] * (1 + self.task.count), self.y[index]
+
+
+def test_a_dataset_that_follows_the_task_is_refused_in_other_processes(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", FollowsLevel())
+    run(tmp_path / "parts", FollowsLevel(), stop_at_step=3)
+    parts = run(tmp_path / "parts", FollowsLevel(), True)
+    assert parts.params_sha256 == straight.params_sha256
+    with pytest.raises(TaskError, match=r"copies of it; set data\.num_workers=0"):
+        run(tmp_path / "workers", FollowsLevel(), data={"num_workers": 1})

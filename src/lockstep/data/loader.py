@@ -82,6 +82,7 @@ class Loader:
 
     Attributes:
         dataset: that the samples come from.
+        num_workers: processes that fetch; 0 fetches in this one.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Loader:
         self._sampler = sampler
         self._seed = seed
         self._device = device
-        self._num_workers = num_workers
+        self.num_workers = num_workers
         self._prefetch = prefetch
 
     def watch(self, generators: IdleGenerators) -> None:
@@ -130,7 +131,7 @@ class Loader:
         Raises:
             RuntimeError: a worker process has died.
         """
-        if not self._num_workers:
+        if not self.num_workers:
             for step in range(first_step, last_step):
                 for m in range(*microbatches):
                     yield step, m, self.microbatch(step, m)
@@ -141,7 +142,7 @@ class Loader:
                 self._fetcher,
                 sampler=wanted,
                 batch_size=None,
-                num_workers=self._num_workers,
+                num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
                 generator=torch.Generator(),  # else it draws from, and so changes, the global one
             )

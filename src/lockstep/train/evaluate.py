@@ -84,7 +84,7 @@ class Evaluation:
         """Loss and metrics of the first batch, each as (sum, weight); talks to nobody."""
         model.eval()
         try:
-            return self._chunk(0, compute, transport)
+            return self._chunks(Range(0, 1), model, compute, transport)[0]
         finally:
             model.train()
 

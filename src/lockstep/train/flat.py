@@ -86,6 +86,17 @@ class FlatTensors:
             view.copy_(tensor.detach())
             tensor.data = view
 
+    def take_back(self) -> None:
+        """Make tensors views of the flats again that were given memory of their own since.
+
+        That is what `p.data = …` does, as in `nn.utils.vector_to_parameters` and in optimizers.
+        """
+        for tensor, entry in zip(self.tensors, self.entries, strict=True):
+            view = self.view(self.flats, entry)
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor.detach())
+                tensor.data = view
+
     @property
     def places(self) -> list[list[tuple[int, torch.Size]]]:
         """For each segment, (offset, shape) of each tensor."""

@@ -32,8 +32,10 @@ DTYPES = {
 }  # fmt: skip
 """Those that checkpoints can hold, by name."""
 _SET_BY_ENGINE = frozenset({"params", "lr", "fused"})
-_TORCHS_OWN = frozenset(vars(optim.SGD([torch.zeros(1)], lr=0.0)))
-"""Attributes of every optimizer."""
+_TORCHS_OWN = frozenset(vars(optim.SGD([torch.zeros(1)], lr=0.0))) | {
+    "_need_device_dtype_check_for_fused"
+}
+"""Attributes that torch gives optimizers, of which no result depends."""
 
 
 class OptimizerState(NamedTuple):

@@ -13,25 +13,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
-from lockstep.data.generators import IdleGenerators
 from lockstep.data.loader import Loader, dataset_size
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.layout import split
-from lockstep.train.buffers import ForwardState, changed_by
+from lockstep.train.buffers import ForwardState
 from lockstep.train.compute import Compute
 from lockstep.train.constants import Constants
 from lockstep.train.evaluate import Evaluation
 from lockstep.train.flat import FlatTensors, model_digest
-from lockstep.train.held_state import held_generators, held_state, module_globals
 from lockstep.train.optimizer import check_optimizer, default_optimizer
 from lockstep.train.progress import check_watched
 from lockstep.train.replicas import check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task, own_collate
-from lockstep.train.trial import Passes, Trial
+from lockstep.train.trial import Trial
 
 
 @dataclass
@@ -82,7 +80,12 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
-    trial = everywhere(transport, lambda: _try_out(task, model, flat, compute, loader))
+    splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    everywhere(transport, lambda: check_judged(config, splits))
+    trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
+    if "val" in splits:
+        found = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
+        check_watched(config, found)
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics or ())
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -99,12 +102,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     )
     facts |= step.stepper.description
     check_same(transport, facts)
-    splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    everywhere(transport, lambda: check_judged(config, splits))
-    if "val" in splits and _watched(config) != {"loss"}:
-        everywhere(
-            transport, lambda: _check_metrics(config, splits["val"], runtime, model, compute)
-        )
     return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
 
 
@@ -152,20 +149,6 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
             )
 
 
-def _watched(config: TrainConfig) -> set[str]:
-    """The evaluation metrics that the config goes by; the loss is always there."""
-    return {config.watch, *(rule.metric for rule in config.convergence)}
-
-
-def _check_metrics(
-    config: TrainConfig, val: Evaluation, runtime: Runtime, model: nn.Module, compute: Compute
-) -> None:
-    """Find out before the first step, from one batch, that evaluations have what is watched."""
-    metrics: list[str] = []
-    changed_by(model, lambda: metrics.extend(val.first_batch(runtime.transport, model, compute)))
-    check_watched(config, metrics)
-
-
 def _model(
     task: Task, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -194,38 +177,6 @@ def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[Elasti
         dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
     )
     return sampler, loader
-
-
-def _try_out(
-    task: Task, model: nn.Module, flat: FlatTensors, compute: Compute, loader: Loader
-) -> Trial:
-    """Compute the first microbatch twice.
-
-    Raises:
-        TaskError: it is not the same both times.
-    """
-    passes = Passes(
-        model,
-        [(entry.name, tensor) for entry, tensor in zip(flat.entries, flat.tensors, strict=True)],
-        partial(loader.microbatch, 0, 0),
-        partial(compute.forward, 0, 0),
-    )
-    roots = {"task": task, "dataset('train')": loader.dataset, "model": model}
-
-    def held() -> dict[str, str]:
-        return held_state(roots | module_globals(type(task)))
-
-    before = held()
-    trial = passes.run_twice(held, task.scratch)
-    after = held()
-    # One that was drawn from and yet is as it was is set by the task for each sample.
-    generators = held_generators(roots | module_globals(type(task))).items()
-    idle = {path: g for path, g in generators if before.get(path) == after[path]}
-    idle = {path: g for path, g in idle.items() if not path.startswith(task.scratch)}
-    if idle:
-        loader.watch(IdleGenerators(idle))
-        compute.watched = IdleGenerators(idle)
-    return trial
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

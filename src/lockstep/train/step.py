@@ -173,7 +173,7 @@ class Step:
         self.share.reduction.restart()
         self._summed = None
         self._backward.clear_gradients()
-        self._constants.mark()
+        self._constants.mark(step)
         self._inside.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters

@@ -127,6 +127,8 @@ class Stepper:
             self._optimizer.step()
         for parameter, _ in self._gradients:
             parameter.grad = None
+        if not self.elementwise:
+            self._flat.take_back()
 
     def _step_seeded(self, key: int) -> None:
         """Step with the same random numbers on every rank."""

@@ -163,8 +163,9 @@ def with_config(task: Task, config: TrainConfig) -> Task:
     if config == task.config:
         return task
     if kind.__init__ is not Task.__init__:
-        if [*inspect.signature(kind).parameters] == ["config"]:
-            return kind(config)
+        anew = made_anew(task, config)
+        if anew is not None:
+            return anew
         own = kind.Config.model_fields.keys() - TrainConfig.model_fields.keys()
         changed = sorted(k for k in own if getattr(config, k) != getattr(task.config, k))
         if changed:
@@ -176,6 +177,13 @@ def with_config(task: Task, config: TrainConfig) -> Task:
             )
     task.config = config
     return task
+
+
+def made_anew(task: Task, config: TrainConfig) -> Task | None:
+    """Another task of the same class; None if its `__init__` takes something else than `config`."""
+    kind = type(task)
+    takes = [*inspect.signature(kind).parameters]
+    return kind(config) if takes == ["config"] else None
 
 
 def _check_config(kind: type[Task], config: TrainConfig) -> None:

@@ -1,32 +1,48 @@
-"""A microbatch computed twice before training, to find what would differ between ranks.
+"""A microbatch computed several times before training, to find what would differ between ranks.
 
 A run is a pure function of config, data and seed only if a microbatch is: the same samples, random
 state, parameters and buffers must give the same gradient, whatever this process has computed
-before. So the first microbatch is fetched, passed forward and backward twice, and everything that
-can be seen is compared.
+before. So the first microbatch is fetched, passed forward and backward twice, once more after
+another one, and once more after an evaluation; and everything that can be seen is compared.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from lockstep.comm.transport import Transport
+from lockstep.data.generators import IdleGenerators
+from lockstep.data.loader import Loader
+from lockstep.data.random import global_state, seed_all
 from lockstep.errors import TaskError
 from lockstep.train.buffers import batch_norm_buffers, changed_by, same_bits
-from lockstep.train.flat import tensor_digest
+from lockstep.train.compute import Compute
+from lockstep.train.evaluate import Evaluation
+from lockstep.train.flat import FlatTensors, tensor_digest
+from lockstep.train.held_state import held_generators, held_state, module_globals
+from lockstep.train.reads import attributes_read
 from lockstep.train.replicas import batch_digest
 from lockstep.train.task import Loss
 
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True)
+class _Outcome(NamedTuple):
+    """One pass: everything that must be the same the next time."""
+
+    batch: str
+    drawn: list[object]
+    values: dict[str, Any]
+    gradients: list[Tensor | None]
+    changed: list[str]
+
+
 class Trial:
-    """What computing a microbatch twice has shown.
+    """Computes the first microbatch again and again.
 
     Attributes:
         changed: names of the buffers that a forward pass changes.
@@ -34,76 +50,123 @@ class Trial:
         digest: SHA-256 of its loss, metrics and gradients.
     """
 
-    changed: list[str]
-    data_digest: str
-    digest: str
-
-
-class _Outcome(NamedTuple):
-    """One pass: everything that must be the same the second time."""
-
-    batch: str
-    values: dict[str, Any]
-    gradients: list[Tensor | None]
-    changed: list[str]
-
-
-class Passes:
-    """Computes the first microbatch, and compares what comes out."""
-
     def __init__(
-        self,
-        model: nn.Module,
-        named: Sequence[tuple[str, Tensor]],
-        fetch: Callable[[], Any],
-        forward: Callable[[Any], Loss],
+        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: Loader
     ) -> None:
-        """Bind.
+        """Compute it twice, and once more after another microbatch; talks to nobody.
+
+        From then on, nothing may draw from random generators that were not drawn from here.
 
         Args:
             model: in training mode.
-            named: its trainable parameters.
-            fetch: gives the first microbatch.
-            forward: gives its loss, with the random state of step 0, microbatch 0.
-        """
-        self._model = model
-        self._named = named
-        self._fetch = fetch
-        self._forward = forward
-
-    def run_twice(self, held_state: Callable[[], dict[str, str]], scratch: Sequence[str]) -> Trial:
-        """Fetch, forward and backward, twice.
-
-        Args:
-            held_state: what task, dataset and model hold now, by path.
-            scratch: paths of held state that no result depends on.
+            flat: its trainable parameters.
+            compute: the task's loss.
+            loader: of its training samples.
 
         Raises:
-            TaskError: something is not the same the second time, or a parameter has changed.
+            TaskError: something is not the same every time, or a parameter has changed.
         """
-        first = self._run()
-        held = held_state()
-        second = self._run()
-        _check_held(held, held_state(), scratch)
-        self._check_equal(first, second)
-        # A layer of batch norm that is used in later steps only would not be noticed then.
-        changed = {*first.changed, *second.changed, *batch_norm_buffers(self._model)}
-        return Trial(sorted(changed), first.batch, self._digest(first))
+        self._model = model
+        self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
+        self._compute = compute
+        self._loader = loader
+        at_first = self._held()
+        self._first = self._run()
+        once = self._held()
+        again = self._run()
+        twice = self._held()
+        _check_held(once, twice, compute.task.scratch)
+        self._check_equal(self._first, again)
+        self._watch_generators(at_first, twice)
+        self._check_after(lambda: self._pass(1))
+        self._check_left_over(twice)
+        # A layer of batch norm that is used in later steps only would not be noticed here.
+        always = batch_norm_buffers(model)
+        self.changed = sorted({*self._first.changed, *again.changed, *always})
+        self.data_digest = self._first.batch
+        self.digest = self._digest(self._first)
+
+    def evaluate(self, val: Evaluation, transport: Transport) -> list[str]:
+        """Evaluate a batch, and compute the microbatch once more; talks to nobody.
+
+        Returns:
+            Names of the metrics of evaluations.
+
+        Raises:
+            TaskError: as above.
+        """
+        names: list[str] = []
+        self._check_after(
+            lambda: names.extend(val.first_batch(transport, self._model, self._compute))
+        )
+        return names
+
+    def _check_after(self, other: Callable[[], object]) -> None:
+        changed_by(self._model, other)
+        self._clear_gradients()
+        self._check_equal(self._first, self._run())
+
+    def _check_left_over(self, after_first: Mapping[str, str]) -> None:
+        """Refuse what one microbatch leaves to be read after the step: ranks have other last ones.
+
+        `_check_after` has ended with the first microbatch, so another one is computed here.
+        """
+        task = self._compute.task
+        read = attributes_read(type(task), "after_step")
+        if not read:
+            return
+        changed_by(self._model, lambda: self._pass(1))
+        self._clear_gradients()
+        for path, value in self._held().items():
+            owner, _, name = path.partition("[")[0].rstrip("!").rpartition(".")
+            differs = after_first.get(path) != value and owner.startswith(("task", "model"))
+            if differs and name in read and not path.startswith(task.scratch):
+                raise TaskError(
+                    f"{owner}.{name}: is what the last microbatch of this rank has left there, and "
+                    "after_step reads it; ranks have other last microbatches. Take it from the "
+                    "parameters or buffers instead: a buffer that a forward pass changes is "
+                    "averaged over all microbatches"
+                )
+
+    def _held(self) -> dict[str, str]:
+        return held_state(self._roots())
+
+    def _roots(self) -> dict[str, object]:
+        task = self._compute.task
+        roots = {"task": task, "dataset('train')": self._loader.dataset, "model": self._model}
+        return roots | module_globals(type(task))
+
+    def _watch_generators(self, at_first: Mapping[str, str], now: Mapping[str, str]) -> None:
+        # One that was drawn from and yet is as it was is set by the task for each sample.
+        idle = {
+            path: generator
+            for path, generator in held_generators(self._roots()).items()
+            if at_first.get(path) == now[path] and not path.startswith(self._compute.task.scratch)
+        }
+        if idle:
+            self._loader.watch(IdleGenerators(idle))
+            self._compute.watched = IdleGenerators(idle)
 
     def _run(self) -> _Outcome:
-        passed: list[tuple[Any, Loss]] = []
-        changed = changed_by(self._model, lambda: passed.append(self._pass()))
-        (batch, loss), gradients = passed[0], [tensor.grad for _, tensor in self._named]
+        passed: list[tuple[Any, Loss, list[object]]] = []
+        changed = changed_by(self._model, lambda: passed.append(self._pass(0)))
+        (batch, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
+        self._clear_gradients()
+        values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
+        return _Outcome(batch_digest(batch), drawn, values, gradients, changed)
+
+    def _pass(self, step: int) -> tuple[Any, Loss, list[object]]:
+        seed_all(0)  # a dataset of tensors is fetched without
+        batch = self._loader.microbatch(step, 0)
+        drawn = [global_state()]
+        loss = self._compute.forward(step, 0, batch)
+        drawn.append(global_state())
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+        return batch, loss, drawn
+
+    def _clear_gradients(self) -> None:
         for parameter in self._model.parameters():
             parameter.grad = None
-        values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
-        return _Outcome(batch_digest(batch), values, gradients, changed)
-
-    def _pass(self) -> tuple[Any, Loss]:
-        batch = self._fetch()
-        loss = self._forward(batch)
-        loss.sum.backward()  # type: ignore[no-untyped-call]
-        return batch, loss
 
     def _check_equal(self, first: _Outcome, second: _Outcome) -> None:
         why = (
@@ -115,15 +178,24 @@ class Passes:
             raise TaskError(
                 f"dataset('train'): gave another batch when the same was fetched again, {why}"
             )
+        for one, two, what in zip(
+            first.drawn, second.drawn, ("dataset('train')", "Task.loss"), strict=True
+        ):
+            if one != two:
+                raise TaskError(
+                    f"{what}: drew other random numbers when the same was computed again; a random "
+                    "value is kept, and what it is depends on which microbatch came first. Keep "
+                    "what was read, and draw anew each time"
+                )
         for name, value in first.values.items():
             if not all(map(_same, value, second.values[name])):
                 raise TaskError(
                     f"Task.loss: gave another {name} when the same batch was computed again, {why}"
                 )
-        for (name, tensor), one, two in zip(
+        for (name, tensor), mine, again in zip(
             self._named, first.gradients, second.gradients, strict=True
         ):
-            if not _same(one, two) and tensor.device.type == "cpu":
+            if not _same(mine, again) and tensor.device.type == "cpu":
                 raise TaskError(
                     f"parameter {name}: got another gradient when the same batch was computed "
                     f"again, {why}"
