@@ -5,7 +5,6 @@ Nobody who connects to a store has to say who they are, and torch's own listens 
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 from datetime import timedelta
@@ -15,6 +14,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 LOOPBACK = "127.0.0.1"
+
+_hosted: dict[int, TCPStore] = {}
+"""By port. They live as long as this process: another rank may have connected already for a
+script's next training when this one ends the training before."""
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -30,6 +33,8 @@ def is_loopback(host: str) -> bool:
 def host_store(port: int, timeout: timedelta) -> TCPStore:
     """Host a store that listens on loopback only, without waiting for anybody.
 
+    For a script's further trainings it is the same one.
+
     Args:
         port: to listen on; 0 for a free one.
         timeout: of waiting for keys.
@@ -37,18 +42,19 @@ def host_store(port: int, timeout: timedelta) -> TCPStore:
     Raises:
         OSError: something else listens on the port.
     """
-    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
-    try:
-        listener = socket.create_server((LOOPBACK, port), backlog=1024)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        # By this process, for a script's earlier training: then torch shares the server.
-        return TCPStore(LOOPBACK, port, multi_tenant=True, **options)
+    if port in _hosted:
+        return _hosted[port]
+    listener = socket.create_server((LOOPBACK, port), backlog=1024)
     port = listener.getsockname()[1]
-    return TCPStore(
-        LOOPBACK, port, multi_tenant=True, master_listen_fd=listener.detach(), **options
+    _hosted[port] = TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
+    return _hosted[port]
 
 
 def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:

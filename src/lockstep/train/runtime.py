@@ -118,7 +118,9 @@ def _let_go(error: BaseException | None) -> None:
     of a loader that is only found by the garbage collector would live on; and it might find it in
     a process that is forked later, where that raises an error.
     """
-    while error is not None:
+    seen: set[int] = set()  # an exception may be its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
