@@ -79,6 +79,7 @@ class Everything(ls.Task):
         if self.config.teacher:
             self.average = 0.9 * self.average + model.student[-1].bias.detach().mean()
             with torch.no_grad():
+                model.student[-1].weight *= 0.999
                 model.teacher.weight += 0.01 * torch.randn(model.teacher.weight.shape)
                 model.teacher.bias.lerp_(model.student[-1].bias, 0.1)
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import result
+from tests.conftest import result, target
 
 from lockstep.launch.ranks import rank_environment
 from lockstep.observe import read_events
@@ -258,6 +258,24 @@ def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_referen
     done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", sharded_reference, num_left=3, num_lost=0)
+
+
+@SLOW_ON_MPI
+def test_what_a_task_does_after_a_step_is_done_once(lockstep, tmp_path, launcher):
+    """Ranks that have done it meet others that have not, with slices of what it changes."""
+    config = ("teacher=true", "optimizer.sharded=true", "log_every=1", "hang_timeout_s=5")
+    whole = lockstep("train", target(), "--run-dir", "whole", *config)
+    assert whole.returncode == 0, whole.stderr
+    faults = [Fault(1, 4, "gathered", "miss"), Fault(0, 7, "gathered", "miss")]
+    faults += [Fault(2, 9, "gather", "miss"), Fault(0, 11, "gathered")]
+    done = lockstep(
+        "train", target(), "-n", 3, "--launcher", launcher, "--run-dir", "parts", *config,
+        **to_env(faults, tmp_path / "faults"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "parts")["world_size"] == 2
+    ended, expected = result(tmp_path / "parts"), result(tmp_path / "whole")
+    assert ended["params_sha256"] == expected["params_sha256"]
 
 
 @ALWAYS

@@ -472,3 +472,50 @@ def test_a_dataset_that_follows_the_task_is_refused_in_other_processes(tmp_path:
     assert parts.params_sha256 == straight.params_sha256
     with pytest.raises(TaskError, match=r"copies of it; set data\.num_workers=0"):
         run(tmp_path / "workers", FollowsLevel(), data={"num_workers": 1})
+
+
+def test_an_evaluation_that_fails_once_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Failing(Plain):
+        fails = False
+
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.register_buffer("evaluated", torch.zeros(()))
+            return model
+
+        def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+            model.evaluated += 1
+            if self.fails and broken.pop("now", None):
+                raise RuntimeError("once")
+            return super().evaluate(model, batch)
+
+        def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+            loss = super().loss(model, batch)
+            return ls.Loss(loss.sum * (1 + model.evaluated), loss.weight)
+
+        def after_step(self, model: nn.Module, step: int) -> None:
+            if step == 4 and self.fails:
+                broken["now"] = True
+
+        scratch = ("test_task_state.broken", "tests.train.test_task_state.broken")
+
+    straight = run(tmp_path / "straight", Failing())
+    task = Failing()
+    task.fails = True
+    again = run(tmp_path / "again", task)
+    assert not broken
+    assert again.params_sha256 == straight.params_sha256
+
+
+broken: dict[str, bool] = {}
+
+
+def test_a_buffer_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
+    class Growing(Plain):
+        def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+            loss = super().loss(model, batch)
+            model.mean = model.mean[:4]
+            return loss
+
+    with pytest.raises(TaskError, match=r"buffer mean: was torch.float32 \(8,\), .* \(4,\)"):
+        run(tmp_path, Growing())

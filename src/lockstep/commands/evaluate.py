@@ -23,6 +23,7 @@ from lockstep.train.resumable import check_meta
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model, evaluations
 from lockstep.train.task import Task
+from lockstep.train.task_state import restore_task
 
 SPLITS = ("train", "val", "test")
 
@@ -66,6 +67,7 @@ def evaluate(
         model = build_model(task, config, device)
         check_fits(snapshot, model, str(directory.checkpoints))
         load_model(snapshot, model)
+        restore_task(task, snapshot.task, snapshot.meta.get("task", {}))
         if isinstance(task, Adopts):
             task.adopt(model)
         found = evaluations(task, config, device, (split,))

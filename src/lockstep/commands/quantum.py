@@ -23,7 +23,7 @@ from lockstep.recipes.quantum import Quantum
 from lockstep.recipes.quantum_config import QuantumConfig
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.events import RunStarted, StepDone
-from lockstep.train.restore import check_fits
+from lockstep.train.restore import check_fits, load_model
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.setup import build_model
 
@@ -130,7 +130,7 @@ def _trained(run_dir: Path, which: str) -> tuple[Quantum, QuantumTransformer, Sn
     assert isinstance(model, QuantumTransformer)
     snapshot = find_snapshot(directory.checkpoints, which)
     check_fits(snapshot, model, str(directory.checkpoints))
-    model.load_state_dict(snapshot.model)
+    load_model(snapshot, model)
     return task, model, snapshot
 
 

@@ -206,9 +206,15 @@ class ForwardState:
     def _take_back(self, buffer: Tensor) -> Tensor:
         """The buffer's present value; the modules hold the buffer itself again afterwards."""
         now = buffer
-        for _, _, held_in, key in self._places[id(buffer)]:
+        for name, _, held_in, key in self._places[id(buffer)]:
             held = held_in[key]
-            assert held is not None
+            if held is None or (held.shape, held.dtype) != (buffer.shape, buffer.dtype):
+                kind = "None" if held is None else f"{held.dtype} {tuple(held.shape)}"
+                raise TaskError(
+                    f"buffer {name}: was {buffer.dtype} {tuple(buffer.shape)}, and a forward pass "
+                    f"made it {kind}; a buffer that forward passes change must keep its shape and "
+                    "dtype. Cache what depends on the input in a plain attribute"
+                )
             if held is not buffer:
                 now = held
                 held_in[key] = buffer

@@ -73,8 +73,10 @@ class Evaluation:
         constants = Constants(model, kept.names)
         found = []
         for chunk in range(*chunks):
-            found.append(self._chunk(chunk, compute, transport))
-            kept.restore()
+            try:
+                found.append(self._chunk(chunk, compute, transport))
+            finally:
+                kept.restore()
             constants.check(f"evaluation of batch {chunk}")
         return found
 

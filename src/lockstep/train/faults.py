@@ -30,14 +30,15 @@ FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""
 
 Moment = Literal[
-    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "gather", "committed",
-    "evaluate", "checkpoint", "regroup", "catch_up", "join",
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "gather", "gathered",
+    "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
 when some gradients are there; after a microbatch; before and after the reduction; before the
-optimizer; before ranks with a sharded one tell each other what they have stepped; after the step;
-before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when
-survivors have regrouped but not agreed yet; when a new process begins, to be taken in."""
+optimizer; before and after ranks with a sharded one tell each other what they have stepped; after
+the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was
+noticed; when survivors have regrouped but not agreed yet; when a new process begins, to be taken
+in."""
 
 Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees

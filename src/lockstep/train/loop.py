@@ -292,7 +292,14 @@ class Trainer:
         if self._config.optimizer.sharded:
             if lead.result is not None and not self._is_new and self._progress.step < lead.step:
                 parts.step.follow(self._progress.step, self._progress.decays, lead.result)
-            state = collect(transport, parts.step, origin.members, origin.num_members)
+            # Who has committed has whole parameters, changed by the task since they were stepped.
+            state = collect(
+                transport,
+                parts.step,
+                origin.members,
+                origin.num_members,
+                with_parameters=lead.committed < lead.step,
+            )
         if lead.is_ahead:
             known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}
             meta = copy_state(parts.step, parts.model, self._progress, known, transport, lead.rank)

@@ -107,7 +107,8 @@ class Lead:
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
         metrics: of the validation split.
-        is_ahead: whether some ranks have committed one step less, or none.
+        is_ahead: whether some ranks have not applied that step, or have not committed it as the
+            leading rank has.
     """
 
     rank: int
@@ -155,5 +156,5 @@ def find_lead(
         evaluated,
         StepResult(*values) if values else None,
         {k.removeprefix(_PREFIX): v for k, v in metrics.items() if k.startswith(_PREFIX)},
-        any(theirs < step for theirs, _, _ in positions),
+        any(theirs[:2] < [step, committed] for theirs in positions),
     )

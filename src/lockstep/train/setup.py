@@ -81,6 +81,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    for name in ("val", "test"):
+        there = splits.get(name)
+        facts[f"number of samples of {name}"] = there.num_samples if there else None
+    check_same(transport, facts)
     everywhere(transport, lambda: check_judged(config, splits))
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
     if "val" in splits:

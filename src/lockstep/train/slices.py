@@ -45,7 +45,11 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
 
 
 def collect(
-    transport: Transport, step: Step, members: Sequence[int], num_members: int
+    transport: Transport,
+    step: Step,
+    members: Sequence[int],
+    num_members: int,
+    with_parameters: bool = True,
 ) -> OptimizerState:
     """Put together all parameters, in place, and all optimizer state; a collective.
 
@@ -60,14 +64,16 @@ def collect(
         members: for each rank of the present group, the one it had when slices were dealt out; -1
             for newcomers.
         num_members: how many ranks there were then.
+        with_parameters: whether to put the parameters together; otherwise they stay as they are.
 
     Raises:
         RankFailure: some slice has been lost.
     """
     roots = holders(num_members, members, step.with_buddy)
     slices = slice_up(step.flat.segments, num_members)
-    state = _joined(transport, step)
-    for segments in [step.flat.flats, *state.flats.values()]:
+    state = _joined(transport, step, members)
+    parameters = [step.flat.flats] if with_parameters else []
+    for segments in [*parameters, *state.flats.values()]:
         for flat, parts in zip(segments, slices, strict=True):
             for part, root in zip(parts, roots, strict=True):
                 if len(part):
@@ -79,25 +85,29 @@ def whole_state(transport: Transport, step: Step) -> OptimizerState:
     """Copies of the state of an optimizer; a collective if it is sharded."""
     if not step.sharded:
         return step.stepper.state()
-    state = _joined(transport, step)
+    state = _joined(transport, step, range(transport.size))
     for segments in state.flats.values():
         for segment, flat in enumerate(segments):
             step.share.reduction.gather(segment, flat)
     return state
 
 
-def _joined(transport: Transport, step: Step) -> OptimizerState:
-    """All ranks' state, but for the flats: of these the part of this rank."""
+def _joined(transport: Transport, step: Step, members: Sequence[int]) -> OptimizerState:
+    """All ranks' state, but for the flats: of these the part of this rank.
+
+    Newcomers, whose member is -1, have none yet.
+    """
     mine = step.stepper.state()
     found = transport.gather_json([sorted(mine.flats), mine.scalars, mine.shared])
     flats: dict[str, list[torch.Tensor]] = {}
     scalars: Scalars = {}
     for key in sorted({key for keys, _, _ in found for key in keys}):
         flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in step.flat.flats]
-    for _, theirs, _ in found:
+    known = [theirs for theirs, member in zip(found, members, strict=True) if member >= 0]
+    for _, theirs, _ in known:
         # A slice need not hold a piece of every group.
         scalars |= theirs
-    return OptimizerState(flats, {}, scalars, _shared([theirs for _, _, theirs in found]))
+    return OptimizerState(flats, {}, scalars, _shared([theirs for _, _, theirs in known]))
 
 
 def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:

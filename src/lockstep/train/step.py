@@ -181,7 +181,8 @@ class Step:
         try:
             for microbatch in range(*self.share.microbatches):
                 *place, batch = next(batches)
-                assert place == [step, microbatch], f"got the data of {place}"
+                if place != [step, microbatch]:
+                    raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
                 watch.data_s += watch.lap()
                 counters = self._fold(step, microbatch, batch, counters, losses)
                 watch.compute_s += watch.lap()
@@ -206,6 +207,7 @@ class Step:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
             self.share.gather_parameters()
+            self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
             self._summed = None
         watch.compute_s += watch.lap()
