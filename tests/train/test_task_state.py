@@ -519,3 +519,88 @@ def test_a_buffer_that_changes_its_shape_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match=r"buffer mean: was torch.float32 \(8,\), .* \(4,\)"):
         run(tmp_path, Growing())
+
+
+class ReplacesModule(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.second = nn.Linear(8, 2)
+
+
+class SetsMode(Plain):
+    def after_step(self, model: nn.Module, step: int) -> None:
+        model.norm.eval()
+
+
+class ChangesViews(Plain):
+    """Its batches are the dataset's own memory."""
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        found = super().dataset(split)
+        return Views(*found.tensors) if split == "train" else found
+
+    def collate(self, samples: list[Any]) -> Any:
+        return samples
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        batch[0].sub_(batch[0].mean())
+        return super().loss(model, batch)
+
+
+class Views(Drawing):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        first = min(indices[0], 48)
+        return self.x[first : first + 3], self.y[first : first + 3]
+
+
+class Sparse(Plain):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.table = nn.Embedding(5, 2, sparse=True)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        return ls.Loss(loss.sum + model.table(batch[1]).sum(), loss.weight)
+
+
+class Lazy(Plain):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(2))
+
+
+class Sync(Plain):
+    def build_model(self) -> nn.Module:
+        return nn.SyncBatchNorm.convert_sync_batchnorm(super().build_model())
+
+
+class Infinite(Plain):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("least", torch.full((), torch.inf))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        model.least = torch.minimum(model.least, batch[0].min())
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ReplacesModule, r"second\.weight is another tensor than when the model was built"),
+        (SetsMode, r"model\.norm\.training: is changed by after_step"),
+        (ChangesViews, r"dataset\('train'\)\.x: is changed by every microbatch"),
+        (Sparse, r"parameter table\.weight: has a sparse gradient"),
+        (Lazy, "build_model: 0 is a lazy module"),
+        (Sync, "build_model: norm is a SyncBatchNorm"),
+        (Infinite, "buffer least: is changed by forward passes and holds values"),
+    ],
+)
+def test_what_would_go_wrong_later_is_refused_by_name(
+    tmp_path: Path, kind: type[ls.Task], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, kind())

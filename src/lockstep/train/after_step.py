@@ -86,7 +86,8 @@ class AfterStep:
     def _held(self) -> dict[str, str]:
         # Apart, since a dataset may be reached from the task too.
         inside = held_state({"dataset('train')": self._loader.dataset})
-        return held_state({"task": self._task, "model": self._model}) | inside
+        modes = {f"model.{n}.training": str(m.training) for n, m in self._model.named_modules()}
+        return held_state({"task": self._task, "model": self._model}) | inside | modes
 
     def _check_saved(self, before: Mapping[str, str]) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.
@@ -119,7 +120,7 @@ class AfterStep:
                 raise TaskError(
                     f"{name}: is changed by after_step, and no checkpoint holds it; make it a "
                     "buffer of the model, or keep it in the task, save it by Task.state_dict, and "
-                    "set it in Task.loss"
+                    "set it in each Task.loss"
                 )
             elif back is not None and back.get(path) != now.get(path):
                 raise TaskError(

@@ -153,6 +153,12 @@ class ForwardState:
             if len(holders) > 1:  # one buffer of several modules
                 continue
             if buffer.is_floating_point():
+                if not bool(buffer.isfinite().all()):
+                    raise TaskError(
+                        f"buffer {name}: is changed by forward passes and holds values that are "
+                        "not finite, whose changes cannot be averaged over microbatches; start it "
+                        "at a finite value"
+                    )
                 floats.append((name, buffer))
             elif buffer.dim() == 0:
                 self._counters.append(buffer)

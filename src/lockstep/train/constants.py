@@ -26,6 +26,8 @@ class Constants:
 
     def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
         """Watch all parameters, and all buffers but those named in `changing`."""
+        self._model = model
+        self._ids = _ids(model)
         self._places = [p for p in tensor_places(model) if p.name not in changing]
         self._trained = [place.tensor.requires_grad for place in self._places]
         self._pointers = [place.tensor.data_ptr() for place in self._places]
@@ -51,7 +53,7 @@ class Constants:
         for index, (name, tensor, held_in, key) in enumerate(self._places):
             if tensor._version != self._versions[index]:
                 raise TaskError(f"{when}: {changed_in_pass(name)}")
-            if held_in[key] is not tensor:
+            if held_in.get(key) is not tensor:
                 raise TaskError(
                     f"{when}: {name} was replaced by another tensor, which nobody trains or saves; "
                     "change it in place, in Task.after_step(model, step)"
@@ -68,9 +70,19 @@ class Constants:
                     "pass, so it is no longer trained; compute a changed weight without storing "
                     "it, or change it in place in Task.after_step(model, step)"
                 )
+        if self._copies and (now := _ids(self._model)) != self._ids:
+            names = [n for n in {**self._ids, **now} if self._ids.get(n) != now.get(n)]
+            raise TaskError(
+                f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
+                "trains or saves; change the model's modules in build_model only"
+            )
         for place, copy in zip(self._places, self._copies, strict=False):
             if not same_bits(_part(place.tensor), copy):
                 raise TaskError(f"{when}: {changed_in_pass(place.name)}")
+
+
+def _ids(model: nn.Module) -> dict[str, int]:
+    return {place.name: id(place.tensor) for place in tensor_places(model)}
 
 
 def _part(tensor: Tensor) -> Tensor:

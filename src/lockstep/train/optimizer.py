@@ -19,6 +19,10 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether it may step flat tensors: torch's own, or one with `elementwise = True`."""
     declared = getattr(optimizer, "elementwise", None)
+    if declared is None and (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    ):
+        return False  # hooks may look at whole parameters
     return type(optimizer) in ELEMENTWISE if declared is None else bool(declared)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
@@ -119,6 +120,17 @@ def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Mod
     model = task.build_model()
     if not isinstance(model, nn.Module):
         raise TaskError(f"build_model: must return an nn.Module, returned {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise TaskError(
+                f"build_model: {name} is a SyncBatchNorm, which talks to other ranks; use "
+                "BatchNorm: its statistics are averaged over all microbatches"
+            )
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise TaskError(
+                f"build_model: {name} is a lazy module without parameters yet; give its sizes, or "
+                "run a batch through the model in build_model"
+            )
     return model.to(device).train()
 
 

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
@@ -148,21 +149,27 @@ class Trial:
             self._compute.watched = IdleGenerators(idle)
 
     def _run(self) -> _Outcome:
-        passed: list[tuple[Any, Loss, list[object]]] = []
+        passed: list[tuple[str, Loss, list[object]]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(0)))
-        (batch, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
+        (digest, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
+        for (name, _), gradient in zip(self._named, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TaskError(
+                    f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
+                    "build its layer without `sparse=True`"
+                )
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
-        return _Outcome(batch_digest(batch), drawn, values, gradients, changed)
+        return _Outcome(digest, drawn, values, gradients, changed)
 
-    def _pass(self, step: int) -> tuple[Any, Loss, list[object]]:
+    def _pass(self, step: int) -> tuple[str, Loss, list[object]]:
         seed_all(0)  # a dataset of tensors is fetched without
         batch = self._loader.microbatch(step, 0)
-        drawn = [global_state()]
+        digest, drawn = batch_digest(batch), [global_state()]  # the loss may change it in place
         loss = self._compute.forward(step, 0, batch)
         drawn.append(global_state())
         loss.sum.backward()  # type: ignore[no-untyped-call]
-        return batch, loss, drawn
+        return digest, loss, drawn
 
     def _clear_gradients(self) -> None:
         for parameter in self._model.parameters():
