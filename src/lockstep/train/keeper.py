@@ -18,7 +18,12 @@ from lockstep.train.events import Resumed, Warned
 from lockstep.train.progress import Progress
 from lockstep.train.replicas import check_replicas
 from lockstep.train.restore import capture, check_fits, check_optimizer_fits, restore
-from lockstep.train.resumable import SamplerMeta, check_meta, check_training_state
+from lockstep.train.resumable import (
+    SamplerMeta,
+    check_meta,
+    check_optimizer_state,
+    check_training_state,
+)
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, everywhere, on_first
 from lockstep.train.saver import Saver
@@ -151,6 +156,7 @@ class Keeper:
             self._check_data(data, where)
             check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
             check_optimizer_fits(snapshot, parts.step, where)
+            check_optimizer_state(snapshot, parts.step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)

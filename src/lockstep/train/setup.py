@@ -93,7 +93,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
     if type(task).after_step is not Task.after_step:  # it may change any of them
         saved = model.state_dict().keys()
-        state.unsaved |= {n: b for n, b in model.named_buffers() if n not in saved}
+        state.unsaved |= {
+            n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
+        }
     constants = Constants(model, trial.changed)
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
