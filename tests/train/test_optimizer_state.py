@@ -388,6 +388,11 @@ UNSAVABLE: list[tuple[Build, str]] = [
     (make(lambda o: o.param_groups[0].update(m=torch.ones(3))), r"param_groups\[0\]\['m'"),
     (make(lambda o: o.state[torch.ones(2)].update(a=1)), "changes its state of a Tensor that it"),
     (make(lambda o: o.state["all"].update(a=torch.ones(2))), r"changes its state\['all'\]"),
+    (make(lambda o: o.state.update({torch.ones(2): torch.ones(2)})), "changes its state"),
+    (
+        make(lambda o: o.state.update({o.param_groups[0]["params"][0]: torch.ones(2)})),
+        "Own keeps a Tensor as state of a parameter",
+    ),
     (
         make(lambda o: o.state[o.param_groups[0]["params"][0]].update(a=object())),
         "Own keeps state 'a' of type object",
@@ -403,6 +408,18 @@ def test_state_that_no_checkpoint_holds_is_refused_after_the_first_step(
     parts.step.stepper.check_state()
     with pytest.raises(TaskError, match=f"build_optimizer: Own .*{message}|{message}"):
         advance(parts, 0, 1)
+
+
+def test_empty_state_of_frozen_parameters_is_none(tmp_path: Any) -> None:
+    def touch(own: Any) -> None:
+        for p in own.param_groups[0]["params"]:
+            own.state[p]
+
+    def build(model: nn.Module) -> optim.Optimizer:
+        model.first.weight.requires_grad_(False)  # type: ignore[union-attr]
+        return make(touch)(model)
+
+    advance(parts_of(build), 0, 1)
 
 
 def test_what_an_optimizer_refers_to_may_stay_as_it_is() -> None:

@@ -124,7 +124,7 @@ class Trainer:
             result = self._parts.step.run(progress.step, progress.decays, self._batches)
             self._commit(result)
             if not self._state_checked:
-                self._keeper.check_optimizer()
+                self._keeper.check_state()
                 self._state_checked = True
             self._follow_up()
             self._balance(result)

@@ -29,6 +29,7 @@ from lockstep.train.replicas import check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task, own_collate
+from lockstep.train.task_state import check_task_state
 from lockstep.train.trial import Trial
 
 
@@ -97,6 +98,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
             n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
         }
     constants = Constants(model, trial.changed)
+    everywhere(transport, lambda: check_task_state(task))
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(
