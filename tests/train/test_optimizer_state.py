@@ -410,7 +410,7 @@ def test_state_that_no_checkpoint_holds_is_refused_after_the_first_step(
         advance(parts, 0, 1)
 
 
-def test_empty_state_of_frozen_parameters_is_none(tmp_path: Any) -> None:
+def test_empty_state_of_frozen_parameters_is_none() -> None:
     def touch(own: Any) -> None:
         for p in own.param_groups[0]["params"]:
             own.state[p]

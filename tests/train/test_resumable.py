@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 from tests.distributed.tasks import Everything, EverythingConfig
 
+from lockstep.config import OptimizerConfig
 from lockstep.errors import CheckpointError
 from lockstep.front import Sitting, run
 from lockstep.train.events import Finished
@@ -240,8 +241,78 @@ class Own(Everything):
 )
 def test_every_optimizer_of_torch_can_be_gone_on_with(tmp_path: Path, make: Any) -> None:
     kind = type("Own", (Own,), {"make": staticmethod(make)})
-    config = CONFIG.model_copy(update={"stop_at_step": 2})
-    run(kind(config), config, Sitting(str(tmp_path / "run"), False, (), False))
-    went_on = run(kind(CONFIG), CONFIG, Sitting(str(tmp_path / "run"), True, (), False))
-    straight = run(kind(CONFIG), CONFIG, Sitting(str(tmp_path / "straight"), False, (), False))
-    assert went_on.params_sha256 == straight.params_sha256
+    straight = ended(kind, tmp_path / "straight")
+    ended(kind, tmp_path / "run", stop_at_step=2)
+    assert ended(kind, tmp_path / "run", resume=True).params_sha256 == straight.params_sha256
+    sharded = {"optimizer": OptimizerConfig(sharded=True)}
+    ended(kind, tmp_path / "sharded", stop_at_step=2, **sharded)
+    whole = ended(kind, tmp_path / "sharded", resume=True, **sharded)
+    assert whole.params_sha256 == straight.params_sha256
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_optimizers_of_the_config_can_be_gone_on_with(
+    tmp_path: Path, name: str, sharded: bool
+) -> None:
+    keys = {"optimizer": OptimizerConfig.model_validate({"name": name, "sharded": sharded})}
+    straight = trained(tmp_path / "straight", **keys)
+    trained(tmp_path / "run", stop_at_step=2, **keys)
+    assert trained(tmp_path / "run", resume=True, **keys).params_sha256 == straight.params_sha256
+
+
+class Scheduling(Own):
+    """Changes hyperparameters and state of its optimizer after steps."""
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        self.opt = super().build_optimizer(model)
+        return self.opt
+
+    def after_step(self, model: torch.nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        for group in self.opt.param_groups:
+            group["weight_decay"] = 0.1 * step
+            group["betas"] = (0.9 - 0.1 * step, 0.99)
+        if step == 1:
+            self.opt.state.clear()
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hyperparameters_and_state_that_after_step_changes_come_back(
+    tmp_path: Path, elementwise: bool, sharded: bool
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        found = torch.optim.AdamW(parameters, lr=1e-3)
+        found.elementwise = elementwise  # type: ignore[attr-defined]
+        return found
+
+    if sharded and not elementwise:
+        return
+    kind = type("Scheduled", (Scheduling,), {"make": staticmethod(make)})
+    keys = {"optimizer": OptimizerConfig(sharded=sharded)}
+    straight = ended(kind, tmp_path / "straight", **keys)
+    ended(kind, tmp_path / "run", stop_at_step=3, **keys)
+    assert ended(kind, tmp_path / "run", True, **keys).params_sha256 == straight.params_sha256
+
+
+def test_hooks_of_an_optimizer_do_not_keep_it_from_being_resumed(tmp_path: Path) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        found = torch.optim.SGD(parameters, lr=1e-2)
+        found.register_step_pre_hook(shrink)
+        return found
+
+    def shrink(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    kind = type("Hooked", (Own,), {"make": staticmethod(make)})
+    straight = ended(kind, tmp_path / "straight")
+    ended(kind, tmp_path / "run", stop_at_step=2)
+    assert ended(kind, tmp_path / "run", resume=True).params_sha256 == straight.params_sha256
+
+
+def ended(kind: Any, run_dir: Path, resume: bool = False, **keys: Any) -> Finished:
+    config = CONFIG.model_copy(update=keys)
+    return run(kind(config), config, Sitting(str(run_dir), resume, (), False))
