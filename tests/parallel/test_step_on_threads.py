@@ -3,6 +3,7 @@ threads share their generators."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
+from lockstep.errors import TaskError
 from lockstep.parallel import reduction
 from lockstep.parallel.layout import Range
+from lockstep.train import trial
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.flat import model_digest
 from lockstep.train.progress import Progress
+from lockstep.train.replicas import check_replicas
 from lockstep.train.restore import capture, restore
 from lockstep.train.runtime import Runtime
 from lockstep.train.setup import assemble
@@ -71,6 +75,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def generators_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads seed the same generators between two looks at them."""
+    monkeypatch.setattr(trial, "global_state", lambda: None)
 
 
 def config(sharded: bool, num_microbatches: int = 5) -> TrainConfig:
@@ -181,6 +191,38 @@ def test_a_snapshot_goes_on_to_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     taken = snapshot(*before, last=3)
     assert digests(*after, 3, STEPS, taken) == [straight] * after[0]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_task_state_that_one_rank_alone_cannot_give_is_an_error_on_all(step: int) -> None:
+    failing = threading.local()
+
+    class Failing(Classify):
+        def state_dict(self) -> dict[str, Any]:
+            if getattr(failing, "now", False):
+                raise OSError("no such file")
+            return {"count": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    def body(transport: ThreadTransport) -> bool:
+        runtime = Runtime(
+            transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
+        )
+        task = Failing()
+        failing.now = step == 0 and transport.rank == 1
+
+        def go() -> None:
+            parts = assemble(task, config(sharded=False), runtime)
+            failing.now = transport.rank == 1
+            check_replicas(transport, parts.model, {}, task, step)
+
+        with pytest.raises(TaskError, match=r"Failing\.state_dict: raised an exc") as caught:
+            go()
+        return caught.value.is_shared
+
+    assert on_ranks(2, body) == [True, True]
 
 
 def test_snapshots_do_not_depend_on_the_number_of_ranks() -> None:

@@ -240,6 +240,28 @@ def test_buffers_that_only_after_step_may_change_are_saved_too() -> None:
     assert saved(assemble(Following(), config, runtime), 0).buffers.keys() == {"center", "table"}
 
 
+def test_a_buffer_that_two_modules_share_is_saved_at_each_place(tmp_path: Any) -> None:
+    class Twice(Fit):
+        def build_model(self) -> nn.Module:
+            model = Net()
+            model.first.register_buffer("table", model.table, persistent=False)
+            return model
+
+        def after_step(self, model: nn.Module, step: int) -> None:
+            model.table.add_(1)  # type: ignore[operator,union-attr]
+
+    config = TrainConfig(batch_size=8, num_microbatches=2, steps=8)
+    runtime = Runtime(LocalTransport(), HOME, 0, "python", 0, lambda _: None, lambda: None)
+    parts = assemble(Twice(), config, runtime)
+    parts.model.table.fill_(7)  # type: ignore[operator,union-attr]
+    snapshot = read(write(tmp_path, saved(parts, 0))[0])
+    assert snapshot.buffers.keys() == {"center", "table", "first.table"}
+    model = Twice().build_model()
+    check_fits(snapshot, model, "here")
+    load_model(snapshot, model)
+    assert model.first.table.eq(7).all()  # type: ignore[union-attr]
+
+
 def test_numbers_are_copied_as_they_are_now() -> None:
     number = torch.tensor(1.5, requires_grad=True)
     counter = torch.tensor(3)
@@ -313,6 +335,17 @@ def test_another_optimizer_is_refused_when_a_run_is_resumed(build: Build, messag
         check_optimizer_fits(snapshot, parts_of(build).step, "cp")
 
 
+def test_hyperparameters_that_another_version_of_torch_adds_are_not_compared() -> None:
+    parts, snapshot = parts_of(), saved(parts_of(), 0)
+    there = snapshot.meta["optimizer"]
+    del there["amsgrad of group 0 of optimizer"]
+    there["more of group 0 of optimizer"] = 1
+    check_optimizer_fits(snapshot, parts.step, "cp")
+    del there["optimizer"]
+    with pytest.raises(CheckpointError, match="optimizer is None there, 'AdamW' here"):
+        check_optimizer_fits(snapshot, parts.step, "cp")
+
+
 def test_optimizer_tensors_of_another_shape_are_refused() -> None:
     parts = parts_of()
     advance(parts, 0, 1)
@@ -355,6 +388,11 @@ UNSAVABLE: list[tuple[Build, str]] = [
     (make(lambda o: o.param_groups[0].update(m=torch.ones(3))), r"param_groups\[0\]\['m'"),
     (make(lambda o: o.state[torch.ones(2)].update(a=1)), "changes its state of a Tensor that it"),
     (make(lambda o: o.state["all"].update(a=torch.ones(2))), r"changes its state\['all'\]"),
+    (make(lambda o: o.state.update({torch.ones(2): torch.ones(2)})), "changes its state"),
+    (
+        make(lambda o: o.state.update({o.param_groups[0]["params"][0]: torch.ones(2)})),
+        "Own keeps a Tensor as state of a parameter",
+    ),
     (
         make(lambda o: o.state[o.param_groups[0]["params"][0]].update(a=object())),
         "Own keeps state 'a' of type object",
@@ -370,6 +408,18 @@ def test_state_that_no_checkpoint_holds_is_refused_after_the_first_step(
     parts.step.stepper.check_state()
     with pytest.raises(TaskError, match=f"build_optimizer: Own .*{message}|{message}"):
         advance(parts, 0, 1)
+
+
+def test_empty_state_of_frozen_parameters_is_none() -> None:
+    def touch(own: Any) -> None:
+        for p in own.param_groups[0]["params"]:
+            own.state[p]
+
+    def build(model: nn.Module) -> optim.Optimizer:
+        model.first.weight.requires_grad_(False)  # type: ignore[union-attr]
+        return make(touch)(model)
+
+    advance(parts_of(build), 0, 1)
 
 
 def test_what_an_optimizer_refers_to_may_stay_as_it_is() -> None:

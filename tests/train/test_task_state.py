@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.front import Sitting
 from lockstep.train import checkpoint
 from lockstep.train.events import Finished
 from lockstep.train.faults import Fault, to_env
+from lockstep.train.task_state import restore_task
 
 STEPS = 6
 
@@ -218,7 +220,9 @@ def test_state_that_a_task_cannot_take_back_is_an_error(tmp_path: Path) -> None:
         def name(self) -> str:
             return "averaged"
 
-    with pytest.raises(TaskError, match=r"Forgetful\.load_state_dict: is missing.*average, count"):
+    with pytest.raises(
+        TaskError, match=r"Forgetful\.load_state_dict: is missing.*Forgetful\.state_dict"
+    ):
         run(tmp_path, Forgetful(), resume=True)
 
 
@@ -228,7 +232,8 @@ def test_state_that_a_task_cannot_take_back_is_an_error(tmp_path: Path) -> None:
         ([1], "must return a dict"),
         ({1: 2}, "must return a dict"),
         ({"seen": {1, 2}}, "'seen' is a set"),
-        ({"x": float("nan")}, "'x' is a float"),
+        ({"x": {1: 2}}, "'x' has the key 1, of which JSON would make text"),
+        ({"x": [({"a": [{True: 2}]},)]}, "'x' has the key True, of which"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_at_the_start(
@@ -239,6 +244,67 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(
     with pytest.raises(TaskError, match=message):
         run(tmp_path, task)
     assert not checkpoint.folders(tmp_path / "checkpoints")
+
+
+class Growing(Averaged):
+    """Its state is of other kinds and shapes after some steps."""
+
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.queue, self.best = torch.zeros(1), math.inf
+        self.reference: Any = None
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        self.queue = torch.cat([self.queue, model.first.bias.detach()[:1]])
+        self.reference = model.first.bias.detach().double()
+        self.best = -math.inf if step > 1 else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"queue": self.queue, "reference": self.reference, "best": self.best}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.queue, self.best = state["queue"], state["best"]
+        self.reference = state["reference"]
+
+
+def test_state_that_grows_and_changes_its_kind_survives_a_stop(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", Growing())
+    run(tmp_path / "parts", Growing(), stop_at_step=3)
+    parts = run(tmp_path / "parts", Growing(), resume=True)
+    one, two = (checkpoint.read(Path(end.checkpoint)) for end in (straight, parts))
+    assert one.meta["task"] == two.meta["task"] == {"count": STEPS, "best": -math.inf}
+    assert one.task["queue"].equal(two.task["queue"])
+    assert one.task["reference"].equal(two.task["reference"])
+
+
+def test_a_task_state_that_raises_ends_the_run_at_the_start_or_by_name(tmp_path: Path) -> None:
+    class Broken(Averaged):
+        limit = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            if self.count >= self.limit:
+                raise RuntimeError("no state")
+            return super().state_dict()
+
+    with pytest.raises(TaskError, match=r"Broken\.state_dict: raised an exception(.|\n)*no state"):
+        run(tmp_path / "start", Broken())
+    task = Broken()
+    task.limit = 3
+    with pytest.raises(TaskError, match=r"Broken\.state_dict: raised an exception(.|\n)*no state"):
+        run(tmp_path / "later", task)
+
+
+def test_an_error_of_load_state_dict_may_be_of_one_rank_alone() -> None:
+    class Raising(Averaged):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise OSError("no such file")
+
+    with pytest.raises(CheckpointError, match="no such file") as caught:
+        restore_task(Raising(), {}, {"count": 1})
+    assert not caught.value.is_shared
 
 
 def test_an_exception_after_a_step_ends_the_run_without_another_try(tmp_path: Path) -> None:

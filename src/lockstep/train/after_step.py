@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from torch import nn
+from torch import nn, optim
 
 from lockstep.comm.transport import Transport
 from lockstep.data.loader import Loader
@@ -14,6 +14,7 @@ from lockstep.errors import LockstepError, TaskError
 from lockstep.train.buffers import ForwardState
 from lockstep.train.flat import FlatTensors
 from lockstep.train.held_state import held_state
+from lockstep.train.reachable import optimizers_in
 from lockstep.train.runtime import Raised, everywhere
 from lockstep.train.task import Task, made_anew
 from lockstep.train.task_state import capture_task, restore_task
@@ -33,10 +34,17 @@ class AfterStep:
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, flat: FlatTensors, loader: Loader, seed: int
+        self,
+        task: Task,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        flat: FlatTensors,
+        loader: Loader,
+        seed: int,
     ) -> None:
         self._task = task
         self._model = model
+        self._optimizers = list(optimizers_in(optimizer).values())
         self._flat = flat
         self._loader = loader
         self._seed = seed
@@ -87,7 +95,9 @@ class AfterStep:
         # Apart, since a dataset may be reached from the task too.
         inside = held_state({"dataset('train')": self._loader.dataset})
         modes = {f"model.{n}.training": str(m.training) for n, m in self._model.named_modules()}
-        return held_state({"task": self._task, "model": self._model}) | inside | modes
+        # What an optimizer keeps here is saved, also where the task holds the optimizer.
+        saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
+        return held_state({"task": self._task, "model": self._model}, saved) | inside | modes
 
     def _check_saved(self, before: Mapping[str, str]) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.

@@ -1,6 +1,7 @@
 """Checkpoints on disk: tensors as safetensors, everything else as JSON; verified, never pickled.
 
-    checkpoints/step_00000100/model.safetensors        parameters and buffers by name
+    checkpoints/step_00000100/model.safetensors        parameters and persistent buffers by name
+                              buffers.safetensors      other buffers, if any may change
                               optimizer.safetensors    state by "key/parameter"
                               task.safetensors         tensors of Task.state_dict, if any
                               manifest.json            SHA-256 of these, and all the rest
@@ -56,7 +57,7 @@ class Snapshot:
         model: the model's `state_dict`: parameters and buffers by name.
         optimizer: tensors of the optimizer's state by "key/parameter".
         meta: JSON-able values: config, progress, versions, layout, other state of the task.
-        buffers: those that forward passes change and that `model` leaves out, by name.
+        buffers: those that `model` leaves out and that a step may change, by name.
         task: tensors of the task's own state by name.
     """
 

@@ -13,7 +13,7 @@ import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lockstep"})
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 
 
-def held_state(roots: Mapping[str, object]) -> dict[str, str]:
+def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
     """What can be reached from some objects through attributes, containers and closures.
 
     Parameters and buffers of modules are left out, as are the global random generators, which the
@@ -47,11 +47,12 @@ def held_state(roots: Mapping[str, object]) -> dict[str, str]:
 
     Args:
         roots: name to object; a value is reported under the first name it is reached by.
+        without: objects that are left out, with all that is reached by them alone.
 
     Returns:
         For each path, such as `task.calls`, a text that differs when its value does.
     """
-    walk = _Walk()
+    walk = _Walk(without)
     for name, value in roots.items():
         walk.visit(name, value)
     return walk.found
@@ -79,10 +80,10 @@ def module_globals(kind: type) -> dict[str, object]:
 class _Walk:
     """Visits each object once, up to a bound on their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, without: Iterable[object] = ()) -> None:
         self.found: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
-        self._seen: dict[int, object] = {}
+        self._seen = {id(value): value for value in without}
 
     def visit(self, path: str, value: object) -> None:
         if isinstance(value, _PLAIN):

@@ -18,12 +18,18 @@ from lockstep.train.events import Resumed, Warned
 from lockstep.train.progress import Progress
 from lockstep.train.replicas import check_replicas
 from lockstep.train.restore import capture, check_fits, check_optimizer_fits, restore
-from lockstep.train.resumable import SamplerMeta, check_meta, check_training_state
+from lockstep.train.resumable import (
+    SamplerMeta,
+    check_meta,
+    check_optimizer_state,
+    check_training_state,
+)
 from lockstep.train.rundir import RunDirectory
 from lockstep.train.runtime import Runtime, everywhere, on_first
 from lockstep.train.saver import Saver
 from lockstep.train.setup import Parts
 from lockstep.train.slices import whole_state
+from lockstep.train.task_state import check_task_state
 
 
 class Keeper:
@@ -62,13 +68,13 @@ class Keeper:
 
         Raises:
             DivergenceError: the ranks' parameters differ; nothing is written.
-            TaskError: the optimizer has state that cannot be saved; nothing is written.
+            TaskError: the optimizer or the task has state that cannot be saved; nothing is written.
         """
         if self._saved_step == progress.step:
             return
         started = perf_counter()
         self.check_replicas(progress)
-        self.check_optimizer()
+        self.check_state()
         parts, is_first = self._parts, self._runtime.is_first
         # A whole optimizer is on rank 0 already; slices of one are with everyone.
         if is_first or parts.step.sharded:
@@ -116,13 +122,19 @@ class Keeper:
                 self._transport, parts.model, step.state.unsaved, step.task, progress.step
             )
 
-    def check_optimizer(self) -> None:
-        """Make sure that all state of the optimizer can be saved.
+    def check_state(self) -> None:
+        """Make sure that all state of the optimizer and of the task can be saved.
 
         Raises:
             TaskError: it cannot.
         """
-        everywhere(self._transport, self._parts.step.stepper.check_state)
+        step = self._parts.step
+
+        def check() -> None:
+            step.stepper.check_state()
+            check_task_state(step.task)
+
+        everywhere(self._transport, check)
 
     def resume(self) -> Progress:
         """Restore the newest valid checkpoint on all ranks, if there is one.
@@ -151,6 +163,7 @@ class Keeper:
             self._check_data(data, where)
             check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
             check_optimizer_fits(snapshot, parts.step, where)
+            check_optimizer_state(snapshot, parts.step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)

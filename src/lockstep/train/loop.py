@@ -74,7 +74,14 @@ class Trainer:
             runtime.at("join", 0)
         self._parts = assemble(task, config, runtime)
         parts = self._parts
-        self._after_step = AfterStep(task, parts.model, parts.step.flat, parts.loader, config.seed)
+        self._after_step = AfterStep(
+            task,
+            parts.model,
+            parts.step.stepper.optimizer,
+            parts.step.flat,
+            parts.loader,
+            config.seed,
+        )
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
         self._keeper = Keeper(config, runtime, self._parts, directory)
         self._progress = Progress() if joins else self._keeper.resume()
@@ -124,7 +131,7 @@ class Trainer:
             result = self._parts.step.run(progress.step, progress.decays, self._batches)
             self._commit(result)
             if not self._state_checked:
-                self._keeper.check_optimizer()
+                self._keeper.check_state()
                 self._state_checked = True
             self._follow_up()
             self._balance(result)

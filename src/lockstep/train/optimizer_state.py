@@ -214,10 +214,12 @@ class SharedState:
         name = type(self._optimizer).__name__
         hidden = self._hidden()
         changed = [k for k in hidden if hidden[k] != self._first_hidden.get(k)]
-        keys = [k for k in self._optimizer.state if id(k) not in parameters]
-        for key in keys:
+        for key, value in self._optimizer.state.items():
+            is_empty = isinstance(value, Mapping) and not value  # as of a frozen parameter
+            if id(key) in parameters or is_empty:
+                continue
             try:
-                to_json(self._optimizer.state[key])
+                to_json(value)
             except TypeError:
                 changed.append(f"state[{key!r}]")
             if not isinstance(key, str):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.comm.transport import Transport
 from lockstep.errors import DivergenceError, TaskError, shared
 from lockstep.train.flat import model_digest, tensor_digest
+from lockstep.train.runtime import everywhere
 from lockstep.train.task import Task
 from lockstep.train.task_state import task_digests
 
@@ -66,8 +67,9 @@ def check_replicas(
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
+        TaskError: the task's state cannot be saved; on every rank.
     """
-    own = task_digests(task)
+    own = everywhere(transport, lambda: task_digests(task))
     digests = transport.gather_json([model_digest(model, buffers), own])
     if all(d == digests[0] for d in digests):
         return

@@ -69,7 +69,7 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
             raise CheckpointError(f"{where}: is of another model: it has no {name}")
         if name not in own:
             raise CheckpointError(f"{where}: is of another model: this one has no {name}")
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in snapshot.buffers:
         if name not in buffers:
             raise CheckpointError(f"{where}: is of another model: this one has no {name}")
@@ -85,12 +85,15 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
 def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
     """Refuse a snapshot of another optimizer; old ones do not say all of theirs.
 
+    A hyperparameter that only one of them has, as of another version of torch, is not compared.
+
     Raises:
         CheckpointError: names the first thing that differs.
     """
     here, there = step.stepper.description, snapshot.meta.get("optimizer", {})
     for name in [n for n in (there | here) if there]:
-        if here.get(name) != there.get(name):
+        in_both = name in here and name in there
+        if here.get(name) != there.get(name) and (in_both or " of group " not in name):
             raise CheckpointError(
                 f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
                 f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
@@ -117,7 +120,7 @@ def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
 def load_model(snapshot: Snapshot, model: nn.Module) -> None:
     """Load a snapshot that fits into a model."""
     model.load_state_dict(snapshot.model)
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in snapshot.buffers.items():
         buffers[name].copy_(tensor)
 

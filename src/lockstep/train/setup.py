@@ -30,6 +30,7 @@ from lockstep.train.replicas import check_same, check_start
 from lockstep.train.runtime import Runtime, everywhere
 from lockstep.train.step import Step
 from lockstep.train.task import Task, own_collate
+from lockstep.train.task_state import check_task_state
 from lockstep.train.trial import Trial
 
 
@@ -98,8 +99,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
     if type(task).after_step is not Task.after_step:  # it may change any of them
         saved = model.state_dict().keys()
-        state.unsaved |= {n: b for n, b in model.named_buffers() if n not in saved}
+        state.unsaved |= {
+            n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
+        }
     constants = Constants(model, trial.changed)
+    everywhere(transport, lambda: check_task_state(task))
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
     step = Step(

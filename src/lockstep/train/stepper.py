@@ -242,7 +242,13 @@ class Stepper:
         """
         for part in self._stepped:
             for path, inner in self._optimizers.items():
-                for key, value in inner.state.get(part.tensor, {}).items():
+                found = inner.state.get(part.tensor, {})
+                if not isinstance(found, Mapping):
+                    raise TaskError(
+                        f"build_optimizer: {type(inner).__name__} keeps a {type(found).__name__} "
+                        "as state of a parameter; it must be a dict"
+                    )
+                for key, value in found.items():
                     self._check_savable(part, key, value)
                     yield part, f"{path}.{key}" if path else key, value
 

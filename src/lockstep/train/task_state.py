@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, LockstepError, TaskError, shared
+from lockstep.errors import CheckpointError, LockstepError, TaskError
 from lockstep.train.flat import tensor_digest
 from lockstep.train.optimizer_state import is_savable
 from lockstep.train.task import Task
@@ -19,10 +19,16 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Copies of a task's state: its tensors, on the CPU, and its other values as plain JSON.
 
     Raises:
-        TaskError: the state is no dict by name, or a value is neither tensor nor JSON.
+        TaskError: `state_dict` raises an exception, its result is no dict by name, or a value is
+            neither tensor nor JSON.
     """
-    state = task.state_dict()
     where = f"{type(task).__name__}.state_dict"
+    try:
+        state = task.state_dict()
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise TaskError(_raised(where, error)) from None
     if not (isinstance(state, dict) and all(isinstance(name, str) for name in state)):
         raise TaskError(f"{where}: must return a dict with names as keys")
     tensors, values = {}, {}
@@ -31,13 +37,35 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors[name] = value.detach().to("cpu", copy=True)
             continue
         try:
-            values[name] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError):
+            values[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError, RecursionError):
             raise TaskError(
                 f"{where}: {name!r} is a {type(value).__name__}; values must be dense tensors of "
                 "numbers, or what JSON can hold"
             ) from None
+        key = _other_key(value)
+        if key is not None:
+            raise TaskError(
+                f"{where}: {name!r} has the key {key}, of which JSON would make text; keys must "
+                "be text already"
+            )
     return tensors, values
+
+
+def check_task_state(task: Task) -> None:
+    """Make sure that a task's state can be saved, and that the task says how to load it.
+
+    Raises:
+        TaskError: naming what is missing or cannot be saved.
+    """
+    kind = type(task)
+    saves = kind.state_dict is not Task.state_dict
+    if saves and kind.load_state_dict is Task.load_state_dict:
+        raise TaskError(
+            f"{kind.__name__}.load_state_dict: is missing; {kind.__name__}.state_dict saves state "
+            "that a resumed run has to load"
+        )
+    capture_task(task)
 
 
 def restore_task(task: Task, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
@@ -53,10 +81,8 @@ def restore_task(task: Task, tensors: dict[str, Tensor], values: dict[str, Any])
     except LockstepError:
         raise
     except Exception as error:
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        raise shared(
-            CheckpointError(f"{type(task).__name__}.load_state_dict: raised an exception\n{trace}")
-        ) from None
+        where = f"{type(task).__name__}.load_state_dict"
+        raise CheckpointError(_raised(where, error)) from None
 
 
 def task_digests(task: Task) -> dict[str, str]:
@@ -67,3 +93,18 @@ def task_digests(task: Task) -> dict[str, str]:
         text = json.dumps(value, sort_keys=True).encode()
         digests[f"task state {name}"] = hashlib.sha256(text).hexdigest()
     return digests
+
+
+def _raised(where: str, error: Exception) -> str:
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{where}: raised an exception\n{trace}"
+
+
+def _other_key(value: Any) -> str | None:
+    """A key that is no text, of dicts in what JSON can hold; None if there is none."""
+    if isinstance(value, dict):
+        others = [repr(key) for key in value if not isinstance(key, str)]
+        return others[0] if others else _other_key([*value.values()])
+    if isinstance(value, (list, tuple)):
+        return next((key for key in map(_other_key, value) if key is not None), None)
+    return None
