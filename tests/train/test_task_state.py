@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -312,6 +313,41 @@ def test_a_generator_that_is_drawn_from_later_is_refused(
     data = {"shuffle": False, "num_workers": num_workers}
     with pytest.raises(TaskError, match=rf"{named}: a random generator .* was drawn from"):
         run(tmp_path, kind(), batch_size=5, num_microbatches=1, data=data)
+
+
+class DrawsAfterSteps(Plain):
+    """Draws once a step, from generators that it saves."""
+
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.rng, self.numpy = torch.Generator().manual_seed(1), np.random.RandomState(2)
+        self.noise = 0.0
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        return super().loss(model, [batch[0] + self.noise, batch[1]])
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.noise = torch.rand((), generator=self.rng).item() + self.numpy.rand()
+
+    def state_dict(self) -> dict[str, Any]:
+        name, key, *rest = self.numpy.get_state()
+        return {
+            "rng": self.rng.get_state(),
+            "numpy": [name, key.tolist(), *rest],
+            "noise": self.noise,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.set_state(state["rng"])
+        self.numpy.set_state(tuple(state["numpy"]))
+        self.noise = state["noise"]
+
+
+def test_generators_that_only_after_step_draws_from_go_on(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", DrawsAfterSteps())
+    assert run(tmp_path / "parts", DrawsAfterSteps(), stop_at_step=3).status == "stopped"
+    parts = run(tmp_path / "parts", DrawsAfterSteps(), resume=True)
+    assert parts.params_sha256 == straight.params_sha256
 
 
 class Moving(Plain):

@@ -316,7 +316,28 @@ class Declared(TaskCounter):
     scratch = ("task.calls",)
 
 
-@pytest.mark.parametrize("kind", [Plain, Cached, GivenGenerators, Declared])
+class DeclaredAbove(History):
+    scratch = ("task.history",)
+
+
+class DeclaredBeside(TaskCounter):
+    scratch = ("task.call", "task.calls_of")
+
+
+@pytest.mark.parametrize("scratch", ["task.calls", ["task.calls"], ("task.calls", 3)])
+def test_scratch_that_is_no_tuple_of_paths_is_refused(scratch: Any) -> None:
+    task = TaskCounter()
+    task.scratch = scratch
+    with pytest.raises(TaskError, match=r"TaskCounter\.scratch: .*`scratch = \('task.calls',\)`"):
+        tried(task)
+
+
+def test_scratch_names_whole_elements_of_paths() -> None:
+    with pytest.raises(TaskError, match=r"^task\.calls: "):
+        tried(DeclaredBeside())
+
+
+@pytest.mark.parametrize("kind", [Plain, Cached, GivenGenerators, Declared, DeclaredAbove])
 def test_what_does_not_depend_on_earlier_batches_is_taken(kind: type[Task]) -> None:
     assert tried(kind()).step.flat.tensors
 

@@ -34,14 +34,14 @@ class Fetcher(Dataset[Batch]):
     matter which process fetches it or when.
 
     Attributes:
-        watched: generators that the dataset must not draw from.
+        watched: generators that the dataset must not draw from; a `TaskError` if it does.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         """Fetch from `dataset`; `collate` makes batches of samples, None as torch does."""
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
-        self.watched: IdleGenerators | None = None
+        self.watched = IdleGenerators({})
         self._tensors = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -57,8 +57,7 @@ class Fetcher(Dataset[Batch]):
         many = getattr(self._dataset, "__getitems__", None)
         samples = many(indices) if many else [self._dataset[i] for i in indices]
         batch = self._collate(samples)
-        if self.watched is not None:
-            self.watched.check()
+        self.watched.check()
         return batch
 
 
@@ -103,8 +102,13 @@ class Loader:
         self.num_workers = num_workers
         self._prefetch = prefetch
 
-    def watch(self, generators: IdleGenerators) -> None:
-        """Refuse batches for which one of these is drawn from, with a `TaskError`."""
+    @property
+    def watched(self) -> IdleGenerators:
+        """Generators that the dataset must not draw from; a `TaskError` if it does."""
+        return self._fetcher.watched
+
+    @watched.setter
+    def watched(self, generators: IdleGenerators) -> None:
         self._fetcher.watched = generators
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:

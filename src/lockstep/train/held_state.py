@@ -110,7 +110,7 @@ def _leaf(value: object) -> str | None:
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, GENERATORS):
-        return _short(generator_state(value))
+        return _short(repr(generator_state(value)))
     if isinstance(value, (itertools.count, range, slice)):
         return repr(value)
     return None
