@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
@@ -508,3 +509,10 @@ def test_a_dataset_that_follows_the_task_is_refused_in_other_processes(tmp_path:
     assert parts.params_sha256 == straight.params_sha256
     with pytest.raises(TaskError, match=r"copies of it; set data\.num_workers=0"):
         run(tmp_path / "workers", FollowsLevel(), data={"num_workers": 1})
+
+
+def test_a_training_that_stops_leaves_no_handler_of_signals(tmp_path: Path) -> None:
+    list(DataLoader(range(2), num_workers=1))  # torch installs its handler once
+    before = signal.getsignal(signal.SIGCHLD)
+    run(tmp_path / "run", Plain(), stop_at_step=3, data={"num_workers": 1})
+    assert signal.getsignal(signal.SIGCHLD) is before
