@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -375,6 +376,26 @@ def test_an_exception_that_is_told_of_keeps_no_workers_alive() -> None:
         assert not [worker for worker in workers if is_alive(worker.pid)]
     finally:
         gc.enable()
+
+
+def test_the_handler_of_sigchld_is_put_back_when_the_last_stream_ends() -> None:
+    list(loader(Plain(), num_workers=1).stream(ALL, 0, 1))  # torch installs its handler once
+    before = signal.getsignal(signal.SIGCHLD)
+    one, two = (loader(Plain(), num_workers=1).stream(ALL, 0, STEPS) for _ in range(2))
+    next(one), next(two)
+    assert signal.getsignal(signal.SIGCHLD) is not before
+    one.close()
+    assert signal.getsignal(signal.SIGCHLD) is not before
+    two.close()
+    assert signal.getsignal(signal.SIGCHLD) is before
+
+
+def test_an_error_for_the_user_comes_from_a_worker_as_it_is() -> None:
+    def refuse(i: int) -> Any:
+        raise DataError(f"sample {i // 100}: is damaged; fetch it again")
+
+    with pytest.raises(DataError, match=r"^sample 0: is damaged; fetch it again$"):
+        list(loader(Plain(refuse), num_workers=1).stream(ALL, 0, 1))
 
 
 def test_a_worker_that_is_killed_while_its_batch_is_waited_for() -> None:

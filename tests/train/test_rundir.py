@@ -20,6 +20,7 @@ import torch
 
 from lockstep.config import TrainConfig, load, override
 from lockstep.errors import RunDirectoryError
+from lockstep.files import temporary_beside
 from lockstep.train import checkpoint
 from lockstep.train.checkpoint import Snapshot
 from lockstep.train.rundir import Identity, RunDirectory
@@ -325,3 +326,15 @@ def test_an_identity_is_plain_json(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_has_no_identity(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"is no run directory \(no run\.json\)"):
         RunDirectory(tmp_path).identity()
+
+
+def test_taking_the_lock_removes_leftovers_but_reports_of_hangs(tmp_path: Path) -> None:
+    """Watchdogs of other ranks write theirs without the lock."""
+    directory = RunDirectory(tmp_path)
+    half, report = (temporary_beside(p) for p in (tmp_path / "a", directory.hang_report(3)))
+    half.touch()
+    report.touch()
+    directory.lock()
+    directory.close()
+    assert report.exists()
+    assert not half.exists()

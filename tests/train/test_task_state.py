@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
@@ -380,6 +382,41 @@ def test_a_generator_that_is_drawn_from_later_is_refused(
         run(tmp_path, kind(), batch_size=5, num_microbatches=1, data=data)
 
 
+class DrawsAfterSteps(Plain):
+    """Draws once a step, from generators that it saves."""
+
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.rng, self.numpy = torch.Generator().manual_seed(1), np.random.RandomState(2)
+        self.noise = 0.0
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        return super().loss(model, [batch[0] + self.noise, batch[1]])
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.noise = torch.rand((), generator=self.rng).item() + self.numpy.rand()
+
+    def state_dict(self) -> dict[str, Any]:
+        name, key, *rest = self.numpy.get_state()
+        return {
+            "rng": self.rng.get_state(),
+            "numpy": [name, key.tolist(), *rest],
+            "noise": self.noise,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rng.set_state(state["rng"])
+        self.numpy.set_state(tuple(state["numpy"]))
+        self.noise = state["noise"]
+
+
+def test_generators_that_only_after_step_draws_from_go_on(tmp_path: Path) -> None:
+    straight = run(tmp_path / "straight", DrawsAfterSteps())
+    assert run(tmp_path / "parts", DrawsAfterSteps(), stop_at_step=3).status == "stopped"
+    parts = run(tmp_path / "parts", DrawsAfterSteps(), resume=True)
+    assert parts.params_sha256 == straight.params_sha256
+
+
 class Moving(Plain):
     """Gives parameters new memory, which must not take them out of training."""
 
@@ -412,6 +449,18 @@ class Forgetting(Averaged):
     def after_step(self, model: nn.Module, step: int) -> None:
         super().after_step(model, step)
         self.rate *= 0.9
+
+
+class KeepsTeacher(Plain):
+    """Forgets a module of its own."""
+
+    def build_model(self) -> nn.Module:
+        self.teacher = nn.Linear(3, 8)
+        return super().build_model()
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(model.first.weight, 0.1)
 
 
 class AnnealsModel(Plain):
@@ -498,6 +547,7 @@ class Clips(Plain):
     ("kind", "message"),
     [
         (Forgetting, r"task\.rate: is changed by after_step, and does not come back"),
+        (KeepsTeacher, r"task\.teacher\.weight: is changed by after_step, and does not come back"),
         (AnnealsModel, r"model\.drop\.p: is changed by after_step, and no checkpoint holds it"),
         (LastLoss, r"task\.last: is what the last microbatch of this rank has left"),
         (Freezing, r"step 2: first\.weight\.requires_grad was changed"),
@@ -670,3 +720,10 @@ def test_what_would_go_wrong_later_is_refused_by_name(
 ) -> None:
     with pytest.raises(TaskError, match=message):
         run(tmp_path, kind())
+
+
+def test_a_training_that_stops_leaves_no_handler_of_signals(tmp_path: Path) -> None:
+    list(DataLoader(range(2), num_workers=1))  # torch installs its handler once
+    before = signal.getsignal(signal.SIGCHLD)
+    run(tmp_path / "run", Plain(), stop_at_step=3, data={"num_workers": 1})
+    assert signal.getsignal(signal.SIGCHLD) is before

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+import sys
+import types
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.errors import TaskError
-from lockstep.train.held_state import held_state
+from lockstep.train.held_state import held_generators, held_state
 from lockstep.train.runtime import Runtime
 from lockstep.train.setup import Parts, assemble
 from lockstep.train.task import Loss, Task
@@ -249,6 +253,82 @@ def hidden() -> Callable[[], int]:
     return iter(range(10**9)).__next__
 
 
+class DrawsFromNeighbour(Plain):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        x, y = batch
+        noise = sys.modules["neighbour"].rng.normal()
+        sys.modules["neighbour"].State.calls += 1
+        return super().loss(model, [x + noise, y])
+
+
+def test_modules_beside_the_task_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    neighbour: Any = types.ModuleType("neighbour")
+    neighbour.__file__ = str(Path(__file__).parent / "neighbour.py")
+    neighbour.rng = np.random.default_rng(1)
+    neighbour.State = type("State", (), {"calls": 0, "__module__": "neighbour"})
+    monkeypatch.setitem(sys.modules, "neighbour", neighbour)
+    with pytest.raises(TaskError, match=r"^neighbour\.rng, neighbour\.State\.calls: is changed"):
+        tried(DrawsFromNeighbour())
+
+
+class HooksGradient(Plain):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        calls: list[int] = []
+
+        def hook(gradient: Tensor) -> None:
+            calls.append(1)
+
+        model.online.weight.register_hook(hook)
+        return model
+
+
+class NumpyCounter(Plain):
+    calls: Any = np.int64(0)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.calls += 1
+        return super().loss(model, batch)
+
+
+class Flags(Plain):
+    def __init__(self, config: ls.TrainConfig | None = None) -> None:
+        super().__init__(config)
+        self.flags, self.columns = bytearray(4), np.zeros((4, 6))[:, ::2]
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.flags[1] += 1
+        self.columns[1, 1] += 1
+        return super().loss(model, batch)
+
+
+class OverriddenDefault(DefaultArgument):
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (HooksGradient, r"model\.online\.weight\._backward_hooks\[.*\]\.calls"),
+        (NumpyCounter, r"task\.calls"),
+        (Flags, r"task\.flags, task\.columns"),
+        (OverriddenDefault, r"task\.DefaultArgument\.loss\.__defaults__"),
+    ],
+)
+def test_state_in_hooks_numbers_and_views_is_refused(kind: type[Task], named: str) -> None:
+    with pytest.raises(TaskError, match=f"^{named}.*is changed by every microbatch"):
+        tried(kind())
+
+
+class ByThreads(WithSamples):
+    """Fetches with threads, whose locks and counters depend on time."""
+
+    def drawer(self) -> Callable[[int], float]:
+        pool = ThreadPoolExecutor(2)
+        return lambda index: pool.submit(float, index).result() / 24
+
+
 class HiddenInLoss(Plain):
     count = staticmethod(hidden())
 
@@ -316,7 +396,30 @@ class Declared(TaskCounter):
     scratch = ("task.calls",)
 
 
-@pytest.mark.parametrize("kind", [Plain, Cached, GivenGenerators, Declared])
+class DeclaredAbove(History):
+    scratch = ("task.history",)
+
+
+class DeclaredBeside(TaskCounter):
+    scratch = ("task.call", "task.calls_of")
+
+
+@pytest.mark.parametrize("scratch", ["task.calls", ["task.calls"], ("task.calls", 3)])
+def test_scratch_that_is_no_tuple_of_paths_is_refused(scratch: Any) -> None:
+    task = TaskCounter()
+    task.scratch = scratch
+    with pytest.raises(TaskError, match=r"TaskCounter\.scratch: .*`scratch = \('task.calls',\)`"):
+        tried(task)
+
+
+def test_scratch_names_whole_elements_of_paths() -> None:
+    with pytest.raises(TaskError, match=r"^task\.calls: "):
+        tried(DeclaredBeside())
+
+
+@pytest.mark.parametrize(
+    "kind", [Plain, Cached, GivenGenerators, Declared, DeclaredAbove, ByThreads]
+)
 def test_what_does_not_depend_on_earlier_batches_is_taken(kind: type[Task]) -> None:
     assert tried(kind()).step.flat.tensors
 
@@ -371,3 +474,83 @@ def test_cycles_slots_and_large_arrays_are_walked() -> None:
     after = held_state({"root": root})
     moved = {path for path in before if before[path] != after.get(path)}
     assert moved >= {"root['slotted'].number", "root['many']!", "root['array']"}
+
+
+def test_long_chains_are_walked() -> None:
+    class Node:
+        def __init__(self, after: Any) -> None:
+            self.after, self.number = after, 0
+
+    last = chain = Node(None)
+    for _ in range(3000):
+        chain = Node(chain)
+    before = held_state({"chain": chain})
+    last.number = 1
+    after = held_state({"chain": chain})
+    [moved] = [path for path in before if before[path] != after[path]]
+    assert moved.startswith("chain.after.after")
+    assert moved.endswith(".after.number")
+    assert len(moved) < 500
+
+
+def test_objects_that_raise_or_open_files_are_passed_over() -> None:
+    class Hostile(dict[Any, Any]):
+        def __len__(self) -> int:
+            raise OSError("gone")
+
+        items = __repr__ = __len__  # type: ignore[assignment]
+
+    class Unprintable(int):
+        def __repr__(self) -> str:
+            raise SystemError("no")
+
+    class Archive(Mapping[str, Any]):
+        def __init__(self) -> None:
+            self.reads = 0
+
+        def __getitem__(self, key: str) -> Any:
+            self.reads += 1
+
+        def __len__(self) -> int:
+            self.reads += 1
+            return 3
+
+        def __iter__(self) -> Any:
+            self.reads += 1
+            return iter("abc")
+
+    archive = Archive()
+    found = held_state({"root": [Hostile({Unprintable(2): 1}), Unprintable(3), archive, 5]})
+    assert found["root[0][a Unprintable]"] == "1"
+    assert found["root[3]"] == "5"
+    assert archive.reads == 0
+
+
+def test_generators_in_defaults_and_class_attributes_are_found() -> None:
+    class Base:
+        stream = random.Random(1)
+
+        def __getitem__(self, index: int, rng: Any = np.random.RandomState(1)) -> Any:  # noqa: B008
+            return rng.rand()
+
+        @staticmethod
+        def draw(rng: torch.Generator = torch.Generator()) -> Any:  # noqa: B008
+            return rng
+
+    class Derived(Base):
+        def __getitem__(self, index: int, rng: Any = None) -> Any:
+            return super().__getitem__(index)
+
+    assert held_generators({"dataset": Derived()}).keys() == {
+        "dataset.stream",
+        "dataset.draw.__defaults__[0][0]",
+        "dataset.Base.__getitem__.__defaults__[0][0]",
+    }
+
+
+def test_large_arrays_that_are_views_are_sampled() -> None:
+    root = {"array": np.zeros((2000, 1000)).T, "tensor": torch.zeros(2000, 1000).T}
+    before = held_state({"root": root})
+    root["array"][0, 0] = root["tensor"][0, 0] = 1
+    after = held_state({"root": root})
+    assert all(before[f"root['{name}']"] != after[f"root['{name}']"] for name in root)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -32,18 +31,25 @@ def is_global(value: object) -> bool:
     return any(value is generator for generator in own)
 
 
-def generator_state(generator: AnyGenerator) -> str | bytes:
-    """What differs as soon as a number has been drawn."""
+def generator_state(generator: AnyGenerator) -> object:
+    """What differs as soon as a number has been drawn; can be compared, and shown by `repr`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
-        return repr(generator.getstate())
+        return generator.getstate()
     if isinstance(generator, np.random.RandomState):
         generator = generator._bit_generator
     elif isinstance(generator, np.random.Generator):
         generator = generator.bit_generator
-    # As JSON: the state of MT19937 is an array, of which `repr` would show the ends only.
-    return json.dumps(generator.state, default=lambda array: array.tolist())
+    return _comparable(generator.state)
+
+
+def _comparable(state: object) -> object:
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, Mapping):
+        return {key: _comparable(value) for key, value in state.items()}
+    return state
 
 
 class IdleGenerators:
@@ -51,7 +57,12 @@ class IdleGenerators:
 
     def __init__(self, generators: Mapping[str, AnyGenerator]) -> None:
         """Watch generators, by what they are called."""
-        self._watched = [(path, g, generator_state(g)) for path, g in generators.items()]
+        self._generators = dict(generators)
+        self.mark()
+
+    def mark(self) -> None:
+        """Take them as they are now: they have moved alike on all ranks."""
+        self._states = {path: generator_state(g) for path, g in self._generators.items()}
 
     def check(self) -> None:
         """Make sure that nothing has been drawn from them.
@@ -59,8 +70,8 @@ class IdleGenerators:
         Raises:
             TaskError: naming the first generator that was drawn from.
         """
-        for path, generator, state in self._watched:
-            if generator_state(generator) != state:
+        for path, generator in self._generators.items():
+            if generator_state(generator) != self._states[path]:
                 raise TaskError(
                     f"{path}: a random generator that is held between microbatches was drawn from; "
                     "what it gives depends on how many of them this rank computes. Draw from the "

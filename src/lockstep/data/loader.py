@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
 from lockstep.parallel.layout import Range
 
 Batch = Any
@@ -34,14 +35,14 @@ class Fetcher(Dataset[Batch]):
     matter which process fetches it or when.
 
     Attributes:
-        watched: generators that the dataset must not draw from.
+        watched: generators that the dataset must not draw from; a `TaskError` if it does.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
         """Fetch from `dataset`; `collate` makes batches of samples, None as torch does."""
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
-        self.watched: IdleGenerators | None = None
+        self.watched = IdleGenerators({})
         self._tensors = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -49,7 +50,15 @@ class Fetcher(Dataset[Batch]):
                 self._tensors = dataset.tensors
 
     def __getitem__(self, request: Request) -> Batch:
-        """The batch of one microbatch."""
+        """The batch of one microbatch; in a worker process, an error that is to be raised."""
+        try:
+            return self._batch(request)
+        except LockstepError as error:
+            if get_worker_info() is None:
+                raise
+            return error  # which torch would wrap in another, with a traceback as its message
+
+    def _batch(self, request: Request) -> Batch:
         if self._tensors is not None:
             return [t.index_select(0, request.indices) for t in self._tensors]
         seed_all(request.key)
@@ -57,8 +66,7 @@ class Fetcher(Dataset[Batch]):
         many = getattr(self._dataset, "__getitems__", None)
         samples = many(indices) if many else [self._dataset[i] for i in indices]
         batch = self._collate(samples)
-        if self.watched is not None:
-            self.watched.check()
+        self.watched.check()
         return batch
 
 
@@ -103,8 +111,13 @@ class Loader:
         self.num_workers = num_workers
         self._prefetch = prefetch
 
-    def watch(self, generators: IdleGenerators) -> None:
-        """Refuse batches for which one of these is drawn from, with a `TaskError`."""
+    @property
+    def watched(self) -> IdleGenerators:
+        """Generators that the dataset must not draw from; a `TaskError` if it does."""
+        return self._fetcher.watched
+
+    @watched.setter
+    def watched(self, generators: IdleGenerators) -> None:
         self._fetcher.watched = generators
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
@@ -129,6 +142,7 @@ class Loader:
         Each comes with its step and number; those without samples as None.
 
         Raises:
+            LockstepError: the dataset raised it.
             RuntimeError: a worker process has died.
         """
         if not self.num_workers:
@@ -147,10 +161,13 @@ class Loader:
                 generator=torch.Generator(),  # else it draws from, and so changes, the global one
             )
         )
-        for step in range(first_step, last_step):
-            for m in range(*microbatches):
-                empty = self._sampler.microbatch_size(step, m) == 0
-                yield step, m, None if empty else to_device(next(batches), self._device)
+        with closing(batches):
+            for step in range(first_step, last_step):
+                for m in range(*microbatches):
+                    batch = next(batches) if self._sampler.microbatch_size(step, m) else None
+                    if isinstance(batch, LockstepError):
+                        raise batch
+                    yield step, m, to_device(batch, self._device)
 
     def _request(self, step: int, microbatch: int) -> Request | None:
         if not self._sampler.microbatch_size(step, microbatch):

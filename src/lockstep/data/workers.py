@@ -2,7 +2,8 @@
 
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
-Here the handler waits until the next batch is fetched, where an exception is that of the task.
+Here the handler waits until the next batch is fetched, where an exception is that of the task. It
+is put back when the last stream of batches ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import ctypes
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
 
-def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
+def fetched(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     """The batches of a loader that has worker processes.
 
     Raises:
@@ -31,26 +33,49 @@ def fetched(loader: DataLoader[Any]) -> Iterator[Any]:
     loader.worker_init_fn = _end_with_rank
     batches = iter(loader)  # starts the workers, and installs torch's handler with the first
     handler = _deferred_handler()
-    while True:
-        try:
-            batch = handler.let_in(batches)
-        except StopIteration:
-            return
-        yield batch
+    handler.num_streams += 1
+    try:
+        while True:
+            try:
+                batch = handler.let_in(batches)
+            except StopIteration:
+                return
+            yield batch
+    finally:
+        del batches  # ends the workers
+        handler.leave()
 
 
 class _Deferred:
-    """A handler of a signal that passes it on to another handler only while it is let in."""
+    """A handler of a signal that passes it on to another handler only while it is let in.
+
+    Attributes:
+        num_streams: that are open; without any, all signals are passed on.
+    """
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
+        self.num_streams = 0
         self._is_open = self._is_pending = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_open:
+        if self._is_open or not self.num_streams:
             self._handler(signum, frame)
         else:
             self._is_pending = True
+
+    def leave(self) -> None:
+        """A stream has ended; after the last, the other handler is put back."""
+        self.num_streams -= 1
+        if self.num_streams:
+            return
+        if self._is_pending:
+            self._is_pending = False
+            with suppress(RuntimeError):  # torch's, of a worker that nobody waits for any more
+                self._handler(signal.SIGCHLD, None)
+        present: object = signal.getsignal(signal.SIGCHLD)
+        if present is self and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, self._handler)
 
     def let_in(self, batches: Iterator[T]) -> T:
         """The next of `batches`; signals since the last call are passed on first."""
@@ -73,7 +98,7 @@ class _Deferred:
 
 
 def _deferred_handler() -> _Deferred:
-    """Makes the process's handler of SIGCHLD a deferred one, if there is one; it stays that.
+    """Makes the process's handler of SIGCHLD a deferred one, if there is one.
 
     Outside of the main thread, torch installs no handler: it then looks after its workers every
     five seconds while it waits for a batch.

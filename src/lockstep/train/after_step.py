@@ -16,7 +16,7 @@ from lockstep.train.flat import FlatTensors
 from lockstep.train.held_state import held_state
 from lockstep.train.reachable import optimizers_in
 from lockstep.train.runtime import Raised, everywhere
-from lockstep.train.task import Task, made_anew
+from lockstep.train.task import Task, is_scratch, made_anew
 from lockstep.train.task_state import capture_task, restore_task
 
 
@@ -72,6 +72,7 @@ class AfterStep:
         except (Exception, SystemExit) as error:
             self._error = error
         state.mark()
+        self._loader.watched.mark()
 
     def check(self, transport: Transport) -> None:
         """Make sure that it went well; a collective.
@@ -109,7 +110,7 @@ class AfterStep:
         changed = [
             path
             for path in dict.fromkeys((*before, *now))
-            if before.get(path) != now.get(path) and not path.startswith(self._task.scratch)
+            if before.get(path) != now.get(path) and not is_scratch(self._task, path)
         ]
         own = [path for path in changed if path.startswith("task")]
         back = self._brought_back() if own else {}

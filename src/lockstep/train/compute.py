@@ -37,7 +37,7 @@ class Compute:
         if config.precision.dtype != "fp32":
             self._autocast = lambda: autocast(config.precision, device)
         self.metrics: tuple[str, ...] | None = None
-        self.watched: IdleGenerators | None = None
+        self.watched = IdleGenerators({})
 
     def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
@@ -48,8 +48,7 @@ class Compute:
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
             loss = self.task.loss(self._model, batch)
-        if self.watched is not None:
-            self.watched.check()
+        self.watched.check()
         self._check(loss, training=True)
         return loss
 

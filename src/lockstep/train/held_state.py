@@ -7,43 +7,55 @@ be compared by path.
 
 from __future__ import annotations
 
+import array
 import functools
-import hashlib
 import itertools
 import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.generators import GENERATORS, AnyGenerator, generator_state, is_global
+from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
+from lockstep.train.leaves import leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
 """Of one container that are looked at: half of them from its start, half from its end."""
-_MOST_BYTES = 1 << 20
-"""Of one array that are hashed; of larger ones as many, evenly spread."""
+_MOST_LETTERS = 400
+"""Of a path; the middle of longer ones is left out."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (
+    bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
 _STATEFUL = (
-    int, float, Tensor, np.ndarray, list, dict, set, deque, itertools.count, types.GeneratorType,
-    types.FunctionType, *GENERATORS,
+    int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
+    itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
+    functools._lru_cache_wrapper, *GENERATORS,
 )  # fmt: skip
 """Of the global variables of a script, those that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
-_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_OPAQUE_MODULES = frozenset({
+    "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
+    "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
+    "_socket", "selectors", "subprocess",
+})  # fmt: skip
+"""What objects of these hold depends on time."""
 
 
 def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
     """What can be reached from some objects through attributes, containers and closures.
 
-    Parameters and buffers of modules are left out, as are the global random generators, which the
-    engine sets itself.
+    Parameters and buffers of the roots that are modules are left out, as are the global random
+    generators, which the engine sets itself.
 
     Args:
         roots: name to object; a value is reported under the first name it is reached by.
@@ -52,79 +64,111 @@ def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> d
     Returns:
         For each path, such as `task.calls`, a text that differs when its value does.
     """
-    walk = _Walk(without)
-    for name, value in roots.items():
-        walk.visit(name, value)
-    return walk.found
+    return _Walk(roots, without).found
 
 
 def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
     """The random generators among what `held_state` sees, by path."""
-    walk = _Walk()
-    for name, value in roots.items():
-        walk.visit(name, value)
-    return walk.generators
+    return _Walk(roots).generators
 
 
 def module_globals(kind: type) -> dict[str, object]:
-    """The global variables of the module of a class that may hold state, by dotted name."""
-    module = sys.modules.get(kind.__module__)
+    """The global variables that may hold state, of a class's module and those beside it.
+
+    Returns:
+        By dotted name; of modules that are called as roots are, with the name of their file.
+    """
+    modules = _modules_beside(kind.__module__)
     return {
-        f"{kind.__module__}.{name}": value
-        for name, value in (vars(module) if module else {}).items()
-        if not name.startswith("__")
-        and (isinstance(value, _STATEFUL) or type(value).__module__ == kind.__module__)
+        f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
+        for name, module in modules.items()
+        for variable, value in list(vars(module).items())
+        if not variable.startswith("__") and _may_hold_state(value, modules)
     }
 
 
-class _Walk:
-    """Visits each object once, up to a bound on their number."""
+def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
+    kind = value if isinstance(value, type) else type(value)
+    return isinstance(value, _STATEFUL) or kind.__module__ in modules
 
-    def __init__(self, without: Iterable[object] = ()) -> None:
+
+def _modules_beside(name: str) -> dict[str, types.ModuleType]:
+    """A module, and the loaded ones whose files are in its folder, unless that is a library's."""
+    own = sys.modules.get(name)
+    if own is None:
+        return {}
+    folder = _folder(own)
+    if folder is None or folder.name.endswith("-packages") or _is_library(name):
+        return {name: own}
+    beside = {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
+    return {name: own} | beside
+
+
+def _folder(module: object) -> Path | None:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return Path(file).parent if isinstance(file, str) else None
+
+
+def _is_library(module: object) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+class _Walk:
+    """Visits each object once, depth first, up to a bound on their number."""
+
+    def __init__(self, roots: Mapping[str, object], without: Iterable[object] = ()) -> None:
         self.found: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
-        self._seen = {id(value): value for value in without}
+        self._seen: dict[int, object] = {id(value): value for value in without}
+        modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+        self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+        waiting = list(roots.items())[::-1]
+        while waiting:
+            path, value = waiting.pop()
+            parts: list[tuple[str, object]] = []
+            with suppress(Exception):  # foreign properties, lengths and texts may raise any
+                parts.extend(self._visit(path, value))
+            waiting += [(_bounded(path + name), part) for name, part in reversed(parts)]
 
-    def visit(self, path: str, value: object) -> None:
+    def _visit(self, path: str, value: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, _PLAIN):
-            self.found[path] = _short(repr(value))
+            self.found[path] = short(repr(value))
             return
-        if isinstance(value, _OPAQUE) or is_global(value):
-            return
-        if id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+        if _is_opaque(value) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen[id(value)] = value  # kept alive, so that its id stays its own
         if isinstance(value, GENERATORS):
             self.generators[path] = value
-        text = _leaf(value)
-        if text is not None:
+        text = leaf(value)
+        if text is not None and id(value) not in self._known:
             self.found[path] = text
-            return
-        for name, child in _children(value):
-            self.visit(path + name, child)
+        if text is None or isinstance(value, Tensor):
+            self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is its own
+            yield from _children(value)
 
 
-def _leaf(value: object) -> str | None:
-    """A text for objects without parts of their own; None for all others."""
-    if isinstance(value, Tensor):
-        return None if isinstance(value, nn.Parameter) else _tensor(value)
-    if isinstance(value, np.ndarray):
-        return _array(value)
-    if isinstance(value, GENERATORS):
-        return _short(generator_state(value))
-    if isinstance(value, (itertools.count, range, slice)):
-        return repr(value)
-    return None
+def _is_opaque(value: object) -> bool:
+    if isinstance(value, _OPAQUE) or is_global(value):
+        return True
+    if isinstance(value, (type, types.FunctionType)):
+        return _is_library(value.__module__)
+    if isinstance(value, types.MethodType):  # hooks of the engine's own
+        return str(value.__module__).startswith("lockstep.train.")
+    return type(value).__module__.partition(".")[0] in _OPAQUE_MODULES
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
     """What an object is made of, each with what is to be added to its path."""
-    if isinstance(value, Mapping):
-        yield "!", len(value)
-        yield from ((f"[{_short(repr(k))}]", v) for k, v in _ends(value.items(), len(value)))
+    if isinstance(value, dict):  # other mappings may be files
+        yield "!", dict.__len__(value)
+        yield from ((f"[{_key(k)}]", v) for k, v in _items(value))
     elif isinstance(value, (list, tuple, deque)):
-        yield "!", len(value)
-        yield from ((f"[{i}]", v) for i, v in _ends(enumerate(value), len(value)))
+        base: Any = next(b for b in (list, tuple, deque) if isinstance(value, b))
+        count = base.__len__(value)
+        yield "!", count
+        yield from ((f"[{i}]", base.__getitem__(value, i)) for i in _ends(count))
+    elif isinstance(value, np.ndarray):
+        yield from ((f"[{i}]", value.flat[i]) for i in _ends(value.size))
     elif isinstance(value, (set, frozenset)):
         yield "!", len(value)
     elif isinstance(value, types.GeneratorType):
@@ -132,40 +176,60 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
-        yield "", value.__self__
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield "", value.__func__
+    elif isinstance(value, property):
+        yield "", value.fget
     elif isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((f".{name}", _content(cell)) for name, cell in cells)
         yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
         yield from ((f".{name}", child) for name, child in vars(value).items())
+    elif isinstance(value, type):
+        yield from ((f".{name}", child) for name, child in _own(value).items())
     else:
-        yield from _attributes(value)
+        yield from ((f".{name}", child) for name, child in _attributes(value).items())
 
 
-def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    try:
-        found = dict(vars(value))
-    except TypeError:
-        found = {}
+def _attributes(value: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    with suppress(AttributeError):  # without `__getattr__`, which may compute
+        found |= object.__getattribute__(value, "__dict__")
+    if isinstance(value, Tensor):
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        return found | {name: getattr(value, name, None) for name in hooks}
     if isinstance(value, nn.Module):
-        modules = found.pop("_modules", {})
-        for hidden in ("_parameters", "_buffers", "training"):
-            found.pop(hidden, None)
-        found |= modules
+        found.pop("training", None)
+        for part in ("_parameters", "_buffers", "_modules"):
+            inside: Any = found.pop(part, {})
+            found |= inside
     for kind in type(value).__mro__:
-        for name in _slots(kind):
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
-            own = {n: v for n, v in vars(kind).items() if not n.startswith("__")}
-            found = own | found
-    yield from ((f".{name}", child) for name, child in list(found.items()))
+        found |= _slots(kind, value)
+        if not _is_library(kind.__module__):
+            own = _own(kind)
+            overridden = {n: v for n, v in own.items() if n in found and callable(v)}
+            found |= own | found | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}
+    return found
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def _own(kind: type) -> dict[str, object]:
+    """Attributes of a class itself."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") or isinstance(value, types.FunctionType)
+    }
+
+
+def _slots(kind: type, value: object) -> dict[str, object]:
+    found: dict[str, object] = {}
     # Types of C have descriptors of their own, which may compute; only Python's are read.
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+        if isinstance(slot, types.MemberDescriptorType):
+            with suppress(AttributeError):  # not assigned yet
+                found[name] = slot.__get__(value)
+    return found
 
 
 def _content(cell: types.CellType) -> object:
@@ -175,36 +239,32 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-def _ends(items: Any, count: int) -> Iterator[Any]:
-    if count <= _MOST_ITEMS:
-        yield from list(items)
-        return
+def _ends(count: int) -> Iterator[int]:
+    """Indices of the items that are looked at."""
     half = _MOST_ITEMS // 2
-    yield from itertools.islice(items, half)
-    yield from itertools.islice(items, count - _MOST_ITEMS, None)
+    if count <= _MOST_ITEMS:
+        yield from range(count)
+    else:
+        yield from itertools.chain(range(half), range(count - half, count))
 
 
-def _tensor(value: Tensor) -> str:
-    if value.layout != torch.strided or value.device.type == "meta":
-        return f"{value.layout} {tuple(value.shape)} {value._version}"
-    flat = value.detach().reshape(-1)
-    stride = max(1, flat.numel() * flat.element_size() // _MOST_BYTES)
-    data = flat[::stride].cpu().contiguous()
-    digest = _short(data.view(torch.uint8).numpy().tobytes())
-    return f"{value.dtype} {tuple(value.shape)} {digest}"
+def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    items = dict.items(value)
+    if len(items) <= _MOST_ITEMS:
+        return list(items)
+    half = _MOST_ITEMS // 2
+    return [*itertools.islice(items, half), *itertools.islice(reversed(items), half)]
 
 
-def _array(value: np.ndarray[Any, Any]) -> str:
-    if value.dtype.hasobject:
-        return f"{value.dtype} {value.shape}"
-    flat = value.reshape(-1) if value.flags.c_contiguous else value.flat[:0]
-    stride = max(1, flat.nbytes // _MOST_BYTES)
-    return f"{value.dtype} {value.shape} {_short(flat[::stride].tobytes())}"
+def _key(key: object) -> str:
+    try:
+        return short(repr(key))
+    except Exception:
+        return f"a {type(key).__name__}"
 
 
-def _short(value: str | bytes) -> str:
-    if isinstance(value, str):
-        if len(value) <= 40:
-            return value
-        value = value.encode(errors="surrogatepass")
-    return hashlib.sha256(value).hexdigest()[:16]
+def _bounded(path: str) -> str:
+    if len(path) <= _MOST_LETTERS:
+        return path
+    quarter = _MOST_LETTERS // 4
+    return f"{path[:quarter]}…{short(path)}…{path[-quarter:]}"

@@ -106,16 +106,19 @@ class Trainer:
             LockstepError: the task does not work, or the state was lost; on all ranks.
             RankFailure: a rank has died, and this transport cannot go on without it.
         """
-        if self._is_new:
-            self._recover()
-        while True:
-            try:
-                return self._run()
-            except GroupBroken as loss:
-                check_can_regroup(self._transport, loss)
+        try:
+            if self._is_new:
                 self._recover()
-            except TaskFailure as failure:
-                self._try_again(failure)
+            while True:
+                try:
+                    return self._run()
+                except GroupBroken as loss:
+                    check_can_regroup(self._transport, loss)
+                    self._recover()
+                except TaskFailure as failure:
+                    self._try_again(failure)
+        finally:
+            self._batches.close()
 
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean."""

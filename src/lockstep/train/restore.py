@@ -169,6 +169,7 @@ def receive(
     step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
     step.state.mark()
     restore_task(step.task, received.task, received.meta.get("task", {}))
+    step.watched.mark()
     return received.meta
 
 

@@ -19,6 +19,7 @@ from lockstep.parsing import as_type, parse_object, parse_yaml, shown
 from lockstep.train import checkpoint
 
 _IDENTITY = "run.json"
+_HANG_REPORT = "hang_of_slot_"
 
 _LOCK_POLL_S = 0.02
 
@@ -55,7 +56,7 @@ class RunDirectory:
 
     def hang_report(self, slot: int) -> Path:
         """Where the watchdog of a process writes what it has found."""
-        return self.path / f"hang_of_slot_{slot}.json"
+        return self.path / f"{_HANG_REPORT}{slot}.json"
 
     def hang_reason(self, slot: int) -> str:
         """Why the watchdog of a process has killed it; empty if it has not."""
@@ -131,8 +132,10 @@ class RunDirectory:
                 f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
             ) from None
         for path in leftovers(self.path) + leftovers(self.checkpoints):
-            with suppress(OSError):  # folders are pruned with the checkpoints
-                path.unlink()
+            # Watchdogs of other ranks write their reports without the lock.
+            if not path.name.startswith(f".{_HANG_REPORT}"):
+                with suppress(OSError):  # folders are pruned with the checkpoints
+                    path.unlink()
         return True
 
     def close(self) -> None:

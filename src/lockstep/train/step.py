@@ -73,6 +73,7 @@ class Step:
 
     Attributes:
         task: whose step it is.
+        watched: generators that microbatches must not draw from.
         flat: the trainable parameters.
         state: the buffers that forward passes change.
         stepper: the optimizer.
@@ -103,6 +104,7 @@ class Step:
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.task = compute.task
+        self.watched = compute.watched
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)

@@ -60,7 +60,8 @@ class Task(ABC):
         config: the config this task was made with. A run whose command overrides keys makes the
             task anew.
         scratch: paths of values that batches may change since no result depends on them, such as
-            timers: `scratch = ("task.calls",)`. All others must stay as they are between steps.
+            timers: `scratch = ("task.calls",)`; a path includes what lies below it. All others must
+            stay as they are between steps.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
@@ -191,6 +192,22 @@ def _check_config(kind: type[Task], config: TrainConfig) -> None:
         raise TaskError(
             f"{kind.__name__}: needs a {kind.Config.__name__}, got a {type(config).__name__}"
         )
+
+
+def is_scratch(task: Task, path: str) -> bool:
+    """Whether a value may change between steps, since the task names it or what it is part of.
+
+    Raises:
+        TaskError: `scratch` is no tuple of texts.
+    """
+    scratch: object = task.scratch
+    if not isinstance(scratch, tuple) or not all(isinstance(one, str) for one in scratch):
+        hint = (scratch,) if isinstance(scratch, str) else ("task.calls",)
+        raise TaskError(
+            f"{type(task).__name__}.scratch: must be a tuple of paths, is {scratch!r}; write "
+            f"`scratch = {hint!r}`"
+        )
+    return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in scratch)
 
 
 def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:

@@ -9,7 +9,7 @@ another one, and once more after an evaluation; and everything that can be seen 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from lockstep.train.flat import FlatTensors, tensor_digest
 from lockstep.train.held_state import held_generators, held_state, module_globals
 from lockstep.train.reads import attributes_read
 from lockstep.train.replicas import batch_digest
-from lockstep.train.task import Loss
+from lockstep.train.task import Loss, Task, is_scratch
 
 _MOST_NAMED = 3
 
@@ -67,6 +67,7 @@ class Trial:
         Raises:
             TaskError: something is not the same every time, or a parameter has changed.
         """
+        is_scratch(compute.task, "")
         self._model = model
         self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
         self._compute = compute
@@ -76,7 +77,7 @@ class Trial:
         once = self._held()
         again = self._run()
         twice = self._held()
-        _check_held(once, twice, compute.task.scratch)
+        _check_held(once, twice, compute.task)
         self._check_equal(self._first, again)
         self._watch_generators(at_first, twice)
         self._check_after(lambda: self._pass(1))
@@ -121,7 +122,7 @@ class Trial:
         for path, value in self._held().items():
             owner, _, name = path.partition("[")[0].rstrip("!").rpartition(".")
             differs = after_first.get(path) != value and owner.startswith(("task", "model"))
-            if differs and name in read and not path.startswith(task.scratch):
+            if differs and name in read and not is_scratch(task, path):
                 raise TaskError(
                     f"{owner}.{name}: is what the last microbatch of this rank has left there, and "
                     "after_step reads it; ranks have other last microbatches. Take it from the "
@@ -142,11 +143,9 @@ class Trial:
         idle = {
             path: generator
             for path, generator in held_generators(self._roots()).items()
-            if at_first.get(path) == now[path] and not path.startswith(self._compute.task.scratch)
+            if at_first.get(path) == now[path] and not is_scratch(self._compute.task, path)
         }
-        if idle:
-            self._loader.watch(IdleGenerators(idle))
-            self._compute.watched = IdleGenerators(idle)
+        self._loader.watched = self._compute.watched = IdleGenerators(idle)
 
     def _run(self) -> _Outcome:
         passed: list[tuple[str, Loss, list[object]]] = []
@@ -221,15 +220,13 @@ class Trial:
         return sha.hexdigest()
 
 
-def _check_held(
-    before: Mapping[str, str], after: Mapping[str, str], scratch: Sequence[str]
-) -> None:
+def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
     moved = [
         path.removesuffix("!")
         for path in {**before, **after}
         if before.get(path) != after.get(path)
     ]
-    moved = [path for path in dict.fromkeys(moved) if not path.startswith(tuple(scratch))]
+    moved = [path for path in dict.fromkeys(moved) if not is_scratch(task, path)]
     if moved:
         more = f" (and {len(moved) - _MOST_NAMED} more)" if len(moved) > _MOST_NAMED else ""
         raise TaskError(

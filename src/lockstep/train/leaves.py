@@ -1,0 +1,65 @@
+"""Texts that differ when values without parts of their own do."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.generators import GENERATORS, generator_state
+
+_MOST_BYTES = 1 << 20
+"""Of one array that are hashed; of larger ones as many, evenly spread."""
+
+
+def leaf(value: object) -> str | None:
+    """A text for objects without parts of their own, and for tensors; None for all others."""
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, np.ndarray):
+        return None if value.dtype == object else _array(value)
+    if isinstance(value, (bytes, bytearray, array.array)):
+        stride = max(1, len(value) // _MOST_BYTES)
+        return f"{len(value)} {short(bytes(value[::stride]))}"
+    if isinstance(value, GENERATORS):
+        return short(repr(generator_state(value)))
+    if isinstance(value, (itertools.count, range, slice)):
+        return repr(value)
+    return None
+
+
+def _tensor(value: Tensor) -> str:
+    if value.layout != torch.strided or value.device.type == "meta":
+        return f"{value.layout} {tuple(value.shape)} {value._version}"
+    value = value.detach()
+    stride = max(1, value.numel() * value.element_size() // _MOST_BYTES)
+    if value.is_contiguous() or stride == 1:
+        sample = value.reshape(-1)[::stride]
+    else:  # without a copy of all of it
+        indices = torch.arange(0, value.numel(), stride, device=value.device)
+        sample = value[torch.unravel_index(indices, value.shape)]
+    data = sample.cpu().resolve_conj().resolve_neg().contiguous()
+    digest = short(data.view(torch.uint8).numpy().tobytes())
+    return f"{value.dtype} {tuple(value.shape)} {digest}"
+
+
+def _array(value: np.ndarray[Any, Any]) -> str:
+    if value.dtype.hasobject:
+        return f"{value.dtype} {value.shape}"
+    flat = value.reshape(-1) if value.flags.c_contiguous else value.flat
+    stride = max(1, value.nbytes // _MOST_BYTES)
+    return f"{value.dtype} {value.shape} {short(flat[::stride].tobytes())}"
+
+
+def short(value: str | bytes) -> str:
+    """Itself if it is a short text, else the beginning of its SHA-256."""
+    if isinstance(value, str):
+        if len(value) <= 40:
+            return value
+        value = value.encode(errors="surrogatepass")
+    return hashlib.sha256(value).hexdigest()[:16]
