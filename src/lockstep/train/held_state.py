@@ -10,12 +10,12 @@ from __future__ import annotations
 import array
 import functools
 import itertools
+import os
 import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ _STATEFUL = (
     functools._lru_cache_wrapper, *GENERATORS,
 )  # fmt: skip
 """Of the global variables of a script, those that are looked at, beside objects of its classes."""
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lockstep"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 _OPAQUE_MODULES = frozenset({
@@ -98,15 +98,15 @@ def _modules_beside(name: str) -> dict[str, types.ModuleType]:
     if own is None:
         return {}
     folder = _folder(own)
-    if folder is None or folder.name.endswith("-packages") or _is_library(name):
+    if folder is None or folder.endswith("-packages") or _is_library(name):
         return {name: own}
     beside = {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
     return {name: own} | beside
 
 
-def _folder(module: object) -> Path | None:
+def _folder(module: object) -> str | None:
     file = getattr(module, "__dict__", {}).get("__file__")
-    return Path(file).parent if isinstance(file, str) else None
+    return os.path.dirname(file) if isinstance(file, str) else None
 
 
 def _is_library(module: object) -> bool:
