@@ -119,10 +119,13 @@ def _let_go(error: BaseException | None) -> None:
     a process that is forked later, where that raises an error.
     """
     seen: set[int] = set()  # an exception may be its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    waiting = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            waiting += [found.__cause__, found.__context__]
 
 
 def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
