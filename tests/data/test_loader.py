@@ -378,14 +378,22 @@ def test_an_exception_that_is_told_of_keeps_no_workers_alive() -> None:
         gc.enable()
 
 
-def test_the_handler_of_sigchld_is_put_back_when_the_last_stream_ends() -> None:
-    list(loader(Plain(), num_workers=1).stream(ALL, 0, 1))  # torch installs its handler once
+def test_the_handler_of_sigchld_is_put_back_when_the_last_loader_is_closed() -> None:
+    first = loader(Plain(), num_workers=1)
+    list(first.stream(ALL, 0, 1))  # torch installs its handler once
+    signal.getsignal(signal.SIGCHLD).users.clear()  # loaders of other tests
+    first.close()
     before = signal.getsignal(signal.SIGCHLD)
-    one, two = (loader(Plain(), num_workers=1).stream(ALL, 0, STEPS) for _ in range(2))
-    next(one), next(two)
-    assert signal.getsignal(signal.SIGCHLD) is not before
+    one, two = loader(Plain(), num_workers=1), loader(Plain(), num_workers=1)
+    streams = [made.stream(ALL, 0, STEPS) for made in (one, two)]
+    for stream in streams:
+        next(stream)
+    held = signal.getsignal(signal.SIGCHLD)
+    for stream in streams:
+        stream.close()
+    assert signal.getsignal(signal.SIGCHLD) is held  # late signals do no harm
     one.close()
-    assert signal.getsignal(signal.SIGCHLD) is not before
+    assert signal.getsignal(signal.SIGCHLD) is held
     two.close()
     assert signal.getsignal(signal.SIGCHLD) is before
 
@@ -424,7 +432,7 @@ def test_workers_end_with_their_process() -> None:
 import multiprocessing, time, torch
 from torch.utils.data import DataLoader
 from lockstep.data.workers import fetched
-stream = fetched(DataLoader(torch.arange(99), num_workers=1))
+stream = fetched(DataLoader(torch.arange(99), num_workers=1), None)
 next(stream)
 print(multiprocessing.active_children()[0].pid, flush=True)
 time.sleep(60)

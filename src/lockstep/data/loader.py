@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
-from lockstep.data.workers import fetched
+from lockstep.data.workers import fetched, release
 from lockstep.errors import DataError, LockstepError
 from lockstep.parallel.layout import Range
 
@@ -159,7 +159,8 @@ class Loader:
                 num_workers=self.num_workers,
                 prefetch_factor=self._prefetch,
                 generator=torch.Generator(),  # else it draws from, and so changes, the global one
-            )
+            ),
+            self,
         )
         with closing(batches):
             for step in range(first_step, last_step):
@@ -168,6 +169,10 @@ class Loader:
                     if isinstance(batch, LockstepError):
                         raise batch
                     yield step, m, to_device(batch, self._device)
+
+    def close(self) -> None:
+        """No more batches will be fetched by worker processes."""
+        release(self)
 
     def _request(self, step: int, microbatch: int) -> Request | None:
         if not self._sampler.microbatch_size(step, microbatch):

@@ -3,7 +3,7 @@
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
 Here the handler waits until the next batch is fetched, where an exception is that of the task. It
-is put back when the last stream of batches ends.
+is put back when the training ends, not earlier: signals of workers that were given up come late.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
 
-def fetched(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+def fetched(loader: DataLoader[Any], user: object) -> Generator[Any, None, None]:
     """The batches of a loader that has worker processes.
+
+    Args:
+        loader: of the batches.
+        user: who is to call `release` when no more batches will be fetched.
 
     Raises:
         RuntimeError: a worker has died.
@@ -33,49 +37,50 @@ def fetched(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     loader.worker_init_fn = _end_with_rank
     batches = iter(loader)  # starts the workers, and installs torch's handler with the first
     handler = _deferred_handler()
-    handler.num_streams += 1
-    try:
-        while True:
-            try:
-                batch = handler.let_in(batches)
-            except StopIteration:
-                return
-            yield batch
-    finally:
-        del batches  # ends the workers
-        handler.leave()
+    handler.users.add(id(user))
+    while True:
+        try:
+            batch = handler.let_in(batches)
+        except StopIteration:
+            return
+        yield batch
+
+
+def release(user: object) -> None:
+    """Put the handler of signals back, unless others still fetch."""
+    handler: object = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, _Deferred):
+        handler.leave(user)
 
 
 class _Deferred:
     """A handler of a signal that passes it on to another handler only while it is let in.
 
     Attributes:
-        num_streams: that are open; without any, all signals are passed on.
+        users: ids of those who fetch.
     """
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self.num_streams = 0
+        self.users: set[int] = set()
         self._is_open = self._is_pending = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_open or not self.num_streams:
+        if self._is_open:
             self._handler(signum, frame)
         else:
             self._is_pending = True
 
-    def leave(self) -> None:
-        """A stream has ended; after the last, the other handler is put back."""
-        self.num_streams -= 1
-        if self.num_streams:
+    def leave(self, user: object) -> None:
+        """A user has ended; after the last, the other handler is put back."""
+        self.users.discard(id(user))
+        if self.users or threading.current_thread() is not threading.main_thread():
             return
+        signal.signal(signal.SIGCHLD, self._handler)
         if self._is_pending:
             self._is_pending = False
             with suppress(RuntimeError):  # torch's, of a worker that nobody waits for any more
                 self._handler(signal.SIGCHLD, None)
-        present: object = signal.getsignal(signal.SIGCHLD)
-        if present is self and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, self._handler)
 
     def let_in(self, batches: Iterator[T]) -> T:
         """The next of `batches`; signals since the last call are passed on first."""

@@ -119,6 +119,7 @@ class Trainer:
                     self._try_again(failure)
         finally:
             self._batches.close()
+            self._parts.loader.close()
 
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean."""
