@@ -127,7 +127,7 @@ def test_a_signal_stops_all_ranks_cleanly(
 # Ranks that need no torch to start; they say to have joined without meeting anybody.
 JOIN = """
 import json, os, signal, socket, sys, time
-row = {"event": "Joined", "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
+row = {"event": "Joined", "step": 0, "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
 os.write(os.open(sys.argv[1] + "/events.jsonl", os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644),
          json.dumps(row).encode() + b"\\n")
 time.sleep(600)
@@ -201,7 +201,7 @@ def tell(signum, frame):
     os._exit(0)
 
 signal.signal(signal.SIGUSR2, tell)
-row = {"event": "Joined", "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
+row = {"event": "Joined", "step": 0, "rank": 0, "host": socket.gethostname(), "pid": os.getpid()}
 path = sys.argv[1] + "/events.jsonl"
 if {met}:
     os.write(os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644),
@@ -319,14 +319,15 @@ def test_exit_codes_and_signals(tmp_path: Path) -> None:
 
 def test_only_new_rows_and_new_errors_are_seen(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    events.write_text('{"event": "Finished", "status": "stopped"}\n')
+    events.write_text('{"event": "Finished", "step": 0, "status": "stopped"}\n')
     (tmp_path / LOG_NAME).write_text("old trouble\n")
     write = (
         "import sys; sys.stderr.write('new trouble');"
-        f'print(\'{{"event": "Failed", "error": "x"}}\', file=open({str(events)!r}, \'a\'))'
+        f'row = \'{{"event": "Failed", "step": 0, "error": "x"}}\';'
+        f"print(row, file=open({str(events)!r}, 'a'))"
     )
     outcome, _, rows = run(python_command(code(write)), tmp_path)
-    assert rows == [{"event": "Failed", "error": "x"}]
+    assert rows == [{"event": "Failed", "step": 0, "error": "x"}]
     assert outcome.last == rows[0]
     assert outcome.stderr_tail == "new trouble"
     assert (tmp_path / LOG_NAME).read_text() == "old trouble\nnew trouble"
