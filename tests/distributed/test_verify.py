@@ -38,7 +38,7 @@ def test_different_names_step_and_parameter(lockstep):
     done = lockstep("verify", target(), "--ranks", "1,2", "--launchers", "mpi", "evil=rank")
     assert done.returncode == 1
     assert "different: 1 of 2 runs" in done.stdout
-    assert "first differ after step 1, in " in done.stdout
+    assert "first differ after step 2, in " in done.stdout
 
 
 def test_a_run_that_fails(lockstep):

@@ -465,7 +465,7 @@ import lockstep as ls
 from lockstep.recipes.digits import Digits
 
 class Leaves(Digits):
-    calls = 0
+    calls, scratch = 0, ("task.calls",)
     def loss(self, model, batch):
         self.calls += 1
         if self.calls > 20 and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
