@@ -1,6 +1,7 @@
 """Starting real ranks."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +12,44 @@ from lockstep.cli import main
 from lockstep.launch.cores import usable_cores
 from lockstep.launch.ranks import local_command, mpirun_command, rank_environment, torchrun_command
 
+from .warm import warm_server
+
 TASKS = Path(__file__).parent / "distributed" / "tasks.py"
 
 
-def run(argv, cwd, timeout=240, **env):
-    """Run a command; its exit code and output."""
+WARM = {}
+"""Environment variables with which interpreters start in a forked process."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _warm_interpreters():
+    with warm_server() as variables:
+        WARM.update(variables)
+        yield
+    WARM.clear()
+
+
+def environment(cold=False, **env):
+    """The environment to start commands in.
+
+    Args:
+        cold: whether interpreters import everything themselves, as a user's do.
+        env: more variables.
+    """
     clean = rank_environment(1)
     clean.pop("LOCKSTEP_SITTING", None)
+    warm = {} if cold else dict(WARM)
+    if warm and "PYTHONPATH" in env:
+        warm["PYTHONPATH"] += os.pathsep + env.pop("PYTHONPATH")
+    return {**clean, "COLUMNS": "200", **env, **warm}
+
+
+def run(argv, cwd, timeout=240, cold=False, **env):
+    """Run a command; its exit code and output."""
     return subprocess.run(
         [str(a) for a in argv],
         cwd=cwd,
-        env={**clean, "COLUMNS": "200", **env},
+        env=environment(cold, **env),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -47,6 +75,8 @@ def here(tmp_path, monkeypatch, capfd):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
         monkeypatch.delenv("LOCKSTEP_SITTING", raising=False)
+        for name, value in WARM.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capfd.readouterr()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.conftest import environment
 
 from lockstep.launch.job import GRACE_S
 from lockstep.launch.processes import children
@@ -21,15 +21,17 @@ MPIRUN = Path(sys.executable).parent / "mpirun"
 
 def run(command: list[str], timeout_s: float, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end with both outputs in one; fail the test if it hangs."""
-    environment = {
-        **os.environ,
+    variables = {
         "PYTHONPATH": str(SOURCE),
         "PYTHONWARNINGS": "ignore::FutureWarning",  # older names of torch must work, too
-        "OMP_NUM_THREADS": "1",
         **variables,
     }
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         deadline, idle_s = time.monotonic() + timeout_s, 0
         while True:

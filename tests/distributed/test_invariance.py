@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conftest import run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from matrix import CASES
@@ -28,11 +29,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(folder):
     """What one process without any launcher gets."""
-    import subprocess
-
-    done = subprocess.run(
-        [sys.executable, str(MATRIX), str(folder)], capture_output=True, text=True, timeout=240
-    )
+    done = run([sys.executable, MATRIX, folder], folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
 

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.conftest import result, target
+from tests.conftest import environment, result, target
 
-from lockstep.launch.ranks import rank_environment
 from lockstep.observe import read_events
 from lockstep.observe.jsonl import follow_events
 from lockstep.train import checkpoint
@@ -61,7 +60,7 @@ def reference(tmp_path_factory):
     """The SHA-256 of a run of one process, and the rows of its metrics."""
     folder = tmp_path_factory.mktemp("reference")
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run", *CONFIG]
-    subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+    subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
     return result(folder / "run")["params_sha256"], curves(folder / "run")
 
 
@@ -232,7 +231,7 @@ def sharded_reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run"]
     argv += [*CONFIG, *SHARDED]
-    subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+    subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
     return result(folder / "run")["params_sha256"], curves(folder / "run")
 
 
@@ -347,7 +346,7 @@ def long_references(tmp_path_factory):
         folder = tmp_path_factory.mktemp("long")
         argv = [sys.executable, "-m", "lockstep", "train", "digits", "--run-dir", "run"]
         argv += [*CONFIG, *LONG, *overrides]
-        subprocess.run(argv, cwd=folder, env=rank_environment(1), check=True, capture_output=True)
+        subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
         return result(folder / "run")["params_sha256"]
 
     return get
@@ -398,7 +397,7 @@ def test_a_new_process_with_an_edited_script_is_refused(lockstep, tmp_path, laun
     ranks = ["-n", "2", "--replace", "3", "--launcher", launcher]
     child = subprocess.Popen(
         [sys.executable, "-m", "lockstep", *argv, str(run_dir), *ranks],
-        cwd=tmp_path, env=rank_environment(1), stdout=subprocess.DEVNULL,
+        cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_for(run_dir, lambda row: row["event"] == "StepDone")
@@ -489,7 +488,7 @@ def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, sl
     argv += ["--launcher", launcher]
     slower = to_env([Fault(2, step, "compute", "slow") for step in range(6, 13)])
     child = subprocess.Popen(
-        [*map(str, argv), *CONFIG], cwd=tmp_path, env={**rank_environment(1), **slower},
+        [*map(str, argv), *CONFIG], cwd=tmp_path, env=environment(cold=True, **slower),
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import environment
 
 from lockstep.errors import LaunchError, RunDirectoryError
 from lockstep.launch import job, supervise
@@ -35,8 +36,12 @@ Row = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
-def _ranks_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+def _ranks_find_the_package(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = request.node.get_closest_marker("cold") is not None
+    for name, value in environment(cold, PYTHONPATH=str(SOURCE)).items():
+        monkeypatch.setenv(name, value)
 
 
 def code(text: str) -> list[str]:
@@ -52,13 +57,13 @@ def ranks_of(kind: str, argv: list[str], ranks: int = 2, replacements: int = 0) 
 
 
 def run(
-    command: RankCommand, run_dir: Path, **options: Any
+    command: RankCommand, run_dir: Path, threads: int = 1, **options: Any
 ) -> tuple[Outcome, list[str], list[Row]]:
     lines: list[str] = []
     rows: list[Row] = []
     outcome = run_ranks(
         command,
-        rank_environment(3),
+        rank_environment(threads),
         run_dir=run_dir,
         **{"on_row": rows.append, "on_line": lines.append, "on_notice": lines.append} | options,
     )
@@ -104,12 +109,13 @@ class Stopper:
         ("torchrun", 2, signal.SIGINT),
     ],
 )
+@pytest.mark.cold
 def test_a_signal_stops_all_ranks_cleanly(
     tmp_path: Path, kind: str, ranks: int, signum: signal.Signals
 ) -> None:
     stopper = Stopper(ranks, signum)
     steps = [sys.executable, str(SCRIPTS / "steps.py"), str(tmp_path)]
-    outcome, lines, _ = run(ranks_of(kind, steps, ranks), tmp_path, on_row=stopper)
+    outcome, lines, _ = run(ranks_of(kind, steps, ranks), tmp_path, threads=3, on_row=stopper)
     assert (outcome.exit_code, outcome.stopped_by) == (0, signum), outcome.stderr_tail
     assert outcome.last is not None
     assert outcome.last["reasons"] == ["interrupted"] * ranks
@@ -153,6 +159,7 @@ for signum in (signal.SIGUSR1, signal.SIGUSR2):
 )
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("kind", ["python", "local", "mpi", "torchrun"])
 def test_a_preemption_notice_is_passed_on(tmp_path: Path, kind: str) -> None:
     ranks = 1 if kind == "python" else 2
@@ -448,6 +455,7 @@ def test_a_rank_lost_before_all_have_met_ends_the_others(
         run(ranks_of("mpi", lost), tmp_path)
 
 
+@pytest.mark.cold
 def test_a_rank_stopped_before_all_have_met_is_named(tmp_path: Path) -> None:
     stuck = code(
         "import os, signal\n"
@@ -566,7 +574,7 @@ transport.close()
 def test_a_newcomer_waits_until_all_are_ready_for_it(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(HELD_BACK), replacements=1), tmp_path)
     # mpirun's own exit code does not count after a loss, and nobody here says how the run ended.
-    assert kind == "mpi" or outcome.exit_code == 0
+    assert kind == "mpi" or outcome.exit_code == 0, outcome.stderr_tail
     assert sorted(lines) == ["held back: 1", *["started"] * 3, *["taken in: 2 2"] * 2]
 
 
@@ -589,7 +597,7 @@ second.close()
 @pytest.mark.parametrize("kind", ["local", "mpi"])
 def test_no_rank_is_replaced_in_a_scripts_later_trainings(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(LATER), replacements=1), tmp_path)
-    assert kind == "mpi" or outcome.exit_code == 0
+    assert kind == "mpi" or outcome.exit_code == 0, outcome.stderr_tail
     assert lines == ["started", "started", "1 False"]
 
 

@@ -6,6 +6,7 @@ Torch's optimizers keep all of it in `state[parameter]`. Others also keep number
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
@@ -32,10 +33,6 @@ DTYPES = {
 }  # fmt: skip
 """Those that checkpoints can hold, by name."""
 _SET_BY_ENGINE = frozenset({"params", "lr", "fused"})
-_TORCHS_OWN = frozenset(vars(optim.SGD([torch.zeros(1)], lr=0.0))) | {
-    "_need_device_dtype_check_for_fused"
-}
-"""Attributes that torch gives optimizers, of which no result depends."""
 
 
 class OptimizerState(NamedTuple):
@@ -52,6 +49,14 @@ class OptimizerState(NamedTuple):
     tensors: dict[str, Tensor]
     scalars: Scalars
     shared: dict[str, Any]
+
+
+@functools.cache
+def _torchs_own() -> frozenset[str]:
+    """Attributes that torch gives optimizers, of which no result depends."""
+    # Made when asked for: the first optimizer of a process imports torch's compiler, a second.
+    optimizer = optim.SGD([torch.zeros(1)], lr=0.0)
+    return frozenset(vars(optimizer)) | {"_need_device_dtype_check_for_fused"}
 
 
 def is_savable(tensor: Tensor) -> bool:
@@ -249,7 +254,8 @@ class SharedState:
             target[key] = from_json(value, self._home)
 
     def _attributes(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self._optimizer).items() if k not in _TORCHS_OWN}
+        own = _torchs_own()
+        return {k: v for k, v in vars(self._optimizer).items() if k not in own}
 
     def _hidden(self) -> dict[str, object]:
         """Fingerprints of all that has no form in JSON."""
