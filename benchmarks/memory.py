@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 import lockstep
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
+from lockstep.engine.step.flat import FlatTensors
 from lockstep.front import Sitting
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
-from lockstep.train.flat import FlatTensors
 from lockstep_loop import Training
 from peers.models import MODELS, workload
 

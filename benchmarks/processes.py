@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.launch.cores import usable_cores
-from lockstep.launch.ranks import mpirun_command, python_command, rank_environment, torchrun_command
+from lockstep.launch.host.cores import usable_cores
+from lockstep.launch.job.commands import (
+    mpirun_command,
+    python_command,
+    rank_environment,
+    torchrun_command,
+)
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 180

@@ -22,11 +22,11 @@ import torch
 
 from lockstep.commands.start import rank_command, start
 from lockstep.front import Sitting
-from lockstep.quantum.closed_form import loss
-from lockstep.quantum.measure import PauliSum
-from lockstep.quantum.statevector import Simulator
-from lockstep.recipes.quantum import Quantum
-from lockstep.recipes.quantum_config import QuantumConfig
+from lockstep.quantum.simulation.measure import PauliSum
+from lockstep.quantum.simulation.statevector import Simulator
+from lockstep.quantum.transformer.closed_form import loss
+from lockstep.recipes.quantum.config import QuantumConfig
+from lockstep.recipes.quantum.task import Quantum
 from page import Section, duration, ratio
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate

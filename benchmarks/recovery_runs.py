@@ -16,13 +16,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.chaos_plan import Blow
-from lockstep.commands.chaos_table import effect_of
+from lockstep.commands.chaos.plan import Blow
+from lockstep.commands.chaos.table import effect_of
 from lockstep.commands.start import rank_command, start
+from lockstep.engine.faults import Fault, Moment, to_env
 from lockstep.front import Sitting
-from lockstep.launch.join import free_port
+from lockstep.launch.rank.join import free_port
 from lockstep.observe import read_events, read_result
-from lockstep.train.faults import Fault, Moment, to_env
 from processes import HERE
 
 STEPS = 60

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.launch.environment import detect
-from lockstep.launch.join import open_transport
-from lockstep.quantum.circuit import Circuit, gate, parameter
-from lockstep.quantum.distributed import expectation
-from lockstep.quantum.statevector import Simulator
+from lockstep.launch.rank.environment import detect
+from lockstep.launch.rank.join import open_transport
+from lockstep.quantum.circuits.circuit import Circuit, gate, parameter
+from lockstep.quantum.simulation.distributed import expectation
+from lockstep.quantum.simulation.statevector import Simulator
 
 
 def ring(num_qubits: int, num_layers: int) -> Circuit:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.jacobian import physical
+from lockstep.recipes.ufs.report.jacobian import physical
 from lockstep.recipes.ufs.task import Ufs
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import netCDF4
 
-from lockstep.recipes.ufs.bands import Selection, keep_bands
-from lockstep.recipes.ufs.rows import gather
-from lockstep.recipes.ufs.sources import find_sources
-from lockstep.recipes.ufs.variables import DEFAULT_INPUTS, VARIABLES
-from lockstep.recipes.ufs.write import write_history
+from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
+from lockstep.recipes.ufs.fields.rows import gather
+from lockstep.recipes.ufs.fields.sources import find_sources
+from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
+from lockstep.recipes.ufs.synthetic.write import write_history
 
 SHAPE = (721, 1440)
 TIMES = 4

@@ -13,7 +13,7 @@ from typing import Any
 import lockstep
 from lockstep.config import CheckpointConfig
 from lockstep.front import Sitting
-from lockstep.launch.environment import detect
+from lockstep.launch.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.task import Ufs

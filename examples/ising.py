@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.quantum.circuit import Circuit, gate, parameter
-from lockstep.quantum.measure import PauliSum
-from lockstep.quantum.shift import share, shifted
-from lockstep.quantum.statevector import Simulator
+from lockstep.quantum.circuits.circuit import Circuit, gate, parameter
+from lockstep.quantum.simulation.measure import PauliSum
+from lockstep.quantum.simulation.shift import share, shifted
+from lockstep.quantum.simulation.statevector import Simulator
 
 
 class IsingConfig(ls.TrainConfig):

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.launch.cores import usable_cores
-from lockstep.launch.ranks import local_command, mpirun_command, rank_environment, torchrun_command
+from lockstep.launch.host.cores import usable_cores
+from lockstep.launch.job.commands import (
+    local_command,
+    mpirun_command,
+    rank_environment,
+    torchrun_command,
+)
 
 from .warm import warm_server
 

@@ -1,8 +1,8 @@
 """Messages are kept everywhere, so none may be of any length."""
 
 from lockstep.comm.transport import LocalTransport
+from lockstep.engine.runtime import shared_error
 from lockstep.errors import ConfigError, TaskFailure, shortened
-from lockstep.train.runtime import shared_error
 
 LIMIT = 40_000
 

@@ -4,16 +4,16 @@ Subclass `Task`, then call `train(MyTask(), TrainConfig(...))`: the same script 
 mpirun, torchrun and srun.
 """
 
-from lockstep.launch.early import ending_at_interrupt, prepare
+from lockstep.launch.rank.early import ending_at_interrupt, prepare
 
 with ending_at_interrupt():
     prepare()
     from lockstep.config import TrainConfig
     from lockstep.data.random import generator, numpy_generator
+    from lockstep.engine.events import Finished
+    from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
     from lockstep.front import run, train
-    from lockstep.train.events import Finished
-    from lockstep.train.task import Loss, Task
 
 __all__ = [
     "Finished",

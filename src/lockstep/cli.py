@@ -10,17 +10,17 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from lockstep.commands import chaos as chaos_command
 from lockstep.commands import data as data_command
-from lockstep.commands import doctor as doctor_command
 from lockstep.commands import evaluate as evaluate_command
 from lockstep.commands import export as export_command
 from lockstep.commands import quantum as quantum_command
 from lockstep.commands import slurm as slurm_command
 from lockstep.commands import train as train_command
 from lockstep.commands import verify as verify_command
+from lockstep.commands.chaos import command as chaos_command
+from lockstep.commands.doctor import command as doctor_command
 from lockstep.errors import LockstepError
-from lockstep.launch.early import INTERRUPTED, Interrupted, interrupts
+from lockstep.launch.rank.early import INTERRUPTED, Interrupted, interrupts
 from lockstep.recipes import recipe_names, summary
 
 app = typer.Typer(

@@ -16,21 +16,21 @@ import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
+from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.engine.events import Failed, Finished, Warned
+from lockstep.engine.faults import edited, injector
+from lockstep.engine.loop import Trainer
+from lockstep.engine.runtime import Runtime, check_can_regroup, on_first
+from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, EnvironError, LockstepError, shortened
-from lockstep.launch.environment import Environment, detect
-from lockstep.launch.join import open_transport
-from lockstep.launch.output import write_whole_lines
-from lockstep.launch.signals import StopRequest
-from lockstep.launch.threads import set_threads
-from lockstep.launch.watchdog import Watchdog
+from lockstep.launch.rank.environment import Environment, detect
+from lockstep.launch.rank.join import open_transport
+from lockstep.launch.rank.output import write_whole_lines
+from lockstep.launch.rank.signals import StopRequest
+from lockstep.launch.rank.threads import set_threads
+from lockstep.launch.rank.watchdog import Watchdog
 from lockstep.observe import Desk, open_sinks
 from lockstep.parsing import as_type, parse_object
-from lockstep.train.events import Failed, Finished, Warned
-from lockstep.train.faults import edited, injector
-from lockstep.train.loop import Trainer
-from lockstep.train.rundir import Identity, RunDirectory
-from lockstep.train.runtime import Runtime, check_can_regroup, on_first
-from lockstep.train.task import Task, with_config
 
 SITTING = "LOCKSTEP_SITTING"
 """Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.commands.chaos_plan import draw
-from lockstep.commands.chaos_table import effect_of, render, started_again
+from lockstep.commands.chaos.plan import draw
+from lockstep.commands.chaos.table import effect_of, render, started_again
+from lockstep.engine.faults import FAULTS, Fault, InjectedError, injector, to_env
 from lockstep.errors import ConfigError
-from lockstep.train.faults import FAULTS, Fault, InjectedError, injector, to_env
 
 DEADLY = ("kill", "stop", "edit")
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep.commands import doctor_checks, doctor_ranks
-from lockstep.commands.check import Check, guarded
-from lockstep.commands.collectives import COLLECTIVES
-from lockstep.commands.doctor import exit_code, render, run_doctor
-from lockstep.commands.doctor_ranks import (
+from lockstep.commands.doctor import checks as doctor_checks
+from lockstep.commands.doctor import ranks as doctor_ranks
+from lockstep.commands.doctor.check import Check, guarded
+from lockstep.commands.doctor.collectives import COLLECTIVES
+from lockstep.commands.doctor.command import exit_code, render, run_doctor
+from lockstep.commands.doctor.ranks import (
     Said,
     listen,
     mpi_checks,
@@ -27,9 +28,9 @@ from lockstep.commands.doctor_ranks import (
     survival_check,
 )
 from lockstep.errors import LaunchError
-from lockstep.launch.capture import Captured, capture
-from lockstep.launch.processes import is_alive
-from lockstep.launch.ranks import python_command, rank_environment
+from lockstep.launch.host.processes import is_alive
+from lockstep.launch.job.capture import Captured, capture
+from lockstep.launch.job.commands import python_command, rank_environment
 
 SOURCE = Path(__file__).parents[2] / "src"
 

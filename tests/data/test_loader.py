@@ -21,11 +21,11 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.data.loader import Loader, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
+from lockstep.engine.runtime import shared_error
+from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError
-from lockstep.launch.processes import is_alive
+from lockstep.launch.host.processes import is_alive
 from lockstep.parallel.layout import Range
-from lockstep.train.runtime import shared_error
-from lockstep.train.task import Task, own_collate
 
 NUM_SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 22, 8, 4
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

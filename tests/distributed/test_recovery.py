@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from tests.conftest import environment, result, target
 
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.faults import Fault, to_env
 from lockstep.observe import read_events
 from lockstep.observe.jsonl import follow_events
-from lockstep.train import checkpoint
-from lockstep.train.faults import Fault, to_env
 
 STEPS = 24
 CONFIG = (

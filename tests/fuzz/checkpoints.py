@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.transport import LocalTransport
+from lockstep.engine.assembly import assemble
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.checkpointer import Keeper
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.flat import model_digest
 from lockstep.front import Sitting, run
 from lockstep.parallel.layout import Range
-from lockstep.train import checkpoint
-from lockstep.train.flat import model_digest
-from lockstep.train.keeper import Keeper
-from lockstep.train.rundir import RunDirectory
-from lockstep.train.runtime import Runtime
-from lockstep.train.setup import assemble
 from tests.distributed.tasks import Everything, EverythingConfig
 from tests.fuzz.base import Made, Make
 from tests.fuzz.mutate import (

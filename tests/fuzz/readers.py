@@ -17,20 +17,20 @@ from lockstep.commands.slurm import job_file
 from lockstep.commands.target import trusted_target
 from lockstep.config import load, override
 from lockstep.data.idx import read_labelled, write_idx
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.faults import FAULTS, Fault, injector, to_env
 from lockstep.front import SITTING, Sitting
-from lockstep.launch.environment import detect
-from lockstep.launch.nodelist import expand, first_host
+from lockstep.launch.rank.environment import detect
+from lockstep.launch.slurm.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
 from lockstep.observe.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
-from lockstep.recipes.ufs.bands import Selection, keep_bands, read_band
-from lockstep.recipes.ufs.bands import load as load_band
-from lockstep.recipes.ufs.history import read_curves
-from lockstep.recipes.ufs.sources import check_sources, find_sources
-from lockstep.recipes.ufs.write import write_synthetic
-from lockstep.train import checkpoint
-from lockstep.train.faults import FAULTS, Fault, injector, to_env
-from lockstep.train.rundir import RunDirectory
+from lockstep.recipes.ufs.fields.bands import Selection, keep_bands, read_band
+from lockstep.recipes.ufs.fields.bands import load as load_band
+from lockstep.recipes.ufs.fields.sources import check_sources, find_sources
+from lockstep.recipes.ufs.report.history import read_curves
+from lockstep.recipes.ufs.synthetic.write import write_synthetic
 from tests.distributed.tasks import EverythingConfig
 from tests.fuzz.base import Made
 from tests.observe.sample_events import evaluated, finished, joined, run_started, step_done

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
-from lockstep.observe import Sink
-from lockstep.train.events import (
+from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
     Event,
@@ -18,6 +17,7 @@ from lockstep.train.events import (
     RunStarted,
     StepDone,
 )
+from lockstep.observe import Sink
 
 
 def run_started(**fields: Any) -> RunStarted:

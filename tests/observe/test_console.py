@@ -25,9 +25,9 @@ from sample_events import (
     step_done,
 )
 
+from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
 from lockstep.observe import ConsoleView, Sinks, text
 from lockstep.observe.console import stdout_console
-from lockstep.train.events import Event, Failed, Improved, Resumed, Warned
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from sample_events import evaluated, finished, joined, run_started, step_done
 
+from lockstep.engine.events import RankLost, Warned
 from lockstep.observe import Desk, EventsJsonl, MetricsCsv, Sinks, read_events
-from lockstep.train.events import RankLost, Warned
 
 
 def desk(folder: Path) -> Desk:

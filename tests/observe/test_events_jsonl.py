@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_events import evaluated, finished, joined, run_started, step_done
 
+from lockstep.engine.events import Event, Resumed
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import (
     EventsJsonl,
@@ -22,7 +23,6 @@ from lockstep.observe import (
     read_events,
 )
 from lockstep.observe.rows import dumps, row_of
-from lockstep.train.events import Event, Resumed
 
 
 def kinds() -> list[type[Event]]:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_events import checkpointed, evaluated, full_disk, rank_times, run_started, step_done
 
+from lockstep.engine.events import Evaluated, Event
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import MetricsCsv
 from lockstep.observe.metrics_csv import COLUMNS
-from lockstep.train.events import Evaluated, Event
 
 
 def write(path: Path, events: list[Event], resumed_step: int = 0) -> None:

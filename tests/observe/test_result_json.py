@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sample_events import Recorder, finished, full_disk, run_started, step_done
 
+from lockstep.engine.events import Failed, Warned
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import ResultJson, Sinks, read_result
-from lockstep.train.events import Failed, Warned
 
 
 def test_a_finished_run(tmp_path: Path) -> None:

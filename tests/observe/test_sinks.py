@@ -16,11 +16,11 @@ from sample_events import (
     step_done,
 )
 
+from lockstep.engine.events import Event, Warned
 from lockstep.errors import RunDirectoryError
 from lockstep.files import replacing
 from lockstep.observe import EventsJsonl, MetricsCsv, Sink, Sinks, open_sinks, read_events
 from lockstep.observe.files import AppendFile
-from lockstep.train.events import Event, Warned
 
 
 class Failing(Sink):

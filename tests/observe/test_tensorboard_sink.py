@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from sample_events import Recorder, evaluated, finished, full_disk, run_started, step_done
 
+from lockstep.engine.events import Warned
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.observe import Sinks, TensorBoard, open_sinks
-from lockstep.train.events import Warned
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:

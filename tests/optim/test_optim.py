@@ -5,12 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.flat_optimizer import Stepper
+from lockstep.engine.step.optimizer import check_optimizer
 from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
 from lockstep.parallel.layout import Range
-from lockstep.train.flat import FlatTensors
-from lockstep.train.optimizer import check_optimizer
-from lockstep.train.stepper import Stepper
 
 
 def rosenbrock(x: Tensor, y: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.engine.recovery.balance import Balancer, better
 from lockstep.parallel.layout import Range, share, split
-from lockstep.train.balance import Balancer, better
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 

@@ -15,19 +15,19 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
+from lockstep.engine.assembly import assemble
+from lockstep.engine.audit import trial
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.restore import capture, restore
+from lockstep.engine.progress import Progress
+from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.flat import model_digest
+from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
 from lockstep.parallel import reduction
 from lockstep.parallel.layout import Range
-from lockstep.train import trial
-from lockstep.train.checkpoint import Snapshot
-from lockstep.train.flat import model_digest
-from lockstep.train.progress import Progress
-from lockstep.train.replicas import check_replicas
-from lockstep.train.restore import capture, restore
-from lockstep.train.runtime import Runtime
-from lockstep.train.setup import assemble
-from lockstep.train.slices import whole_state
-from lockstep.train.task import Loss, Task
 
 STEPS = 6
 

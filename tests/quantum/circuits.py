@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.quantum.circuit import Angle, Circuit, Gate, gate, parameter, unitary
-from lockstep.quantum.gates import KINDS
+from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+from lockstep.quantum.circuits.gates import KINDS
 
 
 def ring(num_qubits: int, num_layers: int) -> Circuit:

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.test_cores import machine
+from tests.launch.host.test_cores import machine
 from tests.quantum.circuits import ring, some_parameters
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.quantum import memory
-from lockstep.quantum.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.interop import bound
-from lockstep.quantum.measure import PauliSum, probabilities, sample_frequencies
-from lockstep.quantum.memory import memory_bytes
-from lockstep.quantum.metric import context_root
-from lockstep.quantum.shift import share, shifted
-from lockstep.quantum.statevector import Simulator, statevector
-from lockstep.quantum.superposition import superposition
-from lockstep.quantum.transformer import QuantumTransformer, Sentences
+from lockstep.quantum.simulation import memory
+from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
+from lockstep.quantum.simulation.memory import memory_bytes
+from lockstep.quantum.simulation.shift import share, shifted
+from lockstep.quantum.simulation.statevector import Simulator, statevector
+from lockstep.quantum.transformer.metric import context_root
+from lockstep.quantum.transformer.model import QuantumTransformer, Sentences
+from lockstep.quantum.transformer.superposition import superposition
 
 NAN = float("nan")
 WORDS = list("abcd")

@@ -24,7 +24,7 @@ import protocol
 
 _PRELOADED = (
     "torch._dynamo", "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli",
-    "lockstep.recipes.digits", "lockstep.recipes.quantum", "lockstep.recipes.ufs.task",
+    "lockstep.recipes.digits", "lockstep.recipes.quantum.task", "lockstep.recipes.ufs.task",
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _FIRST_FREE_FD = 512
@@ -154,7 +154,7 @@ def _run(order: dict[str, Any]) -> None:
     """Run what the interpreter was started with, as its main program."""
     import numpy as np
 
-    from lockstep.launch.early import prepare
+    from lockstep.launch.rank.early import prepare
 
     np.random.seed()
     executable, *arguments = order["argv"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.recipes.ufs.write import write_synthetic
+from lockstep.recipes.ufs.synthetic.write import write_synthetic
 
 
 def ufs_synthetic(

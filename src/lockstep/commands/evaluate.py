@@ -8,22 +8,22 @@ from pathlib import Path
 
 from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load, override
+from lockstep.engine.assembly import build_model, evaluations
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.restore import check_fits, load_model
+from lockstep.engine.checkpoint.resumable import check_meta
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.task_state import restore_task
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
-from lockstep.launch.environment import detect
-from lockstep.launch.join import open_transport
-from lockstep.launch.threads import set_threads
+from lockstep.launch.rank.environment import detect
+from lockstep.launch.rank.join import open_transport
+from lockstep.launch.rank.threads import set_threads
 from lockstep.parsing import parse_int, shown
 from lockstep.recipes.abilities import Adopts, Reports
-from lockstep.train import checkpoint
-from lockstep.train.checkpoint import Snapshot
-from lockstep.train.compute import Compute
-from lockstep.train.restore import check_fits, load_model
-from lockstep.train.resumable import check_meta
-from lockstep.train.rundir import RunDirectory
-from lockstep.train.setup import build_model, evaluations
-from lockstep.train.task import Task
-from lockstep.train.task_state import restore_task
 
 SPLITS = ("train", "val", "test")
 

@@ -13,19 +13,19 @@ import torch
 
 from lockstep.commands.evaluate import find_snapshot
 from lockstep.config import load
+from lockstep.engine.assembly import build_model
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.restore import check_fits, load_model
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import RunStarted, StepDone
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import replacing, replacing_binary
 from lockstep.observe import event_from_row, read_events
 from lockstep.parsing import parse_int
 from lockstep.quantum.interop import drawing
-from lockstep.quantum.transformer import QuantumTransformer
-from lockstep.recipes.quantum import Quantum
-from lockstep.recipes.quantum_config import QuantumConfig
-from lockstep.train.checkpoint import Snapshot
-from lockstep.train.events import RunStarted, StepDone
-from lockstep.train.restore import check_fits, load_model
-from lockstep.train.rundir import RunDirectory
-from lockstep.train.setup import build_model
+from lockstep.quantum.transformer.model import QuantumTransformer
+from lockstep.recipes.quantum.config import QuantumConfig
+from lockstep.recipes.quantum.task import Quantum
 
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 

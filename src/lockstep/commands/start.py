@@ -17,9 +17,8 @@ import torch
 from lockstep.commands.target import is_script, script_path
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
-from lockstep.launch.cores import usable_cores
-from lockstep.launch.early import NOTHING_SAVED
-from lockstep.launch.ranks import (
+from lockstep.launch.host.cores import usable_cores
+from lockstep.launch.job.commands import (
     RankCommand,
     is_one_host,
     local_command,
@@ -28,7 +27,8 @@ from lockstep.launch.ranks import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.supervise import Outcome, run_ranks
+from lockstep.launch.job.run import Outcome, run_ranks
+from lockstep.launch.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, Sinks, event_from_row, read_result
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.launch.early import ending_at_interrupt
+from lockstep.launch.rank.early import ending_at_interrupt
 from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
-from lockstep.train.rundir import RunDirectory
-from lockstep.train.task import Task, with_config
 
 
 def is_script(target: str) -> bool:

@@ -15,12 +15,12 @@ from lockstep.commands.start import (
     start_shown,
 )
 from lockstep.commands.target import absolute, configured, is_script, make_task, trusted_target
+from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting, claim, new_run_dir
 from lockstep.front import train as train_here
-from lockstep.launch.environment import detect
-from lockstep.launch.ranks import RankCommand
-from lockstep.train.rundir import RunDirectory
+from lockstep.launch.job.commands import RankCommand
+from lockstep.launch.rank.environment import detect
 
 
 def train(

@@ -15,11 +15,11 @@ from rich.table import Table
 
 from lockstep.commands.start import LAUNCHERS, Ended, rank_command, start
 from lockstep.commands.target import absolute, configured, is_script
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.step.flat import tensor_digest
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
 from lockstep.observe import read_result
-from lockstep.train import checkpoint
-from lockstep.train.flat import tensor_digest
 
 
 class Leg(NamedTuple):

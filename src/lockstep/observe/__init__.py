@@ -1,8 +1,8 @@
 """Events in; console, CSV, JSONL, TensorBoard and result files out.
 
-The engine emits events (`lockstep.train.events`) on every rank, to its `Desk`. That of rank 0 shows
-and stores them by what `open_sinks` opens; the others remember the newest, for any of them may
-become rank 0. In a run directory there are then:
+The engine emits events (`lockstep.engine.events`) on every rank, to its `Desk`. That of rank 0
+shows and stores them by what `open_sinks` opens; the others remember the newest, for any of them
+may become rank 0. In a run directory there are then:
 
     events.jsonl    every event, in order, over all sittings of the run
     metrics.csv     the curves, free of steps that a resumed run did again

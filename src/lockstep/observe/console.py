@@ -14,9 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.observe import text
-from lockstep.observe.sink import Sink
-from lockstep.train.events import (
+from lockstep.engine.events import (
     Event,
     Failed,
     Finished,
@@ -27,6 +25,8 @@ from lockstep.train.events import (
     StepDone,
     Warned,
 )
+from lockstep.observe import text
+from lockstep.observe.sink import Sink
 
 
 class ConsoleView(Sink):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lockstep.engine.events import Event, Joined, RunStarted
 from lockstep.observe.sink import Sinks
-from lockstep.train.events import Event, Joined, RunStarted
 
 
 class Desk:

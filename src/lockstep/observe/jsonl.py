@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from lockstep.engine.events import Event, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.observe.files import AppendFile, end_of_rows, opening
 from lockstep.observe.rows import dumps, event_from_row, row_of
 from lockstep.observe.sink import Sink
 from lockstep.parsing import parse_object, shown
-from lockstep.train.events import Event, RunStarted
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
 

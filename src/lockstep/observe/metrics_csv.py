@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from lockstep.engine.events import Evaluated, Event, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import open_text, replacing
 from lockstep.observe.files import AppendFile, opening
 from lockstep.observe.sink import Sink
 from lockstep.parsing import parse_int, shown
-from lockstep.train.events import Evaluated, Event, RunStarted, StepDone
 
 COLUMNS = (
     "step",

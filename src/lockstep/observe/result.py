@@ -9,13 +9,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.engine.events import Event, Failed, Finished, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.files import read_bytes, replacing
 from lockstep.observe.files import opening
 from lockstep.observe.rows import dumps
 from lockstep.observe.sink import Sink
 from lockstep.parsing import as_type, parse_object
-from lockstep.train.events import Event, Failed, Finished, RunStarted
 
 _ADVICE = "resume the run to have it written again"
 

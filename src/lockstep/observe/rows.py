@@ -10,9 +10,9 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from lockstep.engine.events import Event, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.parsing import shown
-from lockstep.train.events import Event, StepDone
 
 
 def row_of(event: Event, time: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from types import TracebackType
 
-from lockstep.train.events import Event, Warned
+from lockstep.engine.events import Event, Warned
 
 
 class Sink(ABC):

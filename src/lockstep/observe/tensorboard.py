@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from lockstep.engine.events import Evaluated, Event, Failed, Finished, RunStarted, StepDone
 from lockstep.errors import ConfigError
 from lockstep.observe.files import opening
 from lockstep.observe.sink import Sink
-from lockstep.train.events import Evaluated, Event, Failed, Finished, RunStarted, StepDone
 
 
 class TensorBoard(Sink):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from lockstep.train.events import (
+from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
     Event,

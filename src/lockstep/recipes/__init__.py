@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import cast
 
+from lockstep.engine.task import Task
 from lockstep.errors import ConfigError
-from lockstep.launch.early import ending_at_interrupt
-from lockstep.train.task import Task
+from lockstep.launch.rank.early import ending_at_interrupt
 
 _RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "digits": "lockstep.recipes.digits:Digits",
         "ufs": "lockstep.recipes.ufs.task:Ufs",
-        "quantum": "lockstep.recipes.quantum:Quantum",
+        "quantum": "lockstep.recipes.quantum.task:Quantum",
     }
 )
 

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import NO_OUTCOME, NonNegativeFloat, Positive, ScheduleConfig, TrainConfig
 from lockstep.data.idx import read_labelled
+from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError, DataError
-from lockstep.train.task import Loss, Task
 
 SPLIT_SEED = 1797
 """Not `config.seed`: runs with different seeds must be tested on the same images."""

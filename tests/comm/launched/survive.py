@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.mpi_backend import MpiProcessGroup, init_process_group
-from lockstep.comm.mpi_library import MPI
+from lockstep.comm.backend.backend import MpiProcessGroup, init_process_group
+from lockstep.comm.mpi.library import MPI
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.recipes.ufs.write import write_synthetic
+from lockstep.recipes.ufs.synthetic.write import write_synthetic
 
 NUM_LATITUDES, NUM_LONGITUDES, NUM_TIMES = 36, 48, 3
 

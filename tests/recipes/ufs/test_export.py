@@ -19,12 +19,12 @@ import pytest
 import torch
 from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, good, values
 
-from lockstep.recipes.ufs.classic import Damaged, check_whole
 from lockstep.recipes.ufs.export import export_net, load_program, load_script
-from lockstep.recipes.ufs.jacobian import physical
+from lockstep.recipes.ufs.fields.classic import Damaged, check_whole
+from lockstep.recipes.ufs.fields.rows import Scale
+from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.rows import Scale
-from lockstep.recipes.ufs.variables import VARIABLES
+from lockstep.recipes.ufs.report.jacobian import physical
 
 INPUTS = NAMES
 OUTPUTS = ("aice", "tsfc")

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.recipes.ufs.jacobian import (
+from lockstep.recipes.ufs.fields.rows import Scale
+from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS
+from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report.jacobian import (
     BalanceOperator,
     describe,
     jacobians,
@@ -15,9 +18,6 @@ from lockstep.recipes.ufs.jacobian import (
     physical,
     sensitivity,
 )
-from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.rows import Scale
-from lockstep.recipes.ufs.variables import DEFAULT_INPUTS
 
 INPUTS = ("sst", "sss", "tair", "qref")
 OUTPUTS = ("aice", "hi", "tsfc")

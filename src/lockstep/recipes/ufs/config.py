@@ -18,7 +18,7 @@ from lockstep.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from lockstep.recipes.ufs.variables import DEFAULT_INPUTS, VARIABLES
+from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
 
 
 def _as_tuple(value: Any) -> Any:

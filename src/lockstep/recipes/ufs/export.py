@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
+from lockstep.recipes.ufs.fields.variables import VARIABLES, spellings, to_unit
 from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.variables import VARIABLES, spellings, to_unit
 
 TORCHSCRIPT = "emulator.ts"
 EXPORTED = "emulator.pt2"

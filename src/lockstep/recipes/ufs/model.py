@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from lockstep.recipes.ufs.rows import Scale
-from lockstep.recipes.ufs.variables import VARIABLES
+from lockstep.recipes.ufs.fields.rows import Scale
+from lockstep.recipes.ufs.fields.variables import VARIABLES
 
 Array = npt.NDArray[np.float64]
 

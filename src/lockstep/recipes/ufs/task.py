@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.engine.checkpoint.format import newest_valid, read, read_hint
+from lockstep.engine.checkpoint.restore import check_fits
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.step.flat import model_digest
+from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError
-from lockstep.recipes.ufs.bands import Selection, keep_bands
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.export import export_net
-from lockstep.recipes.ufs.jacobian import describe, normalised
-from lockstep.recipes.ufs.model import SeaIceNet
-from lockstep.recipes.ufs.report import Ground, Report
-from lockstep.recipes.ufs.rows import (
+from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
+from lockstep.recipes.ufs.fields.rows import (
     Rows,
     Scale,
     blocks,
@@ -32,13 +34,11 @@ from lockstep.recipes.ufs.rows import (
     scale_of,
     split,
 )
-from lockstep.recipes.ufs.sources import Source, find_sources
-from lockstep.recipes.ufs.write import embedded_files
-from lockstep.train.checkpoint import newest_valid, read, read_hint
-from lockstep.train.flat import model_digest
-from lockstep.train.restore import check_fits
-from lockstep.train.rundir import RunDirectory
-from lockstep.train.task import Loss, Task
+from lockstep.recipes.ufs.fields.sources import Source, find_sources
+from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report.jacobian import describe, normalised
+from lockstep.recipes.ufs.report.report import Ground, Report
+from lockstep.recipes.ufs.synthetic.write import embedded_files
 
 _LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {"mse": F.mse_loss, "mae": F.l1_loss, "huber": F.huber_loss}

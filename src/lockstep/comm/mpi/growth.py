@@ -1,0 +1,159 @@
+"""New processes for an MPI group: spawned while the others work, merged between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.comm.mpi.library import MPI, note_loss
+
+_TAG = 20_411
+_POLL_S = 0.005
+_MERGE_S = 30.0
+_START_S = 30.0
+
+Comm = MPI.Intracomm
+
+
+class Newcomer:
+    """A process that rank 0 has started and that waits to be taken in.
+
+    `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
+
+    Args:
+        argv: what to run.
+
+    Attributes:
+        is_ready: whether it can be taken in now.
+        has_failed: whether it could not be started.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.is_ready = self.has_failed = False
+        self._between: MPI.Intercomm | None = None
+        self._thread = threading.Thread(target=self._start, args=(argv,), daemon=True)
+        self._thread.start()
+
+    def _start(self, argv: Sequence[str]) -> None:
+        try:
+            between = MPI.COMM_SELF.Spawn(argv[0], list(argv[1:]), maxprocs=1)
+            between.Set_errhandler(MPI.ERRORS_RETURN)
+            _receive(between)
+        except MPI.Exception:
+            self.has_failed = True
+            return
+        self._between = between
+        self.is_ready = True
+
+    def invite(self, num_taken: int) -> Comm:
+        """Tell it to come: a group of this process and the new one, in this order.
+
+        Args:
+            num_taken: newcomers that the group has taken in before.
+
+        Raises:
+            mpi4py.MPI.Exception: it has died.
+        """
+        assert self._between is not None
+        _send(self._between, num_taken)
+        pair = self._between.Merge(high=False)
+        pair.Set_errhandler(MPI.ERRORS_RETURN)
+        return pair
+
+    def dismiss(self) -> None:
+        """Tell it that it comes too late."""
+        self._thread.join(_START_S)
+        if self._between is not None:
+            with contextlib.suppress(MPI.Exception):
+                _send(self._between, -1)
+
+
+def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | None:
+    """A group of all ranks of `comm` and, behind them, the newcomer of rank 0; collective.
+
+    Args:
+        comm: of the others.
+        newcomer: on rank 0.
+        num_taken: how many were taken in before.
+
+    Returns:
+        None on all ranks if it has failed on one of them; `comm` may then be revoked.
+    """
+    pair = between = merged = None
+    try:
+        pair = newcomer.invite(num_taken) if newcomer else None
+        between = comm.Create_intercomm(0, pair or MPI.COMM_SELF, 1 if newcomer else 0, _TAG)
+        between.Set_errhandler(MPI.ERRORS_RETURN)
+        merged = between.Merge(high=False)
+        merged.Set_errhandler(MPI.ERRORS_RETURN)
+    except MPI.Exception:
+        for other in (comm, pair, between):  # somebody may wait in one of them
+            if other is not None:
+                other.Revoke()
+    if agreed(comm, merged is not None):
+        return merged
+    if merged is not None:
+        merged.Revoke()
+    return None
+
+
+def agreed(comm: Comm, is_well: bool = True) -> bool:
+    """Whether all is well on all ranks, none of which has died: the same on all survivors."""
+    try:
+        return bool(comm.Agree(int(is_well)))
+    except MPI.Exception:
+        return False
+
+
+def join() -> tuple[Comm, int]:
+    """A newcomer's side of `take_in`; returns when it is invited.
+
+    It dies, as a rank that is lost, when it can't be taken in any more.
+
+    Returns:
+        The group, and how many newcomers were taken in, this one counted.
+    """
+    note_loss()  # in another world than this process's own
+    parent = MPI.Comm.Get_parent()
+    parent.Set_errhandler(MPI.ERRORS_RETURN)
+    try:
+        _send(parent, 0)
+        num_taken = _receive(parent)
+        if num_taken < 0:
+            _vanish()
+        late = threading.Timer(_MERGE_S, _vanish)
+        late.daemon = True
+        late.start()
+        pair = parent.Merge(high=True)
+        pair.Set_errhandler(MPI.ERRORS_RETURN)
+        between = MPI.COMM_SELF.Create_intercomm(0, pair, 0, _TAG)
+        between.Set_errhandler(MPI.ERRORS_RETURN)
+        merged = between.Merge(high=True)
+        merged.Set_errhandler(MPI.ERRORS_RETURN)
+        late.cancel()
+    except MPI.Exception:
+        _vanish()
+    return merged, num_taken + 1
+
+
+def _send(between: MPI.Intercomm, value: int) -> None:
+    between.Send(np.array([value]), dest=0, tag=_TAG)
+
+
+def _receive(between: MPI.Intercomm) -> int:
+    """A number from the other side; waits without keeping a core busy."""
+    while not between.Iprobe(source=0, tag=_TAG):
+        time.sleep(_POLL_S)
+    value = np.zeros(1, dtype=np.int64)
+    between.Recv(value, source=0, tag=_TAG)
+    return int(value[0])
+
+
+def _vanish() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,239 @@
+"""The engine's bytes over MPI, straight from tensor memory; survivors of a dead rank regroup.
+
+Lost ranks may be replaced: rank 0 has new processes started, one at a time, while all work.
+Importing this module initialises MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
+from lockstep.comm.mpi.library import MPI, has_fault_tolerance
+from lockstep.comm.transport import GroupBroken, Transport, collective, offsets
+
+_DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How lost ranks are replaced.
+
+    Attributes:
+        size: the number of ranks to come back to.
+        most: how many newcomers there may be.
+        argv: what the newcomer of a number, counted from 0, runs.
+        joins: whether this process is one of them.
+    """
+
+    size: int
+    most: int
+    argv: Callable[[int], Sequence[str]]
+    joins: bool = False
+
+
+class MpiTransport(Transport):
+    """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
+
+    Args:
+        growth: how lost ranks are replaced, if they are.
+
+    Attributes:
+        comm: the present communicator.
+
+    Raises:
+        GroupBroken: from any method, when a process of the group has died and MPI can tell.
+        mpi4py.MPI.Exception: another error of MPI.
+    """
+
+    name = "mpi"
+    failures = (MPI.Exception,)
+    _last: MPI.Intracomm | None = None
+
+    def __init__(self, growth: Growth | None = None) -> None:
+        super().__init__()
+        self.can_regroup = has_fault_tolerance()
+        self._growth = growth
+        self._newcomer: Newcomer | None = None
+        self._num_started = self._num_taken = 0
+        self._is_alone = growth is not None and growth.joins
+        self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
+
+    def _adopt(self, comm: MPI.Intracomm) -> None:
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.comm = comm
+        self._has_agreed = False
+        self.rank = comm.rank
+        self.size = comm.size
+
+    def _living(self) -> MPI.Intracomm:
+        """A group of those that an earlier training of the same script has left, else of all."""
+        last, MpiTransport._last = MpiTransport._last, None
+        if last is None:
+            return MPI.COMM_WORLD.Dup()
+        living = _whole(_shrink(last)) if self.can_regroup else last.Dup()
+        if living.size == last.size:  # where ranks are lost, MPI may wait for them
+            last.Free()
+        return living
+
+    @collective
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """See `Transport.all_gather`."""
+        kind = _DATATYPES[out.itemsize]
+        starts = offsets(counts)
+        mine = out[starts[self.rank] :][: counts[self.rank]]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        if min(counts) == max(counts):
+            self.comm.Allgather(MPI.IN_PLACE, [out.numpy(), kind])
+            return
+        # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
+        sent, received = [counts[self.rank]] * self.size, list(counts)
+        sent[self.rank] = received[self.rank] = 0
+        self.comm.Alltoallv(
+            [mine.numpy(), (sent, [0] * self.size), kind], [out.numpy(), (received, starts), kind]
+        )
+
+    @collective
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        kind = _DATATYPES[send.itemsize]
+        sent, received, starts = send.numpy(), recv.numpy(), offsets(recv_counts)
+        # A rank copies its own part in half the time that MPI takes.
+        to_others, from_others = list(send_counts), list(recv_counts)
+        own, there, here = to_others[self.rank], send_offsets[self.rank], starts[self.rank]
+        received[here : here + own] = sent[there : there + own]
+        to_others[self.rank] = from_others[self.rank] = 0
+        self.comm.Alltoallv(
+            [sent, (to_others, list(send_offsets)), kind],
+            [received, (from_others, starts), kind],
+        )
+
+    @collective
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """See `Transport.broadcast`."""
+        self.comm.Bcast([tensor.numpy(), _DATATYPES[tensor.itemsize]], root=root)
+
+    @collective
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        self.comm.Barrier()
+
+    @collective
+    def agree(self) -> None:
+        """See `Transport.agree`."""
+        if not self.can_regroup:
+            self.comm.Barrier()
+            return
+        # Agreement goes on over a revoked communicator, so ranks that regroup take part in it too.
+        self._has_agreed = True
+        if not self.comm.Agree(1):
+            raise GroupBroken("another rank has noticed a loss")
+        self._has_agreed = False
+
+    @collective
+    def regroup(self, takes_in: bool = False) -> None:
+        """See `Transport.regroup`."""
+        if self._is_alone:
+            joined, self._num_taken = join()
+            self._adopt(_whole(joined))
+            self._is_alone = False
+            return
+        before = self.comm
+        before.Revoke()
+        if not self._has_agreed:
+            with contextlib.suppress(MPI.Exception):
+                before.Agree(0)
+        # The old communicator is not freed: messages of what was interrupted may still be under
+        # way, and Open MPI gives the number they carry to another one when this one is gone.
+        shrunk = _whole(_shrink(before))
+        if self._growth is not None and takes_in:
+            shrunk = self._grow(shrunk, self._growth)
+        self._adopt(shrunk)
+
+    def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
+        """Take in the newcomer, if there is one, and have the next one started."""
+        is_ready = np.array([self.has_newcomer])  # rank 0 alone has one
+        is_told = True
+        try:
+            comm.Bcast(is_ready)
+        except MPI.Exception:
+            comm.Revoke()
+            is_told = False
+        if not agreed(comm, is_told):
+            return self._grow(_whole(_shrink(comm)), growth)
+        if is_ready[0]:
+            merged = take_in(comm, self._newcomer, self._num_taken)
+            self._newcomer = None
+            self._num_taken += 1
+            comm = _whole(_shrink(comm) if merged is None else merged)
+        if self._newcomer is not None and self._newcomer.has_failed:
+            self._newcomer = None
+        started = max(self._num_started, self._num_taken)
+        is_wanted = comm.size < growth.size and started < growth.most and self._newcomer is None
+        if comm.rank == 0 and is_wanted:
+            self._num_started = started + 1
+            self._newcomer = Newcomer(growth.argv(self._num_taken))
+        return comm
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `Transport.is_newcomer`."""
+        return self._is_alone
+
+    @property
+    def has_newcomer(self) -> bool:
+        """See `Transport.has_newcomer`."""
+        is_wanted = self._growth is not None
+        return is_wanted and self._newcomer is not None and self._newcomer.is_ready
+
+    def stop_growing(self) -> None:
+        """See `Transport.stop_growing`."""
+        self._growth = None
+
+    def is_damaged(self) -> bool:
+        """Whether a rank of the group is known to have died, or the group was given up."""
+        if not self.can_regroup:
+            return False
+        return self.comm.Is_revoked() or self.comm.Get_failed().size > 0
+
+    def close(self) -> None:
+        """Leave the group; the next one of this process is made of those in it."""
+        if self._newcomer is not None:
+            self._newcomer.dismiss()
+        MpiTransport._last = self.comm
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks of the job: the others may wait for this one for good."""
+        MPI.COMM_WORLD.Abort(exit_code)
+
+
+def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
+    shrunk = comm.Shrink()
+    assert isinstance(shrunk, MPI.Intracomm)
+    return shrunk
+
+
+def _whole(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """A new communicator once it is complete everywhere, without those that died meanwhile.
+
+    Agreement is the same on all survivors. Open MPI 5 crashes where a revocation finds a
+    communicator that is not complete.
+    """
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    while not agreed(comm):
+        comm = _shrink(comm)
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+    return comm

@@ -1,0 +1,1 @@
+"""Bytes over process groups of torch.distributed: gloo and NCCL."""

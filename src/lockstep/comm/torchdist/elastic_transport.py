@@ -1,0 +1,205 @@
+"""The engine's bytes over gloo or NCCL, for ranks whose launcher lets survivors go on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.comm.torchdist.process_group_transport import GroupTransport
+from lockstep.comm.torchdist.sockets import Connections
+from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
+from lockstep.comm.transport import collective
+
+_BUILD_S = 30.0
+_BUILD_TIME = timedelta(seconds=_BUILD_S)
+_NOTICE_S = 5.0
+_HOST = "127.0.0.1"
+
+
+class ElasticTransport(GroupTransport):
+    """A process group that is built anew, in the same processes, whenever a rank is lost.
+
+    The launcher's supervisor sees a death and tells the survivors. A thread in each of them then
+    wakes whoever is blocked in a collective: over gloo, by shutting down the group's connections,
+    since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
+    The NCCL half of this has never run on more than one GPU.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        store_address: host and port of the supervisor's store.
+        supervisor_fd: the inherited socket to the supervisor.
+        slot: lifelong number of this process.
+        timeout_s: how long a collective may wait for others.
+        device: where this rank's tensors lie; host memory by default.
+        joins: whether this process comes later than the others.
+    """
+
+    can_regroup = True
+
+    def __init__(
+        self,
+        backend: str,
+        store_address: tuple[str, int],
+        supervisor_fd: int,
+        slot: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        joins: bool = False,
+    ) -> None:
+        super().__init__(backend, device)
+        self._store_address = store_address
+        self._slot = slot
+        self._timeout_s = timeout_s
+        self._connections = Connections(_HOST)
+        self._builders: list[threading.Thread] = []
+        self.group = None
+        self._supervision = Supervision(supervisor_fd, self._cut)
+        self._is_alone = joins
+        if joins:
+            self.rank, self.size = 0, 1
+            self.group = self._new_group(HashStore(), 0, 1)
+        else:
+            self._join()
+
+    @collective
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        self._agree()
+
+    @collective
+    def agree(self) -> None:
+        """See `Transport.agree`: the supervisor decides."""
+        self._agree()
+
+    @collective
+    def regroup(self, takes_in: bool = False) -> None:
+        """See `Transport.regroup`."""
+        self._join(takes_in)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `Transport.is_newcomer`."""
+        return self._is_alone
+
+    @property
+    def has_newcomer(self) -> bool:
+        """See `Transport.has_newcomer`."""
+        return self._supervision.has_newcomer
+
+    def withdraw(self) -> NoReturn:
+        """See `Transport.withdraw`; the supervisor replaces none that ends by itself."""
+        os._exit(2)
+
+    def stop_growing(self) -> None:
+        """Nothing to do: see `withdraw`."""
+
+    def is_damaged(self) -> bool:
+        """Whether the supervisor has missed a rank.
+
+        Called after an error, which the connections of the dead may have brought here before the
+        supervisor could.
+        """
+        return self._supervision.is_lost(_NOTICE_S)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._supervision.leave()
+        self.group = None
+        # A thread that still waits for a rank that died would crash the exit of this process.
+        for builder in self._builders:
+            builder.join(_BUILD_S)
+
+    def abort(self, exit_code: int) -> None:
+        """End all ranks."""
+        self._supervision.abort(exit_code)
+        super().abort(exit_code)
+
+    def _agree(self) -> None:
+        if not self._is_alone:
+            self._supervision.agree()
+
+    def _join(self, takes_in: bool = False) -> None:
+        """Build the next generation, and the one after it should a rank die meanwhile."""
+        while True:
+            generation, members = self._supervision.meet(takes_in)
+            try:
+                self.group = self._build(generation, members)
+                self._supervision.confirm()
+            except GenerationLost:
+                continue
+            self._is_alone = False
+            self.rank, self.size = members.index(self._slot), len(members)
+            return
+
+    def _build(self, generation: int, members: list[int]) -> Any:
+        """The process group of a generation.
+
+        Nothing wakes a backend that waits for a connection from a rank that has died. So a thread
+        builds, and is left to itself if a rank is lost meanwhile.
+
+        Raises:
+            GenerationLost: a rank was lost.
+        """
+        self._connections.begin()
+        found: list[Any] = []
+        errors: list[Exception] = []
+        former, self.group = [self.group], None
+
+        def build() -> None:
+            try:
+                rank = members.index(self._slot)
+                store = PrefixStore(
+                    f"lockstep/{generation}", TCPStore(*self._store_address, timeout=_BUILD_TIME)
+                )
+                found.append(self._new_group(store, rank, len(members)))
+            except Exception as error:
+                errors.append(error)
+            self._supervision.notify()
+            former.clear()  # destroys the group that is given up, which takes a while
+
+        builder = threading.Thread(target=build, name="builder", daemon=True)
+        self._builders = [b for b in self._builders if b.is_alive()] + [builder]
+        builder.start()
+        if not self._supervision.wait(lambda: bool(found or errors)):
+            raise GenerationLost("a rank died while the group was built")
+        if errors:
+            if self._supervision.is_lost(_NOTICE_S):
+                raise GenerationLost(str(errors[0]))
+            raise errors[0]
+        self._connections.end()
+        return found[0]
+
+    def _new_group(self, store: Any, rank: int, size: int) -> Any:
+        if self.name == "nccl":
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timedelta(seconds=self._timeout_s)
+            return dist.ProcessGroupNCCL(store, rank, size, nccl)
+        gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+        gloo._timeout = _BUILD_TIME
+        group = dist.ProcessGroupGloo(store, rank, size, gloo)
+        group._set_default_timeout(timedelta(seconds=self._timeout_s))
+        return group
+
+    def _cut(self) -> None:
+        """Have collectives of the present group fail, from another thread."""
+        group: Any = self.group
+        if self.name == "nccl" and group is not None:
+            group.abort()
+        else:
+            self._connections.shut_down()
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+        if self.name == "nccl":
+            # `wait` returns at once; and what was aborted ends as if all were well.
+            torch.cuda.current_stream(self._device).synchronize()
+            if self._supervision.is_lost():
+                raise GenerationLost("a rank died")

@@ -1,0 +1,132 @@
+"""The engine's bytes over a torch.distributed process group: gloo, NCCL, or any other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.comm.torchdist.store import meet_at
+from lockstep.comm.transport import Transport, collective, offsets
+
+
+class GroupTransport(Transport):
+    """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
+
+    Attributes:
+        group: the present one.
+    """
+
+    failures = (RuntimeError,)
+    group: Any
+
+    def __init__(self, backend: str, device: torch.device | None) -> None:
+        super().__init__()
+        self.name = backend
+        self._device = device or torch.device("cpu")
+
+    @collective
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """See `Transport.all_gather`."""
+        longest = max(counts)
+        if min(counts) == longest:
+            self._finish(self.group._allgather_base(out, own))
+            return
+        padded = out.new_zeros(longest)
+        padded[: own.numel()] = own
+        everyone = out.new_empty(self.size * longest)
+        self._finish(self.group._allgather_base(everyone, padded))
+        for rows, start, count in zip(
+            everyone.view(self.size, longest), offsets(counts), counts, strict=True
+        ):
+            out[start : start + count] = rows[:count]
+
+    @collective
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """See `Transport.all_to_all`."""
+        parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
+        self._finish(
+            self.group.alltoall_base(recv, torch.cat(parts), list(recv_counts), list(send_counts))
+        )
+
+    @collective
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """See `Transport.broadcast`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self._finish(self.group.broadcast([tensor], options))
+
+    def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """See `Transport.gather_host`; staged where the backend moves device memory only."""
+        out = torch.empty(sum(counts), dtype=own.dtype, device=self._device)
+        self.all_gather(own.to(self._device), out, counts)
+        return out.cpu()
+
+    def _finish(self, work: Any) -> None:
+        work.wait()
+
+
+class ProcessGroupTransport(GroupTransport):
+    """The default process group, made here and destroyed by `close`."""
+
+    def __init__(
+        self,
+        backend: str,
+        store_address: tuple[str, int],
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Meet the other ranks.
+
+        Args:
+            backend: `gloo` or `nccl`.
+            store_address: host and port of the key-value store, see `meet_at`.
+            rank: of this process.
+            size: number of processes.
+            timeout_s: how long to wait for others, in seconds.
+            device: where this rank's tensors lie; host memory by default.
+        """
+        super().__init__(backend, device)
+        host, port = store_address
+        self.rank = rank
+        self.size = size
+        timeout = timedelta(seconds=timeout_s)
+        store = meet_at(host, port, rank, size, timeout)
+        # A script may train twice: the second group must not meet the keys of the first.
+        number = store.add(f"lockstep/groups/{rank}", 1)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"lockstep/{number}", store),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+        )
+        self.group = dist.group.WORLD
+
+    @collective
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        dist.barrier()
+
+    def is_damaged(self) -> bool:
+        """Always: these backends do not tell a lost rank from other errors."""
+        return True
+
+    def close(self) -> None:
+        """Destroy the group: gloo's threads can crash a process that exits without that."""
+        self.group = None
+        dist.destroy_process_group()

@@ -1,0 +1,210 @@
+"""`lockstep chaos`: the same run without and with faults, and whether it made any difference."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, Blow, draw
+from lockstep.commands.chaos.table import Effect, Row, effect_of, render, started_again
+from lockstep.commands.start import check_replacements, rank_command, start
+from lockstep.commands.target import absolute, configured, is_script
+from lockstep.config import TrainConfig, override
+from lockstep.engine import faults
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.front import Sitting
+from lockstep.observe import read_events, read_result
+
+LAUNCHERS = ("mpi", "local")
+"""Those under which survivors go on."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What faults strike.
+
+    Attributes:
+        number: of processes at the start of each sitting.
+        launcher: what starts them.
+        replacements: how many killed ones it may replace in a sitting.
+    """
+
+    number: int
+    launcher: str = "mpi"
+    replacements: int = 0
+
+    def check(self) -> None:
+        """Refuse what cannot be done.
+
+        Raises:
+            LaunchError: too few ranks, or a launcher under which none would survive.
+        """
+        if self.number < 2:
+            raise LaunchError(f"-n {self.number}: must be at least 2, for some have to survive")
+        if self.launcher not in LAUNCHERS:
+            raise LaunchError(
+                f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}; under others "
+                "no rank survives the loss of another"
+            )
+        check_replacements(self.launcher, self.replacements)
+
+
+def chaos(
+    target: str,
+    overrides: Sequence[str],
+    ranks: Ranks,
+    num_faults: int,
+    seed: int,
+    keep: Path | None,
+    console: Console,
+) -> int:
+    """Train without faults, then with random ones, and compare the SHA-256s.
+
+    Returns:
+        0 if the parameters are equal and each step was done once, 1 if not.
+
+    Raises:
+        LockstepError: something given does not work, or a run failed.
+    """
+    ranks.check()
+    if num_faults < 1:
+        raise ConfigError(f"--faults {num_faults}: must be at least 1")
+    if not is_script(target):
+        configured(target, overrides)
+    with ExitStack() as stack:
+        if keep is None:
+            folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            keep = Path(folder)
+        runs = _Runs(target, overrides, ranks)
+        with console.status("training without faults"):
+            runs.sit(keep / "reference", [])
+            reference = read_result(keep / "reference")
+        plan = draw(
+            num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
+            _has_workers(target, overrides),
+        )  # fmt: skip
+        effects: list[Effect] = []
+        before: list[Row] = []
+        for blows in plan:
+            with console.status(f"training with faults: {len(effects)} of {num_faults} done"):
+                found, rows = runs.sit(keep / "chaos", blows)
+            if effects and effects[-1].blow.ends_sitting:
+                effects[-1] = started_again(effects[-1], before, rows)
+            effects += found
+            before = rows
+        console.print(render(effects))
+        return _verdict(reference, keep / "chaos", console)
+
+
+class _Runs:
+    """Starts the sittings of runs."""
+
+    def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks) -> None:
+        self._target = absolute(target)
+        self._script = is_script(target)
+        self._threads = 1 if self._script else configured(target, overrides)[1].threads
+        self._overrides = [
+            *overrides, "log_every=1", "checkpoint.keep=3", f"hang_timeout_s={HANG_TIMEOUT_S}",
+        ]  # fmt: skip
+        if not any(o.startswith("checkpoint.every=") for o in overrides):
+            self._overrides.append("checkpoint.every=10")
+        self._ranks = ranks
+
+    def sit(self, run_dir: Path, blows: Sequence[Blow]) -> tuple[list[Effect], list[Row]]:
+        """Start the ranks, let the faults strike, and see to the end of the sitting.
+
+        Returns:
+            What the faults did, and the events.
+
+        Raises:
+            LaunchError: it ended in another way than the faults explain.
+        """
+        log = run_dir.with_suffix(".faults")
+        log.unlink(missing_ok=True)
+        env = faults.to_env([f for blow in blows for f in blow.faults], log)
+        kept = tuple(self._overrides) if self._script else ()
+        resume = run_dir.exists()
+        sitting = Sitting(str(run_dir), resume, kept, False, self._target)
+        ranks = self._ranks
+        command = rank_command(
+            ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements
+        )
+        rows_before = len(_rows(run_dir))
+        ended = start(
+            command, sitting, self._threads, on_row=_ignore, on_line=_ignore, restarts=0, env=env
+        )
+        last = blows[-1].what if blows else ""
+        is_planned = ended.exit_code == (143 if last == "preempt" else 0)
+        if last in ("job", "corrupt"):
+            is_planned = bool(ended.again)
+        if not is_planned:
+            raise LaunchError(
+                f"the run ended with exit code {ended.exit_code}, which its faults do not explain: "
+                f"{ended.message}; see {run_dir / 'ranks.log'}"
+            )
+        if last == "corrupt":
+            _damage_newest(run_dir / "checkpoints")
+        rows = _rows(run_dir)[rows_before:]
+        strikes = [json.loads(line) for line in log.read_text().splitlines()] if blows else []
+        return [effect_of(blow, strikes, rows) for blow in blows], rows
+
+
+def _has_workers(target: str, overrides: Sequence[str]) -> bool:
+    """Whether ranks fetch data in processes of their own, as far as is known of a script."""
+    if not is_script(target):
+        return configured(target, overrides)[1].data.num_workers > 0
+    given = [o for o in overrides if o.startswith("data.num_workers=")]
+    return override(TrainConfig(), given).data.num_workers > 0
+
+
+def _damage_newest(root: Path) -> None:
+    """Flip a bit in the newest checkpoint, if there is one."""
+    for folder in checkpoint.folders(root)[:1]:
+        file = folder / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+
+def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
+    result = read_result(run_dir)
+    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
+    once = steps == list(range(1, int(reference["step"]) + 1))
+    equal = result["params_sha256"] == reference["params_sha256"]
+    console.print(
+        f"steps: each of {len(steps)} was committed once, and with it its samples"
+        if once
+        else f"steps: {len(steps)} rows for {reference['step']} steps",
+        style="green" if once else "red",
+    )
+    console.print(
+        f"equal: SHA-256 {result['params_sha256']} without and with faults"
+        if equal
+        else f"different: {reference['params_sha256']} without faults, "
+        f"{result['params_sha256']} with them",
+        style="green" if equal else "red",
+    )
+    return 0 if once and equal else 1
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        return read_events(run_dir / "events.jsonl")
+    except LockstepError:
+        return []
+
+
+def _ignore(_: object) -> None:
+    """Runs under test are not shown."""

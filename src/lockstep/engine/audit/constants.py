@@ -1,0 +1,89 @@
+"""What a forward or backward pass must leave as it is: parameters, and buffers that are constant.
+
+What a pass changes there happens once for each microbatch of this rank, so the result would depend
+on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from lockstep.engine.step.buffers import changed_in_pass, same_bits, tensor_places
+from lockstep.errors import TaskError
+
+_MOST_COPIED = 1 << 20
+"""Elements of one tensor that are compared by value."""
+
+
+class Constants:
+    """Notices changes by the version counters of tensors, which cost next to nothing to read.
+
+    Changes through `tensor.data` and those of batch norm's kernels are not counted there. So values
+    are compared too, in steps whose number is a power of two: often while a run is young.
+    """
+
+    def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
+        """Watch all parameters, and all buffers but those named in `changing`."""
+        self._model = model
+        self._ids = _ids(model)
+        self._places = [p for p in tensor_places(model) if p.name not in changing]
+        self._trained = [place.tensor.requires_grad for place in self._places]
+        self._pointers = [place.tensor.data_ptr() for place in self._places]
+        self._copies: list[Tensor] = []
+        self._versions: list[int] = []
+        self.mark()
+
+    def mark(self, step: int = -1) -> None:
+        """Take the present state as the right one, before the passes of a step."""
+        self._versions = [place.tensor._version for place in self._places]
+        by_value = step >= 0 and step & (step - 1) == 0
+        self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
+
+    def check(self, when: str) -> None:
+        """Make sure that nothing has changed since `mark`.
+
+        Args:
+            when: for the message.
+
+        Raises:
+            TaskError: naming the first tensor that has.
+        """
+        for index, (name, tensor, held_in, key) in enumerate(self._places):
+            if tensor._version != self._versions[index]:
+                raise TaskError(f"{when}: {changed_in_pass(name)}")
+            if held_in.get(key) is not tensor:
+                raise TaskError(
+                    f"{when}: {name} was replaced by another tensor, which nobody trains or saves; "
+                    "change it in place, in Task.after_step(model, step)"
+                )
+            if tensor.requires_grad != self._trained[index]:
+                raise TaskError(
+                    f"{when}: {name}.requires_grad was changed; what is trained is fixed when the "
+                    "model is built. To train a part for some steps only, multiply its loss by 0 "
+                    "in the others, and do not decay its weights"
+                )
+            if tensor.data_ptr() != self._pointers[index] and self._trained[index]:
+                raise TaskError(
+                    f"{when}: {name} was given other memory (`.data = …`) in a forward or backward "
+                    "pass, so it is no longer trained; compute a changed weight without storing "
+                    "it, or change it in place in Task.after_step(model, step)"
+                )
+        if self._copies and (now := _ids(self._model)) != self._ids:
+            names = [n for n in {**self._ids, **now} if self._ids.get(n) != now.get(n)]
+            raise TaskError(
+                f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
+                "trains or saves; change the model's modules in build_model only"
+            )
+        for place, copy in zip(self._places, self._copies, strict=False):
+            if not same_bits(_part(place.tensor), copy):
+                raise TaskError(f"{when}: {changed_in_pass(place.name)}")
+
+
+def _ids(model: nn.Module) -> dict[str, int]:
+    return {place.name: id(place.tensor) for place in tensor_places(model)}
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1)[:_MOST_COPIED]

@@ -1,0 +1,270 @@
+"""State that a task holds outside the engine's sight: counters, generators, tensors in attributes.
+
+What a batch leaves behind in plain attributes depends on how many batches this process has seen,
+and so on the number of ranks. `held_state` makes it visible: two snapshots of the same objects can
+be compared by path.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import itertools
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
+from lockstep.engine.audit.leaves import leaf, short
+
+_MOST_OBJECTS = 50_000
+_MOST_ITEMS = 1_000
+"""Of one container that are looked at: half of them from its start, half from its end."""
+_MOST_LETTERS = 400
+"""Of a path; the middle of longer ones is left out."""
+
+_PLAIN = (
+    bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_STATEFUL = (
+    int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
+    itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
+    functools._lru_cache_wrapper, *GENERATORS,
+)  # fmt: skip
+"""Of the global variables of a script, those that are looked at, beside objects of its classes."""
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
+"""Classes from these keep no state of a run in themselves."""
+_OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
+_OPAQUE_MODULES = frozenset({
+    "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
+    "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
+    "_socket", "selectors", "subprocess",
+})  # fmt: skip
+"""What objects of these hold depends on time."""
+
+
+def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
+    """What can be reached from some objects through attributes, containers and closures.
+
+    Parameters and buffers of the roots that are modules are left out, as are the global random
+    generators, which the engine sets itself.
+
+    Args:
+        roots: name to object; a value is reported under the first name it is reached by.
+        without: objects that are left out, with all that is reached by them alone.
+
+    Returns:
+        For each path, such as `task.calls`, a text that differs when its value does.
+    """
+    return _Walk(roots, without).found
+
+
+def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
+    """The random generators among what `held_state` sees, by path."""
+    return _Walk(roots).generators
+
+
+def module_globals(kind: type) -> dict[str, object]:
+    """The global variables that may hold state, of a class's module and those beside it.
+
+    Returns:
+        By dotted name; of modules that are called as roots are, with the name of their file.
+    """
+    modules = _modules_beside(kind.__module__)
+    return {
+        f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
+        for name, module in modules.items()
+        for variable, value in list(vars(module).items())
+        if not variable.startswith("__") and _may_hold_state(value, modules)
+    }
+
+
+def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
+    kind = value if isinstance(value, type) else type(value)
+    return isinstance(value, _STATEFUL) or kind.__module__ in modules
+
+
+def _modules_beside(name: str) -> dict[str, types.ModuleType]:
+    """A module, and the loaded ones whose files are in its folder, unless that is a library's."""
+    own = sys.modules.get(name)
+    if own is None:
+        return {}
+    folder = _folder(own)
+    if folder is None or folder.endswith("-packages") or _is_library(name):
+        return {name: own}
+    beside = {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
+    return {name: own} | beside
+
+
+def _folder(module: object) -> str | None:
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return os.path.dirname(file) if isinstance(file, str) else None
+
+
+def _is_library(module: object) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+class _Walk:
+    """Visits each object once, depth first, up to a bound on their number."""
+
+    def __init__(self, roots: Mapping[str, object], without: Iterable[object] = ()) -> None:
+        self.found: dict[str, str] = {}
+        self.generators: dict[str, AnyGenerator] = {}
+        self._seen: dict[int, object] = {id(value): value for value in without}
+        modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+        self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
+        waiting = list(roots.items())[::-1]
+        while waiting:
+            path, value = waiting.pop()
+            parts: list[tuple[str, object]] = []
+            with suppress(Exception):  # foreign properties, lengths and texts may raise any
+                parts.extend(self._visit(path, value))
+            waiting += [(_bounded(path + name), part) for name, part in reversed(parts)]
+
+    def _visit(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        if isinstance(value, _PLAIN):
+            self.found[path] = short(repr(value))
+            return
+        if _is_opaque(value) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
+            return
+        self._seen[id(value)] = value  # kept alive, so that its id stays its own
+        if isinstance(value, GENERATORS):
+            self.generators[path] = value
+        text = leaf(value)
+        if text is not None and id(value) not in self._known:
+            self.found[path] = text
+        if text is None or isinstance(value, Tensor):
+            self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is its own
+            yield from _children(value)
+
+
+def _is_opaque(value: object) -> bool:
+    if isinstance(value, _OPAQUE) or is_global(value):
+        return True
+    if isinstance(value, (type, types.FunctionType)):
+        return _is_library(value.__module__)
+    if isinstance(value, types.MethodType):  # hooks of the engine's own
+        return str(value.__module__).startswith("lockstep.engine.")
+    return type(value).__module__.partition(".")[0] in _OPAQUE_MODULES
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    """What an object is made of, each with what is to be added to its path."""
+    if isinstance(value, dict):  # other mappings may be files
+        yield "!", dict.__len__(value)
+        yield from ((f"[{_key(k)}]", v) for k, v in _items(value))
+    elif isinstance(value, (list, tuple, deque)):
+        base: Any = next(b for b in (list, tuple, deque) if isinstance(value, b))
+        count = base.__len__(value)
+        yield "!", count
+        yield from ((f"[{i}]", base.__getitem__(value, i)) for i in _ends(count))
+    elif isinstance(value, np.ndarray):
+        yield from ((f"[{i}]", value.flat[i]) for i in _ends(value.size))
+    elif isinstance(value, (set, frozenset)):
+        yield "!", len(value)
+    elif isinstance(value, types.GeneratorType):
+        yield "!", value.gi_frame.f_lasti if value.gi_frame else None
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, types.MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield "", value.__func__
+    elif isinstance(value, property):
+        yield "", value.fget
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f".{name}", _content(cell)) for name, cell in cells)
+        yield ".__defaults__", (value.__defaults__, value.__kwdefaults__)
+        yield from ((f".{name}", child) for name, child in vars(value).items())
+    elif isinstance(value, type):
+        yield from ((f".{name}", child) for name, child in _own(value).items())
+    else:
+        yield from ((f".{name}", child) for name, child in _attributes(value).items())
+
+
+def _attributes(value: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    with suppress(AttributeError):  # without `__getattr__`, which may compute
+        found |= object.__getattribute__(value, "__dict__")
+    if isinstance(value, Tensor):
+        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        return found | {name: getattr(value, name, None) for name in hooks}
+    if isinstance(value, nn.Module):
+        found.pop("training", None)
+        for part in ("_parameters", "_buffers", "_modules"):
+            inside: Any = found.pop(part, {})
+            found |= inside
+    for kind in type(value).__mro__:
+        found |= _slots(kind, value)
+        if not _is_library(kind.__module__):
+            own = _own(kind)
+            overridden = {n: v for n, v in own.items() if n in found and callable(v)}
+            found |= own | found | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}
+    return found
+
+
+def _own(kind: type) -> dict[str, object]:
+    """Attributes of a class itself."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") or isinstance(value, types.FunctionType)
+    }
+
+
+def _slots(kind: type, value: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    # Types of C have descriptors of their own, which may compute; only Python's are read.
+    for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
+        if isinstance(slot, types.MemberDescriptorType):
+            with suppress(AttributeError):  # not assigned yet
+                found[name] = slot.__get__(value)
+    return found
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _ends(count: int) -> Iterator[int]:
+    """Indices of the items that are looked at."""
+    half = _MOST_ITEMS // 2
+    if count <= _MOST_ITEMS:
+        yield from range(count)
+    else:
+        yield from itertools.chain(range(half), range(count - half, count))
+
+
+def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    items = dict.items(value)
+    if len(items) <= _MOST_ITEMS:
+        return list(items)
+    half = _MOST_ITEMS // 2
+    return [*itertools.islice(items, half), *itertools.islice(reversed(items), half)]
+
+
+def _key(key: object) -> str:
+    try:
+        return short(repr(key))
+    except Exception:
+        return f"a {type(key).__name__}"
+
+
+def _bounded(path: str) -> str:
+    if len(path) <= _MOST_LETTERS:
+        return path
+    quarter = _MOST_LETTERS // 4
+    return f"{path[:quarter]}…{short(path)}…{path[-quarter:]}"

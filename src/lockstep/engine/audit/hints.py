@@ -1,0 +1,102 @@
+"""What a task probably does not mean: found at the start, and said once."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.loader import Loader
+from lockstep.engine.step.buffers import KeptBuffers
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.task import Task
+
+_FOREIGN = {
+    "build_optimizer": ("configure_optimizers", "create_optimizer", "get_optimizer"),
+    "build_model": ("configure_model", "create_model", "get_model"),
+    "loss": ("training_step", "train_step", "compute_loss"),
+    "evaluate": ("validation_step", "test_step", "eval_step", "validate"),
+    "collate": ("collate_fn",),
+    "dataset": ("train_dataloader", "val_dataloader", "test_dataloader", "get_dataset"),
+    "metrics of the Loss that loss and evaluate return": ("compute_metrics",),
+    "data.shuffle in the config, as Lockstep's sampler fixes which samples a step has": (
+        "sampler", "batch_sampler", "train_sampler", "get_sampler",
+    ),
+    "schedule.name in the config": (
+        "scheduler", "lr_scheduler", "configure_schedulers", "create_scheduler", "get_scheduler",
+    ),
+}  # fmt: skip
+"""What is to be used here, instead of methods that other frameworks call."""
+
+_CLOSE = 0.85
+_MEAN = (1.6, 2.4)
+"""What both halves' losses may add up to, in units of the whole's, if each is a mean."""
+
+
+def ignored_methods(kind: type[Task]) -> list[str]:
+    """Messages on methods of a task that nobody calls, but whose names say that they should be."""
+    own = list(_own_methods(kind))
+    used = {name for _, function in own for name in _names(function.__code__)}
+    meant = {name: instead for instead, names in _FOREIGN.items() for name in names}
+    hooks = [n for n, v in vars(Task).items() if isinstance(v, FunctionType) and n[0] != "_"]
+    found = {}
+    for name, _ in own:
+        if name in used or name in vars(Task) or name[0] == "_":
+            continue
+        close = difflib.get_close_matches(name, hooks, 1, _CLOSE)
+        instead = meant.get(name) or (close[0] if close else "")
+        if instead or name.startswith("on_"):
+            end = f"; use {instead}" if instead else ": there are no such hooks"
+            found[name] = f"{kind.__name__}.{name} is never called{end}"
+    return list(found.values())
+
+
+def mean_loss(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:
+    """A message if `Loss.sum` seems to be a mean, which is then divided by the weight once more.
+
+    Both halves of a microbatch are tried: sums add up to that of the whole, means to its double.
+    """
+    losses: list[tuple[float, float]] = []
+    buffers = KeptBuffers(model)
+    # A task need not be made for other sizes.
+    with contextlib.suppress(Exception, SystemExit):
+        for batch in loader.halved(0, 0):
+            loss = compute.forward(0, 0, batch)
+            losses.append((float(loss.sum.detach()), float(loss.weight)))
+    buffers.restore()
+    if len(losses) != 3:
+        return []
+    (whole, weight), *halves = losses
+    if not (whole and weight and math.isfinite(whole)):
+        return []
+    scale = sum(loss for loss, _ in halves) / whole
+    grows = math.isclose(sum(w for _, w in halves), weight, rel_tol=0.2)
+    if not (grows and _MEAN[0] < scale < _MEAN[1]):
+        return []
+    return [
+        "Task.loss: Loss.sum seems to be a mean, as it is about the same for half a microbatch, "
+        "and is divided by Loss.weight once more; use reduction='sum', or Loss.mean(loss, number "
+        "of samples)"
+    ]
+
+
+def _own_methods(kind: type[Task]) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        if issubclass(base, Task) and base is not Task:
+            for name, value in vars(base).items():
+                function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if isinstance(function, FunctionType):
+                    yield name, function
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """All names that a function's code and the code in it refer to."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,245 @@
+"""A microbatch computed several times before training, to find what would differ between ranks.
+
+A run is a pure function of config, data and seed only if a microbatch is: the same samples, random
+state, parameters and buffers must give the same gradient, whatever this process has computed
+before. So the first microbatch is fetched, passed forward and backward twice, once more after
+another one, and once more after an evaluation; and everything that can be seen is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.transport import Transport
+from lockstep.data.generators import IdleGenerators
+from lockstep.data.loader import Loader
+from lockstep.data.random import global_state, seed_all
+from lockstep.engine.audit.held_state import held_generators, held_state, module_globals
+from lockstep.engine.audit.reads import attributes_read
+from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.recovery.consistency import batch_digest
+from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
+from lockstep.engine.step.flat import FlatTensors, tensor_digest
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.task import Loss, Task, is_scratch
+from lockstep.errors import TaskError
+
+_MOST_NAMED = 3
+
+
+class _Outcome(NamedTuple):
+    """One pass: everything that must be the same the next time."""
+
+    batch: str
+    drawn: list[object]
+    values: dict[str, Any]
+    gradients: list[Tensor | None]
+    changed: list[str]
+
+
+class Trial:
+    """Computes the first microbatch again and again.
+
+    Attributes:
+        changed: names of the buffers that a forward pass changes.
+        data_digest: SHA-256 of the microbatch.
+        digest: SHA-256 of its loss, metrics and gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: Loader
+    ) -> None:
+        """Compute it twice, and once more after another microbatch; talks to nobody.
+
+        From then on, nothing may draw from random generators that were not drawn from here.
+
+        Args:
+            model: in training mode.
+            flat: its trainable parameters.
+            compute: the task's loss.
+            loader: of its training samples.
+
+        Raises:
+            TaskError: something is not the same every time, or a parameter has changed.
+        """
+        is_scratch(compute.task, "")
+        self._model = model
+        self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
+        self._compute = compute
+        self._loader = loader
+        at_first = self._held()
+        self._first = self._run()
+        once = self._held()
+        again = self._run()
+        twice = self._held()
+        _check_held(once, twice, compute.task)
+        self._check_equal(self._first, again)
+        self._watch_generators(at_first, twice)
+        self._check_after(lambda: self._pass(1))
+        self._check_left_over(twice)
+        # A layer of batch norm that is used in later steps only would not be noticed here.
+        always = batch_norm_buffers(model)
+        self.changed = sorted({*self._first.changed, *again.changed, *always})
+        self.data_digest = self._first.batch
+        self.digest = self._digest(self._first)
+
+    def evaluate(self, val: Evaluation, transport: Transport) -> list[str]:
+        """Evaluate a batch, and compute the microbatch once more; talks to nobody.
+
+        Returns:
+            Names of the metrics of evaluations.
+
+        Raises:
+            TaskError: as above.
+        """
+        names: list[str] = []
+        self._check_after(
+            lambda: names.extend(val.first_batch(transport, self._model, self._compute))
+        )
+        return names
+
+    def _check_after(self, other: Callable[[], object]) -> None:
+        changed_by(self._model, other)
+        self._clear_gradients()
+        self._check_equal(self._first, self._run())
+
+    def _check_left_over(self, after_first: Mapping[str, str]) -> None:
+        """Refuse what one microbatch leaves to be read after the step: ranks have other last ones.
+
+        `_check_after` has ended with the first microbatch, so another one is computed here.
+        """
+        task = self._compute.task
+        read = attributes_read(type(task), "after_step")
+        if not read:
+            return
+        changed_by(self._model, lambda: self._pass(1))
+        self._clear_gradients()
+        for path, value in self._held().items():
+            owner, _, name = path.partition("[")[0].rstrip("!").rpartition(".")
+            differs = after_first.get(path) != value and owner.startswith(("task", "model"))
+            if differs and name in read and not is_scratch(task, path):
+                raise TaskError(
+                    f"{owner}.{name}: is what the last microbatch of this rank has left there, and "
+                    "after_step reads it; ranks have other last microbatches. Take it from the "
+                    "parameters or buffers instead: a buffer that a forward pass changes is "
+                    "averaged over all microbatches"
+                )
+
+    def _held(self) -> dict[str, str]:
+        return held_state(self._roots())
+
+    def _roots(self) -> dict[str, object]:
+        task = self._compute.task
+        roots = {"task": task, "dataset('train')": self._loader.dataset, "model": self._model}
+        return roots | module_globals(type(task))
+
+    def _watch_generators(self, at_first: Mapping[str, str], now: Mapping[str, str]) -> None:
+        # One that was drawn from and yet is as it was is set by the task for each sample.
+        idle = {
+            path: generator
+            for path, generator in held_generators(self._roots()).items()
+            if at_first.get(path) == now[path] and not is_scratch(self._compute.task, path)
+        }
+        self._loader.watched = self._compute.watched = IdleGenerators(idle)
+
+    def _run(self) -> _Outcome:
+        passed: list[tuple[str, Loss, list[object]]] = []
+        changed = changed_by(self._model, lambda: passed.append(self._pass(0)))
+        (digest, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
+        for (name, _), gradient in zip(self._named, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TaskError(
+                    f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
+                    "build its layer without `sparse=True`"
+                )
+        self._clear_gradients()
+        values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
+        return _Outcome(digest, drawn, values, gradients, changed)
+
+    def _pass(self, step: int) -> tuple[str, Loss, list[object]]:
+        seed_all(0)  # a dataset of tensors is fetched without
+        batch = self._loader.microbatch(step, 0)
+        digest, drawn = batch_digest(batch), [global_state()]  # the loss may change it in place
+        loss = self._compute.forward(step, 0, batch)
+        drawn.append(global_state())
+        loss.sum.backward()  # type: ignore[no-untyped-call]
+        return digest, loss, drawn
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _check_equal(self, first: _Outcome, second: _Outcome) -> None:
+        why = (
+            "though samples, random state, parameters and buffers were the same; something keeps "
+            "state between batches, or draws from a generator of its own (use torch's, numpy's or "
+            "Python's global one, or lockstep.generator())"
+        )
+        if first.batch != second.batch:
+            raise TaskError(
+                f"dataset('train'): gave another batch when the same was fetched again, {why}"
+            )
+        for one, two, what in zip(
+            first.drawn, second.drawn, ("dataset('train')", "Task.loss"), strict=True
+        ):
+            if one != two:
+                raise TaskError(
+                    f"{what}: drew other random numbers when the same was computed again; a random "
+                    "value is kept, and what it is depends on which microbatch came first. Keep "
+                    "what was read, and draw anew each time"
+                )
+        for name, value in first.values.items():
+            if not all(map(_same, value, second.values[name])):
+                raise TaskError(
+                    f"Task.loss: gave another {name} when the same batch was computed again, {why}"
+                )
+        for (name, tensor), mine, again in zip(
+            self._named, first.gradients, second.gradients, strict=True
+        ):
+            if not _same(mine, again) and tensor.device.type == "cpu":
+                raise TaskError(
+                    f"parameter {name}: got another gradient when the same batch was computed "
+                    f"again, {why}"
+                )
+
+    def _digest(self, outcome: _Outcome) -> str:
+        sha = hashlib.sha256()
+        for name, pair in sorted(outcome.values.items()):
+            sha.update(f"{name} {[float(v) for v in pair]}\n".encode())
+        for (name, _), gradient in zip(self._named, outcome.gradients, strict=True):
+            # On GPUs, sums of gradients may differ from one time to the next.
+            if gradient is None or gradient.device.type != "cpu":
+                sha.update(name.encode())
+            else:
+                sha.update(tensor_digest(name, gradient))
+        return sha.hexdigest()
+
+
+def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
+    moved = [
+        path.removesuffix("!")
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
+    ]
+    moved = [path for path in dict.fromkeys(moved) if not is_scratch(task, path)]
+    if moved:
+        more = f" (and {len(moved) - _MOST_NAMED} more)" if len(moved) > _MOST_NAMED else ""
+        raise TaskError(
+            f"{', '.join(moved[:_MOST_NAMED])}{more}: is changed by every microbatch, so it "
+            "depends on how many this rank computes. Draw random numbers from the global "
+            "generators or from lockstep.generator(), which are set for each microbatch; change "
+            "state once a step, in Task.after_step(model, step), and save it by Task.state_dict(); "
+            f"if no result depends on it, say so: `scratch = ({moved[0]!r},)` in the task's class"
+        )
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether two tensors or numbers are equal to the bit."""
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return same_bits(one, two)
+    return repr(one) == repr(two)

@@ -1,0 +1,232 @@
+"""Keeping a run: when its state goes to disk, and how it comes back."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.config import TrainConfig
+from lockstep.engine.assembly import Parts
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.restore import capture, check_fits, check_optimizer_fits, restore
+from lockstep.engine.checkpoint.resumable import (
+    SamplerMeta,
+    check_meta,
+    check_optimizer_state,
+    check_training_state,
+)
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.task_state import check_task_state
+from lockstep.engine.checkpoint.writer import Saver
+from lockstep.engine.events import Resumed, Warned
+from lockstep.engine.progress import Progress
+from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.runtime import Runtime, everywhere, on_first
+from lockstep.errors import CheckpointError
+
+
+class Keeper:
+    """Saves and restores the state of a run; all methods but `poll` are collectives.
+
+    Attributes:
+        is_overdue: the newest checkpoint may have been lost with the rank that was writing it.
+    """
+
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, parts: Parts, directory: RunDirectory
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._transport = runtime.transport
+        self._parts = parts
+        self._root = directory.checkpoints
+        self._saver = Saver(
+            self._root,
+            config.checkpoint.keep,
+            config.checkpoint.background,
+            runtime.emit,
+            runtime.transport.pulse,
+            runtime.at,
+        )
+        self._saved_step = -1
+        self.is_overdue = False
+
+    def poll(self) -> None:
+        """Emit what the background thread has to say."""
+        if self._runtime.is_first:
+            self._saver.poll()
+
+    def save(self, progress: Progress, best: bool = False) -> None:
+        """Copy the state, and have it written while training goes on; once for each step.
+
+        Raises:
+            DivergenceError: the ranks' parameters differ; nothing is written.
+            TaskError: the optimizer or the task has state that cannot be saved; nothing is written.
+        """
+        if self._saved_step == progress.step:
+            return
+        started = perf_counter()
+        self.check_replicas(progress)
+        self.check_state()
+        parts, is_first = self._parts, self._runtime.is_first
+        # A whole optimizer is on rank 0 already; slices of one are with everyone.
+        if is_first or parts.step.sharded:
+            state = whole_state(self._transport, parts.step)
+        if is_first:
+            make = capture(parts.step, parts.model, progress, self._meta(progress), state)
+            self._saver.save(make, best, started)
+            if best and self._transport.can_regroup and self._transport.size > 1:
+                # Should this rank die, the others write it anew; but they no longer could, once
+                # they have done the next step, which they can't do without this rank.
+                self._saver.wait()
+        parts.step.watch.checkpoint_s += perf_counter() - started
+        self._saved_step = progress.step
+        self.is_overdue = False
+
+    def regroup(self, took_over: bool) -> None:
+        """After the loss of ranks: what this step was to save may have been lost with them.
+
+        Args:
+            took_over: whether the rank that wrote checkpoints is among them.
+        """
+        self._saved_step = -1
+        self.is_overdue = self.is_overdue or took_over
+
+    def finish(self, progress: Progress) -> str:
+        """Make sure that the state is on disk: the folder it is in.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.save(progress)
+        folder: str = on_first(self._transport, lambda: str(self._saver.finish(progress.step)))
+        return folder
+
+    def check_replicas(self, progress: Progress) -> None:
+        """Make sure that all ranks hold the same bits.
+
+        Raises:
+            DivergenceError: they don't.
+        """
+        if self._transport.size > 1:
+            parts = self._parts
+            step = parts.step
+            check_replicas(
+                self._transport, parts.model, step.state.unsaved, step.task, progress.step
+            )
+
+    def check_state(self) -> None:
+        """Make sure that all state of the optimizer and of the task can be saved.
+
+        Raises:
+            TaskError: it cannot.
+        """
+        step = self._parts.step
+
+        def check() -> None:
+            step.stepper.check_state()
+            check_task_state(step.task)
+
+        everywhere(self._transport, check)
+
+    def resume(self) -> Progress:
+        """Restore the newest valid checkpoint on all ranks, if there is one.
+
+        Raises:
+            CheckpointError: none of those there is valid, or it is of another model or data.
+        """
+        snapshot: checkpoint.Snapshot | None = None
+        folder: Path | None = None
+        skipped: list[str] = []
+        if self._runtime.is_first:
+            snapshot, folder, skipped = checkpoint.newest_valid(self._root)
+
+        def check() -> list[str] | None:
+            if snapshot is None:
+                if skipped:
+                    reasons = "\n".join(skipped)
+                    raise CheckpointError(
+                        f"{self._root}: no checkpoint is valid; put one back, or delete this "
+                        f"folder to start over from step 0:\n{reasons}"
+                    )
+                return None
+            parts, where = self._parts, str(folder)
+            check_fits(snapshot, parts.model, where)
+            _, data = check_meta(snapshot, where)
+            self._check_data(data, where)
+            check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
+            check_optimizer_fits(snapshot, parts.step, where)
+            check_optimizer_state(snapshot, parts.step, where)
+            assert folder is not None
+            checkpoint.set_aside(self._root, folder)
+            self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)
+            return sorted(parts.step.state.unsaved.keys() - snapshot.buffers.keys())
+
+        missing = on_first(self._transport, check)
+        if missing is None:
+            return Progress()
+        progress = restore(snapshot, self._parts.step, self._parts.model, self._transport)
+        for reason in skipped:
+            message = f"{reason}; the one before is used"
+            self._runtime.emit(Warned(step=progress.step, message=message))
+        if missing:
+            message = (
+                f"{folder}: was written before buffers that are not persistent were saved; "
+                f"{', '.join(missing)} start anew, so the result may differ from an unbroken run's"
+            )
+            self._runtime.emit(Warned(step=progress.step, message=message))
+        self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
+        self._saved_step = progress.step
+        return progress
+
+    def _mark_best(self, step: int) -> None:
+        """Have the hint name the best checkpoint: who wrote that may have died right after."""
+        best = self._root / checkpoint.folder_name(step)
+        if step and best.is_dir() and checkpoint.read_hint(self._root, "best") != best:
+            checkpoint.write_hint(self._root, "best", best.name)
+
+    def _check_data(self, there: SamplerMeta, where: str) -> None:
+        here = self._parts.sampler.num_samples
+        if there.num_samples != here:
+            raise CheckpointError(
+                f"{where}: was trained on {there.num_samples} samples, the dataset has {here} "
+                "now; resume with the same data or start a new run"
+            )
+        if there.data_digest != self._parts.data_digest:
+            raise CheckpointError(
+                f"{where}: was trained on other data: the first microbatch of the dataset has "
+                "changed; resume with the same data or start a new run"
+            )
+        if there.task_digest not in (None, self._parts.task_digest):
+            raise CheckpointError(
+                f"{where}: was trained on other data: some samples have changed; resume with the "
+                "same data or start a new run"
+            )
+
+    def _meta(self, progress: Progress) -> dict[str, Any]:
+        config, transport, sampler = self._config, self._transport, self._parts.sampler
+        return {
+            "config": config.model_dump(mode="json"),
+            "config_hash": config.hash,
+            "sampler": {
+                "num_samples": sampler.num_samples,
+                "data_digest": self._parts.data_digest,
+                "task_digest": self._parts.task_digest,
+                "epoch": sampler.epoch(progress.step),
+            },
+            "optimizer": self._parts.step.stepper.description,
+            "layout": {"world_size": transport.size, "transport": transport.name},
+            "versions": {
+                "lockstep": version("lockstep-train"),
+                "torch": str(torch.__version__),
+                "numpy": np.__version__,
+                "python": platform.python_version(),
+            },
+        }

@@ -1,0 +1,300 @@
+"""Whether a checkpoint that verifies makes sense: types, ranges, and one part fitting the other.
+
+A SHA-256 tells damage. It does not tell what another program, another version or a hand has
+written and signed anew; that is refused here, before anything of it is in use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.config import TrainConfig
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.optimizer_state import TENSOR, from_json, to_json
+from lockstep.engine.checkpoint.task_state import capture_task
+from lockstep.engine.progress import Progress
+from lockstep.engine.step.optimizer import ELEMENTWISE
+from lockstep.engine.step.precision import LossScale
+from lockstep.engine.step.train_step import Step
+from lockstep.engine.task import Task
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.parsing import as_type, shown
+
+
+@dataclass(frozen=True)
+class SamplerMeta:
+    """What a checkpoint says of the data.
+
+    Attributes:
+        num_samples: of the dataset.
+        epoch: of the next step.
+        data_digest: of the first microbatch.
+        task_digest: of all samples (`Task.data_digest`), where the task gives one.
+    """
+
+    num_samples: int
+    epoch: int
+    data_digest: str
+    task_digest: str | None = None
+
+
+def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
+    """What a snapshot says of progress and data, which must be of the snapshot's step.
+
+    Raises:
+        CheckpointError: names the field that is missing or wrong.
+    """
+    progress = _part(snapshot, "progress", Progress, where)
+    sampler = _part(snapshot, "sampler", SamplerMeta, where)
+    problem = progress.problem()
+    if progress.step != snapshot.step:
+        problem = f"step={progress.step}: the checkpoint is of step {snapshot.step}"
+    if problem:
+        raise CheckpointError(f"{where}: is damaged: progress.{problem}")
+    if sampler.epoch < 0 or sampler.num_samples < 1:
+        raise CheckpointError(f"{where}: is damaged: sampler: {sampler}")
+    return progress, sampler
+
+
+def check_training_state(
+    snapshot: Snapshot,
+    config: TrainConfig,
+    total_steps: int,
+    step: Step,
+    where: str,
+) -> None:
+    """Refuse a snapshot whose progress, loss scale or state of the task cannot be this run's.
+
+    Args:
+        snapshot: whose model fits, see `restore.check_fits`.
+        config: of the run.
+        total_steps: of the run.
+        step: of the run.
+        where: what errors call the snapshot.
+
+    Raises:
+        CheckpointError: names the field or tensor.
+    """
+    progress, _ = check_meta(snapshot, where)
+    if progress.step > total_steps:
+        raise CheckpointError(
+            f"{where}: is damaged: progress.step={progress.step}: the run has {total_steps} steps"
+        )
+    if progress.finished and progress.step < total_steps and not progress.exhausted(config):
+        raise CheckpointError(
+            f"{where}: is damaged: progress.finished={shown(progress.finished)}: nothing else in "
+            "it says that the run is over"
+        )
+    description = snapshot.meta.get("optimizer", {})
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{where}: is damaged: optimizer={shown(description)}: no object")
+    scale = LossScale(config.precision)
+    problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
+    problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
+    problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
+    problem = problem or _task_problem(snapshot, step.task)
+    if problem:
+        raise CheckpointError(f"{where}: is damaged: {problem}")
+
+
+def check_optimizer_state(snapshot: Snapshot, step: Step, where: str) -> None:
+    """Refuse a snapshot whose state cannot be that of this one of torch's own optimizers.
+
+    Args:
+        snapshot: that `check_training_state` and `restore.check_optimizer_fits` have passed.
+        step: of the run.
+        where: what errors call the snapshot.
+
+    Raises:
+        CheckpointError: names what cannot be.
+    """
+    if not (step.stepper.elementwise and type(step.stepper.optimizer) in ELEMENTWISE):
+        return
+    if not snapshot.meta.get("optimizer"):  # as earlier versions wrote it
+        _check_layout(snapshot, step, where)
+    for owner, values in snapshot.meta["optimizer_scalars"].items():
+        count = _number(values.get("step", snapshot.step))
+        # A task may have made it count anew, and fp16 skips steps.
+        if not _is_count(count) or count > snapshot.step:
+            raise CheckpointError(
+                f"{where}: is damaged: optimizer_scalars.{owner}.step={shown(count)}: must be a "
+                f"whole number, 0 or more; the checkpoint is of step {snapshot.step}"
+            )
+
+
+def _part(snapshot: Snapshot, key: str, kind: Any, where: str) -> Any:
+    try:
+        return as_type(kind, snapshot.meta.get(key))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: is damaged: {key}: {error}") from None
+
+
+def _loss_scale_problem(found: Any, scale: LossScale, config: TrainConfig) -> str:
+    try:
+        value, good_steps = as_type(tuple[float, int], found)
+    except ValueError as error:
+        return f"loss_scale: {error}"
+    if not scale.enabled:
+        fits = (value, good_steps) == (scale.value, 0)
+    else:
+        fits = math.isfinite(value) and value > 0
+        fits = fits and 0 <= good_steps < config.precision.growth_interval
+    return "" if fits else f"loss_scale={found}: cannot be that of {config.precision.dtype}"
+
+
+def _scalars_problem(found: Any) -> str:
+    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+        return f"optimizer_scalars={shown(found)}: must be objects by name"
+    for owner, values in found.items():
+        for key, value in values.items():
+            place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
+            if value != TENSOR and not _is_state(value):
+                return f"{place}: is no value of an optimizer's state"
+    return ""
+
+
+def _shared_problem(found: Any) -> str:
+    try:
+        states = as_type(dict[str, _Shared], found)
+    except ValueError as error:
+        return f"optimizer_shared: {error}"
+    for path, state in states.items():
+        for values in (*state.groups, state.attributes, state.state):
+            wrong = next((k for k, v in (values or {}).items() if not _is_state(v)), None)
+            if wrong is not None:
+                return f"optimizer_shared.{shown(path)}: {shown(wrong)} is no value of such state"
+    return ""
+
+
+def _task_problem(snapshot: Snapshot, task: Task) -> str:
+    """What is wrong with the task's own state: it must have all parts, of whatever kind by now."""
+    found = snapshot.meta.get("task", {})
+    if not isinstance(found, dict):
+        return f"task={shown(found)}: must be an object"
+    tensors, values = capture_task(task)
+    missing = [n for n in (*tensors, *values) if n not in found and n not in snapshot.task]
+    return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
+
+
+@dataclass
+class _Shared:
+    """What `SharedState.values` gives."""
+
+    groups: list[dict[str, Any] | None]
+    attributes: dict[str, Any]
+    state: dict[str, Any]
+
+    def holds_only(self, attributes: dict[str, Any]) -> bool:
+        """Whether nothing has changed but some of these attributes, to these values."""
+        known = all(k in attributes and attributes[k] == v for k, v in self.attributes.items())
+        return known and not (any(self.groups) or self.state)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether `optimizer_state.from_json` can make something of it that says the same."""
+    try:
+        made = from_json(value, torch.device("cpu"))
+        return bool(_placeless(to_json(made)) == _placeless(value))
+    except (LockstepError, ArithmeticError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _placeless(value: Any) -> Any:
+    """Without the devices of tensors, and with NaNs that are equal."""
+    if isinstance(value, dict):
+        is_place = isinstance(value.get("device"), str) and "dtype" in value
+        return {k: _placeless(v) for k, v in value.items() if not (is_place and k == "device")}
+    if isinstance(value, list):
+        return [_placeless(v) for v in value]
+    return "nan" if value != value else value
+
+
+def _number(value: Any) -> Any:
+    return value.get("value") if isinstance(value, dict) else value
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < 2**53 and value == int(value)
+
+
+def _check_layout(snapshot: Snapshot, step: Step, where: str) -> None:
+    """One of torch's own optimizers keeps the same state from its first step on."""
+    scalars = snapshot.meta["optimizer_scalars"]
+    scale = step.loss_scale
+    found = _Layout(
+        {name.partition("/")[0] for name in snapshot.optimizer},
+        {owner: {k: _kind(v) for k, v in values.items()} for owner, values in scalars.items()},
+    )
+    if found == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
+        return  # no step so far, or all of them were skipped
+    own, attributes = _layout(step)
+    if not any(_TENSOR in values.values() for values in found.scalars.values()):
+        own = own.without_tensors()  # as earlier versions wrote it
+    if found != own:
+        raise CheckpointError(
+            f"{where}: is of another optimizer: it has {found}, this "
+            f"{type(step.stepper.optimizer).__name__} keeps {own}"
+        )
+    for path, state in snapshot.meta.get("optimizer_shared", {}).items():
+        if path or not _Shared(**state).holds_only(attributes):
+            raise CheckpointError(
+                f"{where}: is of another optimizer: optimizer_shared.{shown(path)}="
+                f"{shown(state)}, which torch's own do not have"
+            )
+
+
+class _Layout(NamedTuple):
+    """What an optimizer keeps: whole tensors by key; by group, each key with its dtype."""
+
+    tensors: set[str]
+    scalars: dict[str, dict[str, str]]
+
+    def __str__(self) -> str:
+        groups = [f"{', '.join(sorted(keys))} of group {g}" for g, keys in self.scalars.items()]
+        return "; ".join(filter(None, [", ".join(sorted(self.tensors)), *groups])) or "no state"
+
+    def without_tensors(self) -> _Layout:
+        """As it was written before scalars told which tensors there are."""
+        kept = {
+            group: {k: v for k, v in values.items() if v != _TENSOR}
+            for group, values in self.scalars.items()
+        }
+        return _Layout(self.tensors, {group: values for group, values in kept.items() if values})
+
+
+def _layout(step: Step) -> tuple[_Layout, dict[str, Any]]:
+    """What this optimizer keeps, and its attributes, found by stepping small ones of its kind."""
+    own, flat = step.stepper.optimizer, step.flat
+    layout = _Layout(set(), {})
+    attributes: dict[str, Any] = {}
+    for piece in flat.pieces:
+        parameter = nn.Parameter(torch.zeros_like(flat.flats[piece.segment][:2]))
+        parameter.grad = torch.zeros_like(parameter)
+        trial = type(own)([parameter], lr=1e-3)  # type: ignore[call-arg]
+        hyper = own.param_groups[piece.group]
+        trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
+        trial.step()
+        attributes |= {k: v for k, v in vars(trial).items() if isinstance(v, bool)}
+        for key, value in trial.state.get(parameter, {}).items():
+            is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+            if is_whole:
+                layout.tensors.add(key)
+            kind = _TENSOR if is_whole else _kind(to_json(value))
+            layout.scalars.setdefault(str(piece.group), {})[key] = kind
+    return layout, attributes
+
+
+_TENSOR = "tensor"
+
+
+def _kind(value: Any) -> str:
+    return _TENSOR if value == TENSOR else str(_fields(value).get("dtype", ""))
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

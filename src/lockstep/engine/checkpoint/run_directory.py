@@ -1,0 +1,224 @@
+"""The folder of a run: bound to one config, used by one job at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from lockstep.config import TrainConfig, outcome
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.errors import RunDirectoryError
+from lockstep.files import leftovers, open_regular, read_text, replacing
+from lockstep.parsing import as_type, parse_object, parse_yaml, shown
+
+_IDENTITY = "run.json"
+_HANG_REPORT = "hang_of_slot_"
+
+_LOCK_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What makes a folder that of one run.
+
+    Attributes:
+        task: name of the task.
+        config_hash: of the config.
+        target: what to load to get the task.
+        overrides: the config items a script was started with.
+    """
+
+    task: str
+    config_hash: str
+    target: str
+    overrides: tuple[str, ...] = ()
+
+
+class RunDirectory:
+    """Paths of a run, and the claim on them. Used by rank 0.
+
+    Attributes:
+        path: of the folder.
+        checkpoints: folder of the checkpoints.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def hang_report(self, slot: int) -> Path:
+        """Where the watchdog of a process writes what it has found."""
+        return self.path / f"{_HANG_REPORT}{slot}.json"
+
+    def hang_reason(self, slot: int) -> str:
+        """Why the watchdog of a process has killed it; empty if it has not."""
+        try:
+            return str(parse_object(read_text(self.hang_report(slot)))["reason"])
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def open(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
+        """Claim the folder for this config, creating it if need be.
+
+        Args:
+            config: what is to be trained.
+            identity: of the run.
+            resume: whether to go on from checkpoints that are there.
+
+        Raises:
+            RunDirectoryError: it cannot be written, another job uses it, it belongs to another
+                config, or it holds checkpoints and `resume` is false.
+        """
+        self.lock()
+        try:
+            self._bind(config, identity, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def lock(self, patience_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> None:
+        """Make sure that this process is the only one that writes here; no-op if it is.
+
+        Args:
+            patience_s: how long to wait for a process that holds the lock and is about to end.
+            on_wait: called again and again while waiting.
+
+        Raises:
+            RunDirectoryError: it cannot be written, or another job uses it.
+        """
+        if self._lock is not None:
+            return
+        deadline = time.monotonic() + patience_s
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                raise RunDirectoryError(
+                    f"{self.path}: another job is training in it; wait for it, or choose another "
+                    "with --run-dir"
+                )
+            on_wait()
+            time.sleep(_LOCK_POLL_S)
+
+    def _try_lock(self) -> bool:
+        """Whether this process has the lock now.
+
+        A POSIX record lock belongs to the process: it is gone when the process ends, where an
+        `flock` would live on in forked children such as data loader workers. In return, closing
+        any descriptor of the file gives it up, and it does not exclude this process itself; so
+        nothing else may open the file.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
+            ) from None
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # POSIX allows both for "someone has it"
+            self.close()
+            return False
+        except OSError as error:
+            self.close()
+            raise RunDirectoryError(
+                f"{self.path}: cannot be locked: {error.strerror}; choose another with --run-dir"
+            ) from None
+        for path in leftovers(self.path) + leftovers(self.checkpoints):
+            # Watchdogs of other ranks write their reports without the lock.
+            if not path.name.startswith(f".{_HANG_REPORT}"):
+                with suppress(OSError):  # folders are pruned with the checkpoints
+                    path.unlink()
+        return True
+
+    def close(self) -> None:
+        """Give up the claim."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
+        if (self.path / _IDENTITY).exists():
+            known = self.identity()
+            if known.task != identity.task:
+                raise RunDirectoryError(
+                    f"{self.path}: holds a run of {known.task}, this is {identity.task}; choose "
+                    "another with --run-dir"
+                )
+            if known.config_hash != identity.config_hash:
+                raise RunDirectoryError(
+                    f"{self.path}: holds a run with another config: {self._differences(config)}; "
+                    "choose another with --run-dir"
+                )
+        try:
+            checkpoint.bring_back(self.checkpoints)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
+                "is a checkpoint that was about to be replaced; rename it yourself"
+            ) from None
+        if checkpoint.folders(self.checkpoints) and not resume:
+            newest = checkpoint.folders(self.checkpoints)[0].name
+            raise RunDirectoryError(
+                f"{self.path}: already holds this run up to {newest}; add --resume to go on, or "
+                "choose another with --run-dir"
+            )
+        whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
+        self._write("config.yaml", whole.to_yaml())
+        self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
+
+    def identity(self) -> Identity:
+        """What run is there.
+
+        Raises:
+            RunDirectoryError: there is none, or its file is damaged.
+        """
+        path = self.path / _IDENTITY
+        try:
+            return as_type(Identity, parse_object(read_text(path)))
+        except FileNotFoundError:
+            raise RunDirectoryError(f"{self.path}: is no run directory (no {_IDENTITY})") from None
+        except OSError as error:
+            raise RunDirectoryError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise RunDirectoryError(
+                f"{path}: is damaged: {error}; start the run in a new directory, or put the file "
+                "back from a copy"
+            ) from None
+
+    def _differences(self, config: TrainConfig) -> str:
+        """The keys of the hash with other values than those in the folder's config.yaml."""
+        try:
+            there = parse_yaml(read_text(self.path / "config.yaml"))
+        except (OSError, ValueError):
+            return "its config.yaml cannot be read"
+        old, new = _flatten(there), _flatten(config.model_dump(mode="json"))
+        harmless = new.keys() - _flatten(outcome(config)).keys()
+        keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
+        return ", ".join(
+            f"{k} is {shown(old.get(k))} there, {shown(new.get(k))} here" for k in keys[:5]
+        )
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            with replacing(self.path / name) as file:
+                file.write(text)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{self.path / name}: cannot be written: {error.strerror}"
+            ) from None
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {prefix.rstrip("."): values}
+    return {
+        k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()
+    }

@@ -1,0 +1,153 @@
+"""Writing checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+from lockstep.comm.pulse import Pulse
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.events import Checkpointed, Emit, Warned
+from lockstep.engine.faults import At, nothing
+from lockstep.errors import CheckpointError
+
+SLOW_S = 60.0
+"""Training that has waited for the disk for so long says so."""
+
+
+class Saver:
+    """Writes snapshots in a thread, one at a time, on rank 0.
+
+    What the thread has to say is emitted by the training thread, from `poll`.
+
+    A training thread that waits for the disk does not count as hanging, however long it takes: to
+    end its process would not make the disk faster, and the next rank 0 would wait for the same one.
+
+    Args:
+        root: folder of all checkpoints.
+        keep: how many of the newest to keep.
+        background: whether training goes on while a checkpoint is written.
+        emit: takes events.
+        pulse: of this process.
+        at: called in the middle of writing a checkpoint.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        background: bool,
+        emit: Emit,
+        pulse: Pulse,
+        at: At = nothing,
+    ) -> None:
+        self._root = root
+        self._keep = keep
+        self._background = background
+        self._emit = emit
+        self._pulse = pulse
+        self._at = at
+        self._step = 0
+        self._thread: threading.Thread | None = None
+        self._done: Checkpointed | None = None
+        self._error: tuple[int, Exception] | None = None
+
+    def save(self, make: Callable[[], Snapshot], best: bool, started: float) -> float:
+        """Write a checkpoint.
+
+        Args:
+            make: gives the snapshot; runs in the background, so what it reads must not change.
+            best: whether it is to be kept as the best.
+            started: when the training thread began to stand still for it (`perf_counter`).
+
+        Returns:
+            Seconds the training thread stood still.
+        """
+        self.wait()
+        arguments = (make, best, started)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="saver")
+        self._thread.start()
+        if not self._background:
+            self.wait()
+        return perf_counter() - started
+
+    def poll(self) -> None:
+        """Emit what has happened since the last call.
+
+        Raises:
+            Exception: anything but an OSError that went wrong in the background.
+        """
+        if self._done is not None:
+            done, self._done = self._done, None
+            self._emit(done)
+        if self._error is not None:
+            (step, error), self._error = self._error, None
+            if not isinstance(error, OSError):
+                raise error
+            self._emit(
+                Warned(
+                    step=step,
+                    message=f"the checkpoint of step {step} could not be written to {self._root}: "
+                    f"{error}; earlier ones are untouched, training goes on",
+                )
+            )
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._thread is not None:
+            self._pulse.wait()
+            self._thread.join(SLOW_S)
+            if self._thread.is_alive():
+                self._emit(
+                    Warned(
+                        step=self._step,
+                        message=f"{self._root}: the disk is slow: training has waited {SLOW_S:g} s "
+                        f"for the checkpoint of step {self._step} to be written",
+                    )
+                )
+                self._thread.join()
+            self._thread = None
+            self._pulse.go()
+        self.poll()
+
+    def finish(self, step: int) -> Path:
+        """Wait, and make sure that the checkpoint of `step` is there.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        self.wait()
+        folder = self._root / checkpoint.folder_name(step)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder}: the last checkpoint could not be written; free space or make the "
+                "folder writable, then resume the run"
+            )
+        return folder
+
+    def _write(self, make: Callable[[], Snapshot], best: bool, started: float) -> None:
+        stall_s = perf_counter() - started
+        begun = perf_counter()
+        self._step = step = 0
+        try:
+            snapshot = make()
+            self._step = step = snapshot.step
+            folder, size = checkpoint.write(
+                self._root, snapshot, lambda: self._at("checkpoint", step)
+            )
+            if best:
+                checkpoint.write_hint(self._root, "best", folder.name)
+            checkpoint.prune(self._root, self._keep)
+        except Exception as error:
+            self._error = (step, error)
+            return
+        self._done = Checkpointed(
+            step=step,
+            path=str(folder),
+            num_bytes=size,
+            stall_s=stall_s,
+            write_s=perf_counter() - begun,
+        )

@@ -1,0 +1,229 @@
+"""Faults as data: what goes wrong, on which process, and at which moment of which step.
+
+For tests and for `lockstep chaos`. Faults come in through an environment variable, so that they
+strike real processes under any launcher. Every fault strikes once; where there is a log of those
+that have, also when the ranks are started again.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
+
+from lockstep.comm.transport import GroupBroken
+from lockstep.engine.task import Loss, Task
+from lockstep.errors import ConfigError
+from lockstep.files import read_bytes
+from lockstep.parsing import as_type, parse_object, shown
+
+FAULTS = "LOCKSTEP_FAULTS"
+"""Environment variable that holds a JSON list of faults."""
+
+Moment = Literal[
+    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "gather", "gathered",
+    "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
+]  # fmt: skip
+"""When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
+when some gradients are there; after a microbatch; before and after the reduction; before the
+optimizer; before and after ranks with a sharded one tell each other what they have stepped; after
+the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was
+noticed; when survivors have regrouped but not agreed yet; when a new process begins, to be taken
+in."""
+
+Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
+"""SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
+that misses the end of a collective, which others got, because another has died; SIGKILL for a
+process that fetches data for this one (`data.num_workers`); what a new process finds whose script
+was edited since the others began (at the moment `join`)."""
+
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+At = Callable[[Moment, int], None]
+"""Called by the engine at each moment of a step."""
+
+SLOW_S, MISS_S = 0.5, 0.02
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, once.
+
+    Attributes:
+        slot: of the process.
+        step: number of the step (from 0), or the first later one that has this moment.
+        moment: when.
+        kind: what.
+        delay_s: how long after that moment, whatever the process is doing by then.
+        sleep_s: how long one of kind `slow` sleeps; a slow disk, at the moment `checkpoint`.
+    """
+
+    slot: int
+    step: int
+    moment: Moment = "compute"
+    kind: Kind = "kill"
+    delay_s: float = 0.0
+    sleep_s: float = SLOW_S
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the environment variable holds."""
+
+    log: str
+    faults: list[Fault]
+
+
+class InjectedError(RuntimeError):
+    """What a fault of kind `raise` raises."""
+
+
+def to_env(faults: Sequence[Fault], log: Path | None = None) -> dict[str, str]:
+    """The environment variable that `injector` reads.
+
+    Args:
+        faults: all of them; each process takes its own.
+        log: gets a JSON line for each fault just before it strikes: `time` and the fault's fields.
+    """
+    values = {"log": str(log) if log else "", "faults": [asdict(f) for f in faults]}
+    return {FAULTS: json.dumps(values)}
+
+
+def injector(env: Mapping[str, str], slot: int) -> At:
+    """Strikes with the faults in the environment that are meant for this process.
+
+    Raises:
+        ConfigError: the variable does not hold faults.
+    """
+    found, log = _due(env, slot)
+    due = [fault for fault in found if fault.kind != "edit"]
+    if not due:
+        return nothing
+
+    def at(moment: Moment, step: int) -> None:
+        for fault in tuple(due):
+            if fault.moment == moment and fault.step <= step:
+                due.remove(fault)
+                if fault.delay_s:
+                    timer = threading.Timer(fault.delay_s, _strike, (fault, log))
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    _strike(fault, log)
+
+    return at
+
+
+def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
+    """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
+    found, log = _due(env, slot)
+    original = task.loss
+
+    def loss(model: nn.Module, batch: Any) -> Loss:
+        found = original(model, batch)
+        return replace(found, sum=found.sum * (1 + 2**-10))
+
+    for fault in found:
+        if fault.kind == "edit":
+            _note(fault, log)
+            task.loss = loss  # type: ignore[method-assign]
+    return task
+
+
+def _due(env: Mapping[str, str], slot: int) -> tuple[list[Fault], str]:
+    """The faults for a process that have not struck yet, and where to log them."""
+    text = env.get(FAULTS)
+    if not text:
+        return [], ""
+    try:
+        found = as_type(_Given, parse_object(text))
+        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in found.faults):
+            raise ValueError("a time is less than 0")
+    except ValueError as error:
+        raise ConfigError(
+            f"environment variable {FAULTS}: is not a list of faults ({error}); unset it"
+        ) from None
+    log, faults = found.log, found.faults
+    struck = _struck(Path(log)) if log else []
+    return [f for f in faults if f.slot == slot and asdict(f) not in struck], log
+
+
+def nothing(moment: Moment, step: int) -> None:
+    """No faults."""
+
+
+class FaultsInside:
+    """Strikes inside forward and backward passes of training, by hooks; none without faults.
+
+    Attributes:
+        step: number of the step that is being computed.
+    """
+
+    def __init__(self, model: nn.Module, at: At) -> None:
+        self.step = 0
+        self._at = at
+        if at is nothing:
+            return
+        layers = [m for m in model.modules() if not any(True for _ in m.children())]
+        for layer in layers[len(layers) // 2 :]:
+            layer.register_forward_hook(self._in_forward)
+        # Gradients come in the reverse order, so those of the second half are there by then.
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        for parameter in parameters[: -(-len(parameters) // 2)]:
+            parameter.register_post_accumulate_grad_hook(self._in_backward)  # type: ignore[no-untyped-call]
+
+    def _in_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if module.training:
+            self._at("forward", self.step)
+
+    def _in_backward(self, parameter: Tensor) -> None:
+        self._at("backward", self.step)
+
+
+def _struck(log: Path) -> list[dict[str, Any]]:
+    """What has struck in an earlier life of the ranks."""
+    try:
+        if not log.exists():
+            return []
+        rows = [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"environment variable {FAULTS}: {shown(str(log))[1:-1]}: is no log of faults: "
+            f"{reason}; remove it"
+        ) from None
+    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
+
+
+def _note(fault: Fault, log: str) -> None:
+    if log:
+        with Path(log).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), **asdict(fault)}) + "\n")
+
+
+def _strike(fault: Fault, log: str) -> None:
+    _note(fault, log)
+    if fault.kind == "slow":
+        time.sleep(fault.sleep_s)
+    elif fault.kind == "raise":
+        raise InjectedError(f"fault injected at {fault.moment} of step {fault.step}")
+    elif fault.kind == "miss":
+        time.sleep(MISS_S)  # for the others to get what this one misses
+        raise GroupBroken(f"fault injected at {fault.moment} of step {fault.step}")
+    elif fault.kind == "worker":
+        for worker in multiprocessing.active_children()[:1]:
+            worker.kill()
+    else:
+        os.kill(os.getpid(), _SIGNALS[fault.kind])

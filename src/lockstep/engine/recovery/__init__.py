@@ -1,0 +1,1 @@
+"""What ranks do when some of them are lost or new ones come."""

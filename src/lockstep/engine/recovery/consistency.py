@@ -1,0 +1,110 @@
+"""Making sure that what must be the same on all ranks is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.comm.transport import Transport
+from lockstep.engine.checkpoint.task_state import task_digests
+from lockstep.engine.runtime import everywhere
+from lockstep.engine.step.flat import model_digest, tensor_digest
+from lockstep.engine.task import Task
+from lockstep.errors import DivergenceError, TaskError, shared
+
+
+def check_same(transport: Transport, facts: dict[str, Any]) -> None:
+    """Compare JSON-able facts (config, number of samples) of all ranks.
+
+    Raises:
+        TaskError: on every rank, naming the first that differs.
+    """
+    everyone = transport.gather_json(facts)
+    for name, value in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != value:
+                raise shared(
+                    TaskError(
+                        f"{name}: is {value!r} on rank 0 but {theirs.get(name)!r} on rank {rank}; "
+                        "every rank must run the same script with the same config and data"
+                    )
+                )
+
+
+def check_start(transport: Transport, model: nn.Module) -> None:
+    """Compare all ranks' freshly built models.
+
+    Raises:
+        TaskError: on every rank, naming the first tensor and the ranks that differ.
+    """
+    found = _first_difference(transport, _digests(model.state_dict() | dict(model.named_buffers())))
+    if found:
+        raise shared(
+            TaskError(
+                f"build_model: {found} right after it was built; draw all initial values from "
+                "torch's, numpy's or Python's global random state (it is seeded alike on all "
+                "ranks), never from a rank, the time or the system"
+            )
+        )
+
+
+def check_replicas(
+    transport: Transport, model: nn.Module, buffers: Mapping[str, Tensor], task: Task, step: int
+) -> None:
+    """Compare all ranks' parameters, buffers and state of the task after a step.
+
+    Args:
+        transport: the group of ranks.
+        model: of this rank.
+        buffers: of the model, that its `state_dict` leaves out.
+        task: of the run.
+        step: number of the step.
+
+    Raises:
+        DivergenceError: on every rank, naming the first tensor and the ranks that differ.
+        TaskError: the task's state cannot be saved; on every rank.
+    """
+    own = everywhere(transport, lambda: task_digests(task))
+    digests = transport.gather_json([model_digest(model, buffers), own])
+    if all(d == digests[0] for d in digests):
+        return
+    found = _first_difference(transport, _digests(model.state_dict() | dict(buffers)) | own)
+    raise shared(
+        DivergenceError(
+            f"step {step}: {found}, though all ranks must hold the same bits: memory or hardware "
+            "may be failing, or the task changed parameters outside the optimizer; the run stops, "
+            "earlier checkpoints are untouched"
+        )
+    )
+
+
+def batch_digest(batch: Any) -> str:
+    """SHA-256 of all tensors of a batch: nested lists, tuples and dicts of them."""
+    sha = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            sha.update(tensor_digest("", leaf))
+    return sha.hexdigest()
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: tensor_digest(name, t).hex() for name, t in tensors.items()}
+
+
+def _first_difference(transport: Transport, mine: dict[str, str]) -> str:
+    """Names the first digest that is not the same everywhere, and the ranks in the minority."""
+    everyone = transport.gather_json(mine)
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    for name in names:
+        digests = [theirs.get(name) for theirs in everyone]
+        usual, _ = Counter(digests).most_common(1)[0]
+        odd = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+        if odd:
+            ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
+            return f"{name} on {ranks} differs from the other ranks'"
+    return ""

@@ -1,0 +1,201 @@
+"""From steps to events: sums between two reports, and everyone's times."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+from lockstep.config import TrainConfig
+from lockstep.engine.assembly import Parts
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import (
+    Joined,
+    RankLost,
+    RankTimes,
+    Recovered,
+    RunStarted,
+    StepDone,
+    Warned,
+)
+from lockstep.engine.progress import Progress
+from lockstep.engine.recovery.positions import NOWHERE, Origin
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.train_step import StepResult
+from lockstep.parallel.layout import split
+
+
+class Reporter:
+    """Adds up what steps did, and emits it every `config.log_every` steps."""
+
+    def __init__(
+        self,
+        task: str,
+        config: TrainConfig,
+        runtime: Runtime,
+        parts: Parts,
+        directory: RunDirectory,
+    ) -> None:
+        self._task = task
+        self._config = config
+        self._runtime = runtime
+        self._parts = parts
+        self._directory = directory
+        self._metrics = parts.compute.metrics or ()
+        self._sums = [0.0] * (2 + 2 * len(self._metrics))
+        self._num_steps = self._samples = 0
+        self._slots: list[int] = []
+        self._times = [[0.0] * 4 for _ in range(runtime.transport.size)]
+        self._since = perf_counter()
+        self._last: dict[str, float] = {}
+
+    def own_row(self) -> dict[str, Any]:
+        """What a `Joined` event says of this process, but for its step and microbatches."""
+        runtime = self._runtime
+        return {
+            "slot": runtime.slot,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "local_rank": runtime.local_rank,
+            "device": str(runtime.device),
+            "threads": self._config.threads,
+        }
+
+    def to_json(self) -> list[Any]:
+        """What a process that comes later must know."""
+        return [self._sums, self._num_steps, self._samples, self._times, self._last]
+
+    def from_json(self, values: list[Any]) -> None:
+        """Go on from what `to_json` said elsewhere."""
+        self._sums, self._num_steps, self._samples, self._times, self._last = values
+
+    def regroup(self, progress: Progress, origin: Origin, copied: bool, seconds: float) -> None:
+        """Go on in another group, and say so.
+
+        Args:
+            progress: of the run.
+            origin: where its ranks come from.
+            copied: whether ranks that were behind got the state from another.
+            seconds: since the loss was noticed.
+        """
+        emit, step = self._runtime.emit, progress.step
+        if origin.former[0] != 0:
+            self._plan(progress, continued=True)
+        slots = [row["slot"] for row in origin.rows]
+        for rank, slot in enumerate(self._slots):
+            if slot not in slots:
+                reason = self._directory.hang_reason(slot)
+                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
+        self._tell_who(progress, origin.rows, self._slots)
+        self._slots = slots
+        self._times = [[0.0] * 4 if r == NOWHERE else self._times[r] for r in origin.former]
+        emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
+
+    def _tell_who(
+        self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
+    ) -> None:
+        """Name the processes that were not known by now."""
+        ranges = split(self._config.num_microbatches, len(rows))
+        for rank, row in enumerate(rows):
+            if row["slot"] not in known:
+                first, last = ranges[rank]
+                joined = Joined(step=progress.step, rank=rank, microbatches=(first, last), **row)
+                self._runtime.emit(joined)
+
+    def start(self, progress: Progress, is_over: bool) -> None:
+        """Say who takes part, what is planned, and what may not be expected; a collective."""
+        rows = self._runtime.transport.gather_json(self.own_row())
+        self._tell_who(progress, rows, ())
+        self._slots = [row["slot"] for row in rows]
+        self._plan(progress)
+        for message in self._surprises(progress, is_over):
+            self._runtime.emit(Warned(step=progress.step, message=message))
+        self._since = perf_counter()
+
+    def _surprises(self, progress: Progress, is_over: bool) -> Iterator[str]:
+        """What the user may not expect of this run."""
+        transport, used = self._runtime.transport, self._config.num_microbatches
+        if transport.name == "mpi" and not transport.can_regroup:
+            yield (
+                "recovery is off: a dead rank ends the job, to be resumed from its newest "
+                "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
+                "`mpirun --with-ft ulfm` of Open MPI 5"
+            )
+        if transport.size > used:
+            yield (
+                f"{transport.size} ranks for {used} microbatches: ranks {used} to "
+                f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
+                "to use them"
+            )
+        if is_over and progress.finished:
+            yield f"this run is already complete ({progress.finished}): nothing left to train"
+
+    def _plan(self, progress: Progress, continued: bool = False) -> None:
+        """Say what is planned."""
+        runtime, config, transport, parts = (
+            self._runtime, self._config, self._runtime.transport, self._parts,
+        )  # fmt: skip
+        runtime.emit(
+            RunStarted(
+                step=progress.step,
+                task=self._task,
+                run_dir=str(self._directory.path),
+                config_hash=config.hash,
+                total_steps=parts.total_steps,
+                steps_per_epoch=parts.sampler.steps_per_epoch,
+                num_samples=parts.sampler.num_samples,
+                num_parameters=sum(p.numel() for p in parts.model.parameters()),
+                world_size=transport.size,
+                transport=transport.name,
+                launcher=runtime.launcher,
+                device=str(runtime.device),
+                threads=config.threads,
+                num_microbatches=config.num_microbatches,
+                batch_size=config.batch_size,
+                continued=continued,
+            )
+        )
+
+    def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
+        """Count a step in; emit if it is time to."""
+        self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
+        self._num_steps += 1
+        self._samples += self._parts.sampler.step_size(progress.step - 1)
+        if flush or progress.step % self._config.log_every == 0:
+            self._emit(progress, result)
+
+    def final_metrics(self, progress: Progress) -> dict[str, float]:
+        """The newest training and evaluation metrics, by "split/name"."""
+        return {f"train/{k}": v for k, v in self._last.items()} | progress.metrics
+
+    def _emit(self, progress: Progress, result: StepResult) -> None:
+        now = perf_counter()
+        names = ("loss", *self._metrics)
+        pairs = zip(names, self._sums[::2], self._sums[1::2], strict=True)
+        means = {name: total / weight for name, total, weight in pairs}
+        self._last = dict(means)
+        differences = [
+            [a - b for a, b in zip(after, before, strict=True)]
+            for after, before in zip(result.times, self._times, strict=True)
+        ]
+        self._runtime.emit(
+            StepDone(
+                step=progress.step,
+                num_steps=self._num_steps,
+                epoch=self._parts.sampler.epoch(progress.step - 1),
+                loss=means.pop("loss"),
+                metrics=means,
+                lr=result.lr,
+                grad_norm=result.grad_norm,
+                loss_scale=self._parts.step.loss_scale.value,
+                samples=self._samples,
+                seconds=now - self._since,
+                ranks=tuple(RankTimes(rank, *times) for rank, times in enumerate(differences)),
+            )
+        )
+        self._times = result.times
+        self._sums = [0.0] * len(self._sums)
+        self._num_steps = self._samples = 0
+        self._since = now

@@ -1,0 +1,150 @@
+"""What a process is given to train with: its place among the ranks, and ways to speak and listen.
+
+Passed explicitly; nothing in the library keeps it in a global.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep import errors
+from lockstep.comm.transport import GroupBroken, Transport
+from lockstep.engine.events import Emit, Event
+from lockstep.engine.faults import At, nothing
+from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, shortened
+
+T = TypeVar("T")
+
+Raised = Exception | SystemExit
+"""What user code may raise; leaving one rank with `sys.exit` would hang the others."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One process's surroundings.
+
+    Attributes:
+        transport: the group of ranks.
+        device: where this rank computes.
+        slot: the process's lifelong number; its first rank.
+        launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
+        local_rank: number of this process on its host.
+        listen: takes events, on every rank; on rank 0 it shows and stores them.
+        stop_reason: why the run should end at the next step boundary, if it should.
+        take_over: makes this process, which has become rank 0, the one that shows and stores.
+        at: called at each moment of a step, see `faults.Moment`.
+    """
+
+    transport: Transport
+    device: torch.device
+    slot: int
+    launcher: str
+    local_rank: int
+    listen: Emit
+    stop_reason: Callable[[], str | None]
+    take_over: Callable[[], None] = lambda: None
+    at: At = nothing
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes checkpoints and shows events."""
+        return self.transport.rank == 0
+
+    def emit(self, event: Event) -> None:
+        """Tell the listeners; every rank does, for any of them may become rank 0."""
+        self.listen(event)
+
+
+def on_first(transport: Transport, action: Callable[[], Any]) -> Any:
+    """The JSON-able result of `action`, which only rank 0 runs.
+
+    Raises:
+        LockstepError: on every rank, if it was raised on rank 0.
+    """
+    outcome: dict[str, Any] = {}
+    if transport.rank == 0:
+        try:
+            outcome = {"value": action()}
+        except LockstepError as error:
+            outcome = {"error": type(error).__name__, "message": str(error)}
+    outcome = transport.gather_json(outcome)[0]
+    if "error" in outcome:
+        raise _error(outcome["error"], outcome["message"])
+    return outcome["value"]
+
+
+def everywhere(transport: Transport, action: Callable[[], T]) -> T:
+    """The result of `action`, which every rank runs without talking to others.
+
+    Raises:
+        LockstepError: on every rank, if any raised an exception.
+    """
+    result: T | None = None
+    error: Raised | None = None
+    try:
+        result = action()
+    except (Exception, SystemExit) as caught:
+        error = caught
+    found = shared_error(transport, error)
+    if found is not None:
+        raise found
+    return result  # type: ignore[return-value]
+
+
+def shared_error(
+    transport: Transport, error: Exception | SystemExit | None
+) -> LockstepError | None:
+    """The error of the first rank that has one, the same on every rank; a collective."""
+    mine: list[str] = []
+    if isinstance(error, LockstepError):
+        mine = [type(error).__name__, str(error)]
+    elif error is not None:
+        trace = shortened("".join(traceback.format_exception(error)).rstrip())
+        mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
+        _let_go(error)
+    found = next((e for e in transport.gather_json(mine) if e), None)
+    return _error(*found) if found else None
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what an exception holds on to by the frames of its traceback.
+
+    That is all that the failed code was at work with, such as activations and data loaders. Workers
+    of a loader that is only found by the garbage collector would live on; and it might find it in
+    a process that is forked later, where that raises an error.
+    """
+    seen: set[int] = set()  # an exception may be its own cause
+    waiting = [error]
+    while waiting:
+        found = waiting.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            traceback.clear_frames(found.__traceback__)
+            waiting += [found.__cause__, found.__context__]
+
+
+def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
+    """Refuse to go on after a loss where the transport can't.
+
+    Raises:
+        RankFailure: it can't.
+    """
+    if not transport.can_regroup:
+        # Nobody waits for this rank any more: the group is broken for all.
+        raise shared(
+            RankFailure(
+                f"a rank has died or does not answer ({loss}); go on from the newest checkpoint "
+                "with `lockstep resume` or --resume"
+            )
+        ) from None
+
+
+def _error(kind: str, message: str) -> LockstepError:
+    """The error of a kind, by its class's name, on all ranks."""
+    found: type[LockstepError] = getattr(errors, kind, LockstepError)
+    return shared(found(message))

@@ -1,0 +1,227 @@
+"""State that forward passes change, such as batch norm's running statistics.
+
+Every microbatch starts from the buffers of the last committed step. What each would have made of
+them is averaged, weighted like the loss and summed in canonical order; so the buffers after a step
+do not depend on the number of ranks. Integer scalars (batch norm's `num_batches_tracked`) count
+steps: they advance as in one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.errors import TaskError
+
+
+class TensorPlace(NamedTuple):
+    """A parameter or buffer, and where a module keeps it.
+
+    Attributes:
+        name: dotted, as in `state_dict`.
+        tensor: what is kept now.
+        held_in: the module's dictionary of parameters or of buffers.
+        key: in that dictionary.
+    """
+
+    name: str
+    tensor: Tensor
+    held_in: dict[str, Tensor | None]
+    key: str
+
+
+def tensor_places(model: nn.Module) -> Iterator[TensorPlace]:
+    """All parameters and buffers, persistent or not; a shared one at each of its places."""
+    for prefix, module in model.named_modules():
+        for held_in in (module._parameters, module._buffers):
+            for key, tensor in held_in.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    yield TensorPlace(name, tensor, held_in, key)
+
+
+class KeptBuffers:
+    """A model's buffers, to be put back as they were.
+
+    Attributes:
+        names: of all of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy them all."""
+        self._places = [p for p in tensor_places(model) if not isinstance(p.tensor, nn.Parameter)]
+        self._copies = [place.tensor.detach().clone() for place in self._places]
+        self._versions = [place.tensor._version for place in self._places]
+        self.names = [place.name for place in self._places]
+        self._always = batch_norm_buffers(model)
+
+    def restore(self) -> None:
+        """Put back those that have changed."""
+        for i, (name, tensor, held_in, key) in enumerate(self._places):
+            held_in[key] = tensor
+            if tensor._version != self._versions[i] or name in self._always:
+                tensor.copy_(self._copies[i])
+                self._versions[i] = tensor._version
+
+
+def batch_norm_buffers(model: nn.Module) -> set[str]:
+    """Names of the buffers of batch norm, whose kernels do not count as changes of version."""
+    norms = {id(m._buffers) for m in model.modules() if isinstance(m, _NormBase)}
+    return {place.name for place in tensor_places(model) if id(place.held_in) in norms}
+
+
+def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
+    """Names of the buffers that `forward` changes; all are put back as they were.
+
+    Raises:
+        TaskError: it changes a parameter, or makes a parameter or buffer.
+    """
+    places = list(tensor_places(model))
+    before = {p.name: (p.tensor, p.tensor.detach().clone(), p.tensor._version) for p in places}
+    forward()
+    changed = []
+    for name, now, held_in, key in tensor_places(model):
+        if name not in before:
+            raise TaskError(
+                f"{name} was made by a forward pass; register all parameters and buffers in "
+                "build_model"
+            )
+        tensor, copy, version = before[name]
+        # A value may stay as it was by chance. Batch norm's kernel does not count versions.
+        if now is tensor and tensor._version == version and same_bits(tensor, copy):
+            continue
+        if isinstance(tensor, nn.Parameter):
+            raise TaskError(changed_in_pass(f"parameter {name}"))
+        changed.append(name)
+        held_in[key] = tensor
+        tensor.copy_(copy)
+    return changed
+
+
+def changed_in_pass(what: str) -> str:
+    """What to say of a tensor that a forward or backward pass has changed and must not."""
+    return (
+        f"{what} was changed by the forward or backward pass of a microbatch; the result would "
+        "depend on the number of ranks. Change it in Task.after_step(model, step), which runs once "
+        "a step, alike on every rank"
+    )
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors are equal to the bit; NaNs are, and 0.0 and -0.0 are not."""
+    if (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    return torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class ForwardState:
+    """The buffers that forward passes change.
+
+    Attributes:
+        flat: those that are averaged, in flat memory.
+        num_counters: integer scalars.
+        unsaved: those that the model's `state_dict` leaves out, by name.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        """Watch the buffers called `names`.
+
+        Raises:
+            TaskError: one of them is neither float32, float64 nor an integer scalar.
+        """
+        places = {place.name: place for place in tensor_places(model)}
+        floats: list[tuple[str, Tensor]] = []
+        self._counters: list[Tensor] = []
+        self._places: dict[int, list[TensorPlace]] = {}
+        self.unsaved: dict[str, Tensor] = {}
+        persistent = model.state_dict().keys()
+        for name in names:
+            buffer = places[name].tensor
+            if name not in persistent:
+                self.unsaved[name] = buffer
+            holders = self._places.setdefault(id(buffer), [])
+            holders.append(places[name])
+            if len(holders) > 1:  # one buffer of several modules
+                continue
+            if buffer.is_floating_point():
+                if not bool(buffer.isfinite().all()):
+                    raise TaskError(
+                        f"buffer {name}: is changed by forward passes and holds values that are "
+                        "not finite, whose changes cannot be averaged over microbatches; start it "
+                        "at a finite value"
+                    )
+                floats.append((name, buffer))
+            elif buffer.dim() == 0:
+                self._counters.append(buffer)
+            else:
+                raise TaskError(
+                    f"buffer {name}: a forward pass changes this {buffer.dtype} array of shape "
+                    f"{tuple(buffer.shape)}; how microbatches' changes are to be merged is not "
+                    "defined for integer arrays: keep it as a float tensor"
+                )
+        self.num_counters = len(self._counters)
+        self.flat = FlatTensors([floats], "buffer")
+        self._buffers = self.flat.tensors
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the buffers' present values as the committed ones."""
+        self._committed = [b.clone() for b in self._buffers]
+        self._committed_counters = [c.clone() for c in self._counters]
+
+    def collect(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What a forward pass has added to buffers, and what it has made of counters.
+
+        `restore` must follow once its backward pass, which may read the buffers, is done.
+        """
+        deltas: list[Tensor] = []
+        if self._buffers:
+            now = [self._take_back(b) for b in self._buffers]
+            deltas = list(torch._foreach_sub(now, self._committed))
+        return deltas, [self._take_back(c) for c in self._counters]
+
+    def restore(self) -> None:
+        """Put the committed values back, into the modules' own buffers."""
+        for holders in self._places.values():
+            for _, buffer, held_in, key in holders:
+                held_in[key] = buffer
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._committed)
+        if self._counters:
+            torch._foreach_copy_(self._counters, self._committed_counters)
+
+    def commit(self, sums: list[Tensor], weight: float, counters: list[int]) -> None:
+        """Advance by the weighted mean of the microbatches' changes."""
+        if self._buffers:
+            torch._foreach_add_(self._buffers, torch._foreach_div(sums, weight))
+            torch._foreach_copy_(self._committed, self._buffers)
+        for buffer, value in zip(self._counters, counters, strict=True):
+            buffer.fill_(value)
+        if self._counters:
+            torch._foreach_copy_(self._committed_counters, self._counters)
+
+    def _take_back(self, buffer: Tensor) -> Tensor:
+        """The buffer's present value; the modules hold the buffer itself again afterwards."""
+        now = buffer
+        for name, _, held_in, key in self._places[id(buffer)]:
+            held = held_in[key]
+            if held is None or (held.shape, held.dtype) != (buffer.shape, buffer.dtype):
+                kind = "None" if held is None else f"{held.dtype} {tuple(held.shape)}"
+                raise TaskError(
+                    f"buffer {name}: was {buffer.dtype} {tuple(buffer.shape)}, and a forward pass "
+                    f"made it {kind}; a buffer that forward passes change must keep its shape and "
+                    "dtype. Cache what depends on the input in a plain attribute"
+                )
+            if held is not buffer:
+                now = held
+                held_in[key] = buffer
+        return now.detach()

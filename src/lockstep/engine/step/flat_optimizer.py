@@ -1,0 +1,304 @@
+"""Stepping parameters: any torch optimizer, on flat tensors or slices of them where it can be.
+
+An element-wise optimizer computes each element of a parameter from the same elements of its
+gradient and state. So it may as well step one flat tensor instead of many parameters, or only the
+slice of it that this rank owns, and give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+
+from lockstep.data.random import global_state, seed_all
+from lockstep.engine.audit.reachable import optimizers_in
+from lockstep.engine.checkpoint.optimizer_state import (
+    TENSOR,
+    OptimizerState,
+    SharedState,
+    describe,
+    from_json,
+    is_savable,
+    to_json,
+)
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.optimizer import is_elementwise
+from lockstep.errors import ConfigError, TaskError
+from lockstep.parallel.layout import Range
+
+_TORCHS = frozenset(kind for kind in vars(optim).values() if isinstance(kind, type))
+_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+
+class _Stepped(NamedTuple):
+    """A tensor that the optimizer steps: a whole parameter, or a part of flat memory."""
+
+    owner: str
+    """What its state is kept under: its name, or the number of its group."""
+    tensor: nn.Parameter
+    group: int
+    segment: int
+    range: Range
+
+
+class Stepper:
+    """Applies an optimizer to flat parameters and gradients.
+
+    Attributes:
+        description: what tells the optimizer from others, by words for people.
+        may_draw: whether its steps may draw random numbers; those of torch's own do not.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        flat: FlatTensors,
+        gradients: Sequence[Tensor],
+        owned: Sequence[Sequence[Range]],
+        sharded: bool = False,
+    ) -> None:
+        """Bind the optimizer to memory.
+
+        Args:
+            optimizer: over the parameters in `flat`; changed to step flat tensors if it can.
+            flat: the parameters.
+            gradients: the mean gradient, laid out as `flat.flats`.
+            owned: for each segment, the ranges of elements to step.
+            sharded: whether other ranks step other ranges.
+        """
+        self._optimizer = optimizer
+        self._sharded = sharded
+        self._has_drawn = False
+        self._flat = flat
+        self.elementwise = is_elementwise(optimizer)
+        pairs = list(zip(flat.tensors, flat.entries, strict=True))
+        self._optimizers = optimizers_in(optimizer)
+        self.may_draw = any(map(_may_draw, self._optimizers.values()))
+        self.description = describe(self._optimizers, {id(t): e.name for t, e in pairs})
+        self._groups = _own_groups(self._optimizers)
+        self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
+        memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
+        self._shared = {
+            path: SharedState(inner, self._groups[path], memory)
+            for path, inner in self._optimizers.items()
+        }
+        self._stepped = [
+            _Stepped(e.name, t, e.group, e.segment, e.range)  # type: ignore[arg-type]
+            for t, e in pairs
+        ]
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        if self.elementwise:
+            self.own(owned)
+        self.bind(gradients)
+
+    def own(self, owned: Sequence[Sequence[Range]]) -> None:
+        """Step these ranges of elements from now on; an optimizer's state is then lost."""
+        self._optimizer.state.clear()
+        self._make_pieces(owned)
+
+    def bind(self, gradients: Sequence[Tensor]) -> None:
+        """Take gradients from this memory from now on."""
+        if self.elementwise:
+            for part in self._stepped:
+                part.tensor.grad = gradients[part.segment][part.range.first : part.range.last]
+        else:
+            self._gradients = [
+                (tensor, self._flat.view(gradients, entry))
+                for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
+            ]
+
+    def step(self, lr_factor: float, key: int = 0) -> None:
+        """One optimizer step at the base learning rates times `lr_factor`.
+
+        Args:
+            lr_factor: of the schedule.
+            key: of the random numbers that the step may draw.
+        """
+        for group, lr in self._base_lr:
+            group["lr"] = lr * lr_factor
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self.may_draw:
+            self._step_seeded(key)
+        else:
+            self._optimizer.step()
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        if not self.elementwise:
+            self._flat.take_back()
+
+    def _step_seeded(self, key: int) -> None:
+        """Step with the same random numbers on every rank."""
+        seed_all(key)
+        before = global_state() if self._sharded else None
+        self._optimizer.step()
+        self._has_drawn |= self._sharded and global_state() != before
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The outermost one; over flat tensors if it is element-wise."""
+        return self._optimizer
+
+    @property
+    def base_lr(self) -> float:
+        """The first group's learning rate before the schedule."""
+        return float(self._base_lr[0][1])
+
+    def check_state(self) -> None:
+        """Make sure of what can only be known after a step: that all state can be saved.
+
+        Raises:
+            TaskError: naming what cannot.
+            ConfigError: the optimizer draws random numbers, and is sharded.
+        """
+        if self._has_drawn:
+            raise ConfigError(
+                f"optimizer.sharded=True: {type(self._optimizer).__name__} draws random numbers "
+                "when it steps, other ones for each slice; set optimizer.sharded=false"
+            )
+        for _ in self._states():
+            pass
+        ids = {id(part.tensor) for part in self._stepped}
+        for shared in self._shared.values():
+            shared.check(ids)
+
+    def state(self) -> OptimizerState:
+        """Copies of all state; flats are zero where not owned.
+
+        Raises:
+            TaskError: something cannot be saved.
+        """
+        state = OptimizerState({}, {}, {}, {})
+        for part, name, value in self._states():
+            found = TENSOR
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                found = to_json(value, part.tensor.device)
+            elif self.elementwise:
+                if name not in state.flats:
+                    state.flats[name] = [torch.zeros_like(f) for f in self._flat.flats]
+                state.flats[name][part.segment][part.range.first : part.range.last] = value
+            else:
+                state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
+            state.scalars.setdefault(part.owner, {})[name] = found
+        state.shared.update({path: shared.values() for path, shared in self._shared.items()})
+        return state
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Restore what `state` gave, with complete flats.
+
+        Raises:
+            CheckpointError: it is not the state of such an optimizer.
+        """
+        for inner in self._optimizers.values():
+            inner.state.clear()
+        for path, shared in self._shared.items():
+            shared.load(state.shared.get(path, {}))
+        for part in self._stepped:
+            for name, value in _all_keys(state, part.owner).items():
+                path, key = self._split(name)
+                inner = self._optimizers[path]
+                inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
+
+    def _restored(
+        self, state: OptimizerState, part: _Stepped, name: str, key: str, value: Any
+    ) -> Any:
+        if value != TENSOR:
+            home = part.tensor.device
+            group = self._optimizer.param_groups[part.group]
+            if key == "step" and not (group.get("fused") or group.get("capturable")):
+                home = torch.device("cpu")  # where torch's optimizers count, but for these
+            return from_json(value, home)
+        if self.elementwise:
+            first, last = part.range
+            return state.flats[name][part.segment][first:last].clone()
+        return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
+
+    def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
+        """Give the optimizer the owned part of each group instead of its parameters."""
+        self._stepped = []
+        for group in self._optimizer.param_groups:
+            group["params"] = []
+            if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
+                group["fused"] = group["fused"] is not False
+        for piece in self._flat.pieces:
+            for own in owned[piece.segment]:
+                first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
+                if first < last:
+                    parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
+                    self._optimizer.param_groups[piece.group]["params"].append(parameter)
+                    part = Range(first, last)
+                    self._stepped.append(
+                        _Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
+                    )
+
+    def _states(self) -> Iterator[tuple[_Stepped, str, Any]]:
+        """All state of what is stepped, by key; those of inner optimizers behind their path.
+
+        Raises:
+            TaskError: something cannot be saved.
+        """
+        for part in self._stepped:
+            for path, inner in self._optimizers.items():
+                found = inner.state.get(part.tensor, {})
+                if not isinstance(found, Mapping):
+                    raise TaskError(
+                        f"build_optimizer: {type(inner).__name__} keeps a {type(found).__name__} "
+                        "as state of a parameter; it must be a dict"
+                    )
+                for key, value in found.items():
+                    self._check_savable(part, key, value)
+                    yield part, f"{path}.{key}" if path else key, value
+
+    def _check_savable(self, part: _Stepped, key: str, value: Any) -> None:
+        name = type(self._optimizer).__name__
+        if isinstance(value, Tensor) and value.dim() > 0 and is_savable(value):
+            own = part.tensor
+            if self.elementwise and (value.shape, value.dtype) != (own.shape, own.dtype):
+                raise TaskError(
+                    f"build_optimizer: {name} keeps state {key!r} of {value.dtype} "
+                    f"{tuple(value.shape)} for parameters of {own.dtype} {tuple(own.shape)}; that "
+                    "of an element-wise optimizer must be like them: leave out `elementwise = True`"
+                )
+            return
+        try:
+            to_json(value)
+        except TypeError as error:
+            raise TaskError(
+                f"build_optimizer: {name} keeps state {key!r} of type {error}, which a checkpoint "
+                "cannot hold; use numbers and dense tensors"
+            ) from None
+
+    def _split(self, name: str) -> tuple[str, str]:
+        """The path of the optimizer and the key that `_states` made a name of."""
+        paths = sorted((p for p in self._optimizers if p), key=len, reverse=True)
+        found = next((p for p in paths if name.startswith(f"{p}.")), "")
+        return found, name[len(found) + 1 :] if found else name
+
+
+def _may_draw(optimizer: optim.Optimizer) -> bool:
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
+    return patched or type(optimizer) not in _TORCHS
+
+
+def _own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Each optimizer's groups, but for those that one before it has too."""
+    seen: set[int] = set()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path, optimizer in optimizers.items():
+        found[path] = [g for g in optimizer.param_groups if id(g) not in seen]
+        seen |= {id(g) for g in optimizer.param_groups}
+    return found
+
+
+def _all_keys(state: OptimizerState, owner: str) -> dict[str, Any]:
+    """The owner's scalars, and which tensors it has: all, if the state does not say."""
+    values = state.scalars.get(owner, {})
+    says = any(v == TENSOR for kept in state.scalars.values() for v in kept.values())
+    if says:
+        return values
+    tensors = {n.partition("/")[0] for n in state.tensors if n.partition("/")[2] == owner}
+    return values | dict.fromkeys([*state.flats, *tensors], TENSOR)

@@ -1,0 +1,211 @@
+"""One microbatch: forward, backward, and what is kept of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import TrainConfig
+from lockstep.data.generators import IdleGenerators
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.precision import autocast
+from lockstep.engine.task import Loss, Number, Task
+from lockstep.errors import TaskError, shared
+
+
+class Compute:
+    """Runs the task's loss on microbatches.
+
+    Attributes:
+        task: whose loss it is.
+        metrics: names of the task's metrics; set by the first call of `forward`.
+        watched: generators that the task's loss must not draw from.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
+        self.task = task
+        self._model = model
+        self._seed = config.seed
+        self._autocast: Callable[[], Any] = nullcontext
+        if config.precision.dtype != "fp32":
+            self._autocast = lambda: autocast(config.precision, device)
+        self.metrics: tuple[str, ...] | None = None
+        self.watched = IdleGenerators({})
+
+    def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
+        """The loss of a microbatch, with random state that depends on its number only.
+
+        Raises:
+            TaskError: `Task.loss` did not return what it must.
+        """
+        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        with self._autocast():
+            loss = self.task.loss(self._model, batch)
+        self.watched.check()
+        self._check(loss, training=True)
+        return loss
+
+    def evaluate(self, chunk: int, batch: Any) -> dict[str, tuple[float, float]]:
+        """Loss and metrics of an evaluation batch, each as (sum, weight)."""
+        seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
+        with torch.no_grad(), self._autocast():
+            loss = self.task.evaluate(self._model, batch)
+        self._check(loss, training=False)
+        found = {"loss": (loss.sum, loss.weight), **loss.metrics}
+        values = copied([v for pair in found.values() for v in pair])()
+        return dict(zip(found, zip(values[::2], values[1::2], strict=True), strict=True))
+
+    def scalars(self, loss: Loss) -> list[Number]:
+        """Loss and metrics as [sum, weight, sum, weight, …]."""
+        values: list[Number] = [loss.sum, loss.weight]
+        for name in self.metrics or ():
+            values += loss.metrics[name]
+        return values
+
+    def _check(self, loss: Any, training: bool) -> None:
+        where = "loss" if training else "evaluate"
+        if not isinstance(loss, Loss):
+            raise TaskError(
+                f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
+                f"{type(loss).__name__}"
+            )
+        if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
+            raise TaskError(
+                f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+                "the loss over the batch"
+            )
+        if training and not loss.sum.requires_grad:
+            raise TaskError(
+                f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
+            )
+        _check_scalars(where, loss)
+        if training and self.metrics is None:
+            self.metrics = tuple(sorted(loss.metrics))
+        if training and tuple(sorted(loss.metrics)) != self.metrics:
+            raise TaskError(
+                f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
+                f"{list(self.metrics or ())}; every batch must have the same"
+            )
+
+
+def _check_scalars(where: str, loss: Loss) -> None:
+    """Refuse a weight or metrics that are not what they must be, by name.
+
+    Raises:
+        TaskError: they are not.
+    """
+    if not _is_scalar(loss.weight):
+        raise TaskError(
+            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
+            "number of samples of the batch"
+        )
+    if not isinstance(loss.metrics, Mapping):
+        raise TaskError(
+            f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
+            f"{_described(loss.metrics)}"
+        )
+    for name, pair in loss.metrics.items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TaskError(
+                f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
+                f"{_described(pair)}; give its sum over the batch, and the number of samples"
+            )
+        for value in pair:
+            if not _is_scalar(value):
+                raise TaskError(
+                    f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
+                    f"{_described(value)}; sum over the batch"
+                )
+
+
+def _is_scalar(value: object) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+class Backward:
+    """Gradients of microbatches, as leaves for the ordered reduction."""
+
+    def __init__(self, parameters: list[Tensor], state: ForwardState) -> None:
+        self._parameters = parameters
+        self._state = state
+
+    def leaf(
+        self, loss: Loss, scalars: list[Number], loss_scale: float
+    ) -> tuple[list[Tensor | None], list[float], list[float]]:
+        """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
+
+        Args:
+            loss: from `Compute.forward`.
+            scalars: of the loss: its sum, its weight, and others.
+            loss_scale: what the loss is multiplied with before the backward pass.
+        """
+        # Before the backward pass, since recomputed activations run forward passes again.
+        deltas, counters = self._state.collect()
+        fetch = copied([*scalars, *counters])
+        (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in self._parameters]
+        self.restart()
+        numbers = fetch()
+        if deltas:
+            torch._foreach_mul_(deltas, numbers[1])
+        return [*gradients, *deltas], numbers[: len(scalars)], numbers[len(scalars) :]
+
+    def restart(self) -> None:
+        """Forget what a pass has left behind, also one that an exception has ended."""
+        self.clear_gradients()
+        self._state.restore()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients: one that stays, of an evaluation too, would be added to."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+
+def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
+    """Copy numbers as they are now; what is returned gives them.
+
+    Those on a GPU are copied there, and come with one message when they are asked for. So nobody
+    waits for the GPU before it has been given more to do.
+    """
+    there = [v.detach().double() for v in values if isinstance(v, Tensor) and v.is_cuda]
+    if not there:
+        here = [float(v.item() if isinstance(v, Tensor) else v) for v in values]
+        return lambda: here
+    stacked = torch.stack(there)
+    rest = [None if isinstance(v, Tensor) and v.is_cuda else float(v) for v in values]
+
+    def fetch() -> list[float]:
+        fetched = iter(stacked.tolist())
+        return [next(fetched) if v is None else v for v in rest]
+
+    return fetch
+
+
+def check_weight(weight: float, step: int) -> None:
+    """Refuse a step in which nothing counts.
+
+    Raises:
+        TaskError: the weights of all microbatches add up to zero, a negative number or NaN.
+    """
+    if not (weight > 0 and math.isfinite(weight)):
+        raise shared(
+            TaskError(
+                f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight "
+                "must be the number of samples (or another positive weight) of the batch"
+            )
+        )

@@ -1,0 +1,61 @@
+"""What to tell the user when a loss or a gradient is NaN or infinite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from lockstep.comm.transport import Transport
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.errors import NonFiniteError, shared
+
+_UNCHANGED = "parameters and checkpoints are as after the step before"
+
+
+def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]) -> NonFiniteError:
+    """Name the microbatches; a collective.
+
+    Args:
+        transport: the group of ranks.
+        step: number of the step.
+        losses: of this rank's microbatches, by number.
+    """
+    bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
+    everyone = transport.gather_json(bad)
+    places = [
+        f"{value} in microbatch {m} (rank {rank})"
+        for rank, found in enumerate(everyone)
+        for m, value in found
+    ]
+    rest = f" and {len(places) - 3} others" if len(places) > 3 else ""
+    return shared(
+        NonFiniteError(
+            f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
+            "set clip_norm, or look at the data of this step"
+        )
+    )
+
+
+def non_finite_gradient(
+    transport: Transport, step: int, flat: FlatTensors, gradients: Sequence[Tensor]
+) -> NonFiniteError:
+    """Name the parameters; a collective.
+
+    Args:
+        transport: the group of ranks.
+        step: number of the step.
+        flat: the parameters.
+        gradients: laid out as `flat.flats`.
+    """
+    names = [
+        entry.name for entry in flat.entries if not flat.view(gradients, entry).isfinite().all()
+    ]
+    found = sorted({n for part in transport.gather_json(names) for n in part})
+    return shared(
+        NonFiniteError(
+            f"step {step}: the loss is finite, but not the gradient of {', '.join(found[:3])}"
+            f"{' and others' if len(found) > 3 else ''}; {_UNCHANGED}"
+        )
+    )

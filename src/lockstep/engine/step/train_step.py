@@ -1,0 +1,333 @@
+"""One training step, from the microbatches to the committed parameters.
+
+Nothing of the committed state changes before `Step._apply`: until then a step can be given up and
+done again. With a sharded optimizer, ranks need each other once more after it. So before any rank
+applies a step, all have what it takes to apply it: when one has, all of them can, and must.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import TrainConfig
+from lockstep.data.random import Stream, random_key
+from lockstep.engine.audit.constants import Constants
+from lockstep.engine.checkpoint.optimizer_state import OptimizerState
+from lockstep.engine.faults import FaultsInside
+from lockstep.engine.runtime import Raised, Runtime, shared_error
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.flat_optimizer import Stepper
+from lockstep.engine.step.microbatch import Backward, Compute, check_weight
+from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
+from lockstep.engine.step.precision import LossScale
+from lockstep.engine.step.schedule import lr_factor
+from lockstep.engine.step.workspace import Share
+from lockstep.engine.timing import Stopwatch
+from lockstep.parallel.layout import Range
+
+STOP_REASONS = ("", "interrupted", "terminated", "preempted")
+_FAILED, _STOP, _GROW, _TIMES = 0, 1, 2, 3
+_NUM_FIXED = 7
+
+
+class StepResult(NamedTuple):
+    """What a committed step leaves to report."""
+
+    scalars: list[float]
+    """Loss and metrics of the global batch: [sum, weight, sum, weight, …]."""
+    lr: float
+    grad_norm: float
+    stop_reason: str
+    """Why the run should end now, the same on all ranks; empty if it should not."""
+    times: list[list[float]]
+    """For each rank, the seconds of its stopwatch when it sent them."""
+    grows: bool
+    """Whether a new process waits to be taken in, the same on all ranks."""
+
+
+@dataclass
+class Summed:
+    """A step of a sharded optimizer whose gradient has been summed.
+
+    Attributes:
+        scalars: loss and metrics of the global batch.
+        headers: of all ranks.
+        result: if this rank has applied the step.
+    """
+
+    scalars: list[float]
+    headers: list[list[float]]
+    result: StepResult | None = None
+
+
+class Step:
+    """Everything a training step needs, bound together once.
+
+    Attributes:
+        task: whose step it is.
+        watched: generators that microbatches must not draw from.
+        flat: the trainable parameters.
+        state: the buffers that forward passes change.
+        stepper: the optimizer.
+        loss_scale: of fp16.
+        watch: where the time goes.
+        share: what this rank has to compute and to step.
+        sharded: whether the optimizer is.
+        with_buddy: whether each rank steps the slice of the rank before it too.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: TrainConfig,
+        model: nn.Module,
+        compute: Compute,
+        flat: FlatTensors,
+        state: ForwardState,
+        constants: Constants,
+        optimizer: torch.optim.Optimizer,
+        ranges: Sequence[Range],
+        total_steps: int,
+    ) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._compute = compute
+        self._total_steps = total_steps
+        self.sharded = config.optimizer.sharded
+        self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
+        self.task = compute.task
+        self.watched = compute.watched
+        self.flat = flat
+        self.state = state
+        self.loss_scale = LossScale(config.precision)
+        self.watch = Stopwatch()
+        self._constants = constants
+        self._backward = Backward(flat.tensors, state)
+        self._inside = FaultsInside(model, runtime.at)
+        self._num_scalars = 2 + 2 * len(compute.metrics or ())
+        self._summed: Summed | None = None
+        self.share = self._lay_out(ranges)
+        self.stepper = Stepper(
+            optimizer, flat, self.share.gradients, self.share.owned, self.sharded
+        )
+
+    def give_up(self) -> None:
+        """Forget what an interrupted step has changed beside the committed state.
+
+        What this rank has applied stays.
+        """
+        self._backward.restart()
+        if self.applied is not None:
+            self.share.put_back()
+
+    def deal_out(
+        self,
+        ranges: Sequence[Range],
+        state: OptimizerState | None = None,
+    ) -> None:
+        """Go on with other microbatches, or in another group; an interrupted step is given up.
+
+        Args:
+            ranges: the microbatches of each rank.
+            state: of the optimizer, whole, if it is sharded and the group is another one.
+        """
+        self._summed = None
+        self.share = self._lay_out(ranges)
+        if state is not None:
+            self.stepper.own(self.share.owned)
+            self.stepper.load_state(state)
+        self.stepper.bind(self.share.gradients)
+
+    def _lay_out(self, ranges: Sequence[Range]) -> Share:
+        return Share(
+            self._runtime,
+            self._config,
+            self.flat,
+            self.state,
+            ranges,
+            num_scalars=self._num_scalars,
+            num_header=_NUM_FIXED + self.state.num_counters,
+            with_buddy=self.with_buddy,
+        )
+
+    def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
+        """Compute this rank's microbatches, sum over all ranks, step the parameters.
+
+        Args:
+            step: its number, from 0.
+            decays: of the learning rate so far (`Progress.decays`).
+            batches: this rank's microbatches, with the places they are for.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
+            TaskFailure: the task's code raised an exception on some rank, on every rank.
+        """
+        watch = self.watch
+        watch.start()
+        self.share.reduction.restart()
+        self._summed = None
+        self._backward.clear_gradients()
+        self._constants.mark(step)
+        self._inside.step = step
+        losses: dict[int, float] = {}
+        counters = [-math.inf] * self.state.num_counters
+        error: Raised | None = None
+        try:
+            for microbatch in range(*self.share.microbatches):
+                *place, batch = next(batches)
+                if place != [step, microbatch]:
+                    raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+                watch.data_s += watch.lap()
+                counters = self._fold(step, microbatch, batch, counters, losses)
+                watch.compute_s += watch.lap()
+                self._runtime.transport.pulse.beat()
+                self._runtime.at("compute", step)
+            self._constants.check(f"step {step}")
+        except (Exception, SystemExit) as caught:
+            error = caught
+        self._runtime.at("reduce", step)
+        headers = self._reduce(error, counters)
+        self._runtime.at("reduced", step)
+        scalars = self.share.reduction.total.scalars.tolist()
+        self._check(step, error, headers, scalars, losses)
+        summed = Summed(scalars, headers)
+        if self.sharded:
+            self.share.exchange_slices()
+            self._summed = summed
+        norm = self._norm(step, scalars[1])
+        self._runtime.at("optimizer", step)
+        result = self._apply(step, decays, summed, norm)
+        if self.sharded:
+            self._runtime.at("gather", step)
+            watch.compute_s += watch.lap()
+            self.share.gather_parameters()
+            self._runtime.at("gathered", step)
+            watch.communication_s += watch.lap()
+            self._summed = None
+        watch.compute_s += watch.lap()
+        return result
+
+    @property
+    def applied(self) -> StepResult | None:
+        """Of an interrupted step that this rank has applied, and so all must."""
+        return self._summed.result if self._summed else None
+
+    def follow(self, step: int, decays: int, lead: StepResult) -> None:
+        """Apply an interrupted step of a sharded optimizer that another rank has applied."""
+        if self.applied is None:
+            assert self._summed is not None, "a rank has applied a step before all could"
+            self._apply(step, decays, self._summed, lead.grad_norm)
+
+    def _fold(
+        self,
+        step: int,
+        microbatch: int,
+        batch: Any,
+        counters: list[float],
+        losses: dict[int, float],
+    ) -> list[float]:
+        """One microbatch: forward, backward, and its leaf into the tree."""
+        if batch is None:
+            leaf: list[Tensor | None] = [None] * (
+                len(self.flat.tensors) + len(self.state.flat.tensors)
+            )
+            self.share.reduction.fold.add(
+                leaf, _float64([0.0] * self._num_scalars).to(self._runtime.device)
+            )
+            return counters
+        loss = self._compute.forward(step, microbatch, batch)
+        values = self._compute.scalars(loss)
+        leaf, scalars, counted = self._backward.leaf(loss, values, self.loss_scale.value)
+        losses[microbatch] = scalars[0]
+        self.share.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
+        return [max(pair) for pair in zip(counters, counted, strict=True)]
+
+    def _reduce(self, error: Raised | None, counters: list[float]) -> list[list[float]]:
+        """The canonical sum over all ranks, and every rank's header."""
+        reason = self._runtime.stop_reason()
+        stop = STOP_REASONS.index(reason) if reason else 0
+        grow = float(self._runtime.transport.has_newcomer)
+        header = [float(error is not None), stop, grow, *self.watch.values(), *counters]
+        self.share.reduction.header.copy_(_float64(header))
+        self.share.reduction.reduce()
+        headers: list[list[float]] = self.share.reduction.headers().tolist()
+        self.watch.communication_s += self.watch.lap()
+        return headers
+
+    def _norm(self, step: int, weight: float) -> float:
+        """The norm of the mean gradient.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
+        """
+        norm = self.share.norm() * (1.0 / (weight * self.loss_scale.value))
+        if not math.isfinite(norm) and not self.loss_scale.enabled:
+            transport = self._runtime.transport
+            raise non_finite_gradient(transport, step, self.flat, self.share.gradients)
+        return norm
+
+    def _apply(self, step: int, decays: int, summed: Summed, norm: float) -> StepResult:
+        """Clip, step the optimizer, advance buffers; talks to nobody."""
+        config, weight = self._config, summed.scalars[1]
+        unit = 1.0 / (weight * self.loss_scale.value)
+        finite = math.isfinite(norm)
+        self.loss_scale.update(finite)
+        factor = lr_factor(config.schedule, step, self._total_steps, decays)
+        if finite:
+            if config.clip_norm is not None and norm > config.clip_norm:
+                unit *= config.clip_norm / (norm + 1e-6)
+            for gradient in self.share.own_gradients:
+                gradient.mul_(unit)
+            key = random_key(config.seed, Stream.OPTIMIZER, step) if self.stepper.may_draw else 0
+            self.stepper.step(factor, key)
+            self._commit_buffers(weight, summed.headers)
+        self.share.keep_aside()
+        summed.result = StepResult(
+            summed.scalars,
+            self.stepper.base_lr * factor,
+            norm,
+            STOP_REASONS[int(max(h[_STOP] for h in summed.headers))],
+            [h[_TIMES:_NUM_FIXED] for h in summed.headers],
+            any(h[_GROW] for h in summed.headers),
+        )
+        return summed.result
+
+    def _commit_buffers(self, weight: float, headers: list[list[float]]) -> None:
+        if not self.state.flat.tensors and not self.state.num_counters:
+            return
+        sums = [self.state.flat.view(self.share.buffer_sums, e) for e in self.state.flat.entries]
+        counters = [
+            int(max(column)) for column in zip(*(h[_NUM_FIXED:] for h in headers), strict=True)
+        ]
+        self.state.commit(sums, weight, counters)
+
+    def _check(
+        self,
+        step: int,
+        error: Raised | None,
+        headers: list[list[float]],
+        scalars: list[float],
+        losses: dict[int, float],
+    ) -> None:
+        """Turn what went wrong on any rank into the same error on all."""
+        if any(h[_FAILED] for h in headers):
+            self._backward.restart()
+            failure = shared_error(self._runtime.transport, error)
+            assert failure is not None
+            raise failure
+        if not math.isfinite(scalars[0]):
+            raise non_finite_loss(self._runtime.transport, step, losses)
+        check_weight(scalars[1], step)
+
+
+def _float64(values: list[float]) -> Tensor:
+    # Five times faster than torch.tensor(values).
+    return torch.from_numpy(np.array(values, dtype=np.float64))

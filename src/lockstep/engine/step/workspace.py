@@ -1,0 +1,117 @@
+"""What a rank computes and steps in a group of ranks, and the memory for both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config import TrainConfig
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.parallel.layout import Range, stepped_slices
+from lockstep.parallel.norm import global_norm, sharded_global_norm
+from lockstep.parallel.reduction import OrderedReduction
+
+
+class Share:
+    """Laid out anew when the group or the microbatches of its ranks change.
+
+    Attributes:
+        microbatches: to compute.
+        reduction: sums over all ranks.
+        gradients: the summed gradient, laid out as the parameters; if sharded, just the slices to
+            step are right.
+        own_gradients: the part of it that this rank steps.
+        buffer_sums: the summed changes of buffers.
+        slices: for each segment, the elements of each rank's slice.
+        owned: for each segment, the elements that this rank steps.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: TrainConfig,
+        flat: FlatTensors,
+        state: ForwardState,
+        ranges: Sequence[Range],
+        *,
+        num_scalars: int,
+        num_header: int,
+        with_buddy: bool,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            runtime: the group of ranks.
+            config: of the run.
+            flat: the parameters.
+            state: the buffers that forward passes change.
+            ranges: the microbatches of each rank.
+            num_scalars: float64 sums beside the gradient.
+            num_header: float64 values that each rank shows all others.
+            with_buddy: whether each rank steps the slice of the rank before it too.
+        """
+        self._transport = runtime.transport
+        self._flats = flat.flats
+        self._sharded = config.optimizer.sharded
+        self._with_buddy = with_buddy
+        rank = self._transport.rank
+        self.microbatches = ranges[rank]
+        self.reduction = OrderedReduction(
+            self._transport,
+            [*flat.segments, *state.flat.segments],
+            [*flat.places, *state.flat.places],
+            num_scalars=num_scalars,
+            num_header=num_header,
+            num_microbatches=config.num_microbatches,
+            ranges=ranges,
+            device=runtime.device,
+            bucket_bytes=config.bucket_bytes,
+            gather=not self._sharded,
+        )
+        num_segments = len(flat.segments)
+        self.gradients = self.reduction.total.segments[:num_segments]
+        self.buffer_sums = self.reduction.total.segments[num_segments:]
+        self.slices = self.reduction.slices[:num_segments]
+        self.owned = [[Range(0, s.numel)] for s in flat.segments]
+        if self._sharded:
+            self.owned = [stepped_slices(s, rank, with_buddy) for s in self.slices]
+        parts = [(s, part) for s, owned in enumerate(self.owned) for part in owned]
+        self.own_gradients = [self.gradients[s][part.first : part.last] for s, part in parts]
+        self._own = [flat.flats[s][part.first : part.last] for s, part in parts]
+        self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
+
+    def norm(self) -> float:
+        """Of the summed gradient; a collective if sharded."""
+        if self._sharded:
+            return sharded_global_norm(self._transport, self.gradients, self.slices)
+        return global_norm(self.gradients)
+
+    def exchange_slices(self) -> None:
+        """Give every rank what it takes to step its slices; a collective."""
+        if self._with_buddy and self._transport.size > 1:
+            for segment in range(len(self.slices)):
+                self.reduction.copy_to_next(segment)
+        for segment, sums in enumerate(self.buffer_sums, start=len(self.slices)):
+            self.reduction.gather(segment, sums)
+
+    def gather_parameters(self) -> None:
+        """Give every rank the slices that others have stepped; a collective.
+
+        If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
+        (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.
+        """
+        for segment, flat in enumerate(self._flats):
+            self.reduction.gather(segment, flat)
+
+    def keep_aside(self) -> None:
+        """Keep a copy of the slices just stepped, if a buddy is to have them."""
+        for own, spare in zip(self._own, self._spares, strict=False):
+            spare.copy_(own)
+
+    def put_back(self) -> None:
+        """Undo what an interrupted `gather_parameters` has done to the slices of this rank."""
+        for own, spare in zip(self._own, self._spares, strict=False):
+            own.copy_(spare)

@@ -1,0 +1,1 @@
+"""What launches need of one host: processes, cores, and the supervisors of its ranks."""

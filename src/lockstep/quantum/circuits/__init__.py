@@ -1,0 +1,1 @@
+"""Circuits: gates, and the plan by which a simulator applies them."""

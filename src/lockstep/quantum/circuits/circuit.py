@@ -1,0 +1,305 @@
+"""Circuits as data: gates on qubits, their angles numbers or functions of parameters.
+
+Qubit 0 is the least significant bit of an amplitude's index, as in Qiskit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.gates import KINDS, UNITARY, Kind
+
+MAX_QUBITS = 62
+"""Of a circuit: numbers of amplitudes are integers of 64 bits."""
+_UNITARY_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Angle:
+    """scale · θ[index] + offset; a number without an index."""
+
+    offset: float = 0.0
+    index: int | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: they are not finite numbers, or the index is not one.
+        """
+        for name, value in (("offset", self.offset), ("scale", self.scale)):
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ConfigError(f"angle: {name} must be a finite number, not {value!r}")
+        if self.index is not None and as_integer(self.index, "parameter") < 0:
+            raise ConfigError(f"parameter {self.index}: must not be negative")
+
+
+def parameter(index: int, scale: float = 1.0, offset: float = 0.0) -> Angle:
+    """The angle scale · θ[index] + offset."""
+    return Angle(offset, index, scale)
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """One gate.
+
+    Attributes:
+        name: a key of `gates.KINDS`, or `unitary`.
+        qubits: it acts on; the first is the low bit of its matrix.
+        angle: of gates that have one.
+        controls: it acts only where these qubits are as `control_state` says.
+        control_state: for each control, 0 or 1.
+        matrix: of a `unitary`: [2^qubits, 2^qubits], complex128.
+    """
+
+    name: str
+    qubits: tuple[int, ...]
+    angle: Angle | None = None
+    controls: tuple[int, ...] = ()
+    control_state: tuple[int, ...] = ()
+    matrix: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check the gate.
+
+        Raises:
+            ConfigError: there is no such gate, or its qubits, angle or matrix do not fit it.
+        """
+        for name in ("qubits", "controls", "control_state"):
+            object.__setattr__(self, name, _integers(getattr(self, name), f"{self.name}: {name}"))
+        if not self.control_state:
+            object.__setattr__(self, "control_state", (1,) * len(self.controls))
+        where = f"gate {self.name} on {', '.join(map(str, self.every_qubit)) or 'nothing'}"
+        if self.name != UNITARY and self.name not in KINDS:
+            raise ConfigError(f"{where}: not supported (there are: {', '.join(KINDS)}, {UNITARY})")
+        if not self.qubits:
+            raise ConfigError(f"{where}: needs at least one qubit beside controls")
+        if not isinstance(self.angle, (Angle, type(None))):
+            raise ConfigError(f"{where}: its angle must be an Angle, not {self.angle!r}")
+        if (self.matrix is not None) != (self.name == UNITARY):
+            raise ConfigError(f"{where}: {UNITARY}, and no other, is given by a matrix")
+        if len(set(self.every_qubit)) < len(self.every_qubit) or min(self.every_qubit) < 0:
+            raise ConfigError(f"{where}: its qubits must be different, and not negative")
+        if len(self.control_state) != len(self.controls) or set(self.control_state) - {0, 1}:
+            raise ConfigError(f"{where}: control_state must have one bit for each control")
+        if self.matrix is not None:
+            _check_matrix(self.matrix, where)
+        if len(self.qubits) != self.kind.num_targets:
+            raise ConfigError(f"{where}: needs {self.kind.num_targets} qubits beside controls")
+        if (self.angle is not None) != self.kind.has_angle:
+            needed = "an angle" if self.kind.has_angle else "no angle"
+            raise ConfigError(f"{where}: needs {needed}")
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Its matrix."""
+        if self.matrix is None:
+            return KINDS[self.name]
+        return Kind(len(self.matrix).bit_length() - 1, self.matrix)
+
+    @property
+    def every_qubit(self) -> tuple[int, ...]:
+        """Controls, then the qubits it acts on."""
+        return (*self.controls, *self.qubits)
+
+    def controlled(self, *controls: int, state: Sequence[int] | None = None) -> Gate:
+        """The gate with these controls before those it has."""
+        bits = (1,) * len(controls) if state is None else tuple(state)
+        return replace(
+            self,
+            controls=(*controls, *self.controls),
+            control_state=(*bits, *self.control_state),
+        )
+
+    def inverse(self) -> Gate:
+        """The gate that undoes this one."""
+        if self.angle is not None:
+            a = self.angle
+            return replace(self, angle=Angle(-a.offset, a.index, -a.scale))
+        return replace(self, name=UNITARY, matrix=self.kind.constant.mH.contiguous())
+
+
+def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
+    """A gate by name; `cx`, `ccz`, `crx`, … are gates with leading c's for controls.
+
+    Raises:
+        ConfigError: there is no such gate, or its qubits or angle do not fit it.
+    """
+    base = name
+    if not isinstance(name, str):
+        raise ConfigError(f"gate {name!r}: its name must be a string")
+    while base not in KINDS and base.startswith("c"):
+        base = base[1:]
+    count = len(name) - len(base)
+    if angle is not None and not isinstance(angle, (Real, Angle)):
+        raise ConfigError(
+            f"gate {name}: its angle must be a number or a `parameter`, not {angle!r}"
+        )
+    number = Angle(float(angle)) if isinstance(angle, Real) else angle
+    return Gate(base, qubits[count:], number, qubits[:count])
+
+
+def unitary(matrix: Tensor, *qubits: int) -> Gate:
+    """A gate given by its matrix; the first qubit is its low bit.
+
+    Raises:
+        ConfigError: the matrix is not unitary, or does not fit the qubits.
+    """
+    if not isinstance(matrix, Tensor):
+        raise ConfigError(f"a unitary's matrix must be a torch.Tensor, not {kind_of(matrix)}")
+    return Gate(UNITARY, qubits, matrix=matrix.to(torch.complex128))
+
+
+@dataclass(frozen=True, eq=False)
+class Circuit:
+    """Gates in turn, on `num_qubits` qubits that start as |0…0>.
+
+    Attributes:
+        num_qubits: at least 1.
+        gates: in the order in which they act.
+        num_parameters: that its angles depend on; the highest index and one, if left out.
+    """
+
+    num_qubits: int
+    gates: tuple[Gate, ...]
+    num_parameters: int = field(default=-1)
+
+    def __init__(
+        self, num_qubits: int, gates: Iterable[Gate], num_parameters: int | None = None
+    ) -> None:
+        """Check and keep the gates.
+
+        Raises:
+            ConfigError: a gate is on a qubit, or an angle of a parameter, that there is not.
+        """
+        num_qubits = check_num_qubits(num_qubits)
+        given = tuple(gates) if isinstance(gates, Iterable) else (gates,)
+        for number, each in enumerate(given):
+            if not isinstance(each, Gate):
+                raise ConfigError(f"gate {number}: must be a Gate, not {kind_of(each)}")
+        if num_parameters is not None and as_integer(num_parameters, "num_parameters") < 0:
+            raise ConfigError(f"num_parameters {num_parameters}: must not be negative")
+        indices = [g.angle.index for g in given if g.angle and g.angle.index is not None]
+        least = max(indices, default=-1) + 1
+        count = least if num_parameters is None else num_parameters
+        for number, each in enumerate(given):
+            if max(each.every_qubit) >= num_qubits:
+                raise ConfigError(
+                    f"gate {number} ({each.name}): qubit {max(each.every_qubit)} in a circuit of "
+                    f"{num_qubits} qubits"
+                )
+        if least > count:
+            raise ConfigError(f"parameter {least - 1} in a circuit of {count} parameters")
+        object.__setattr__(self, "num_qubits", num_qubits)
+        object.__setattr__(self, "gates", given)
+        object.__setattr__(self, "num_parameters", count)
+
+    @cached_property
+    def with_angle(self) -> tuple[Gate, ...]:
+        """The gates that have an angle, in turn."""
+        return tuple(g for g in self.gates if g.angle is not None)
+
+    def angles(self, parameters: Tensor) -> Tensor:
+        """The angles of all gates that have one.
+
+        Args:
+            parameters: [..., num_parameters], real.
+
+        Returns:
+            [..., len(with_angle)].
+
+        Raises:
+            ConfigError: they are no such tensor.
+        """
+        self.check_parameters(parameters)
+        if not self.num_parameters:
+            parameters = parameters.new_zeros(*parameters.shape[:-1], 1)
+        index, scale, offset = self._linear
+        device = parameters.device
+        chosen = parameters.index_select(-1, index.to(device))
+        return chosen * scale.to(parameters) + offset.to(parameters)
+
+    def check_parameters(self, parameters: Tensor) -> None:
+        """Refuse what are no parameters of this circuit.
+
+        Raises:
+            ConfigError: they are no real tensor [..., num_parameters].
+        """
+        if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
+            raise ConfigError(
+                f"parameters must be a real tensor [..., num_parameters], not {kind_of(parameters)}"
+            )
+        if parameters.shape[-1] != self.num_parameters:
+            raise ConfigError(
+                f"{parameters.shape[-1]} parameters for a circuit of {self.num_parameters}"
+            )
+
+    @cached_property
+    def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
+        found = [g.angle for g in self.with_angle if g.angle is not None]
+        index = torch.tensor([a.index or 0 for a in found], dtype=torch.int64)
+        scale = [0.0 if a.index is None else a.scale for a in found]
+        offset = [a.offset for a in found]
+        as_tensor = partial(torch.tensor, dtype=torch.float64)
+        return index, as_tensor(scale), as_tensor(offset)
+
+    def inverse(self) -> Circuit:
+        """The circuit that undoes this one."""
+        undone = (g.inverse() for g in reversed(self.gates))
+        return Circuit(self.num_qubits, undone, self.num_parameters)
+
+
+def check_num_qubits(num_qubits: int) -> int:
+    """The number of a circuit's qubits.
+
+    Raises:
+        ConfigError: it is no integer, less than 1 or too many for their amplitudes to be numbered.
+    """
+    count = as_integer(num_qubits, "num_qubits")
+    if not 1 <= count <= MAX_QUBITS:
+        raise ConfigError(f"{count} qubits: a circuit has from 1 to {MAX_QUBITS}")
+    return count
+
+
+def as_integer(value: object, name: str) -> int:
+    """An integer of any kind but bool.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        raise ConfigError(f"{name}: must be an integer, not {value!r}")
+    return int(value.__index__())
+
+
+def _integers(values: object, name: str) -> tuple[int, ...]:
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise ConfigError(f"{name} must be integers, not {values!r}")
+    return tuple(as_integer(value, name) for value in values)
+
+
+def _check_matrix(matrix: Tensor, where: str) -> None:
+    size = len(matrix) if matrix.dim() else 0
+    if matrix.shape != (size, size) or size < 2 or size & (size - 1):
+        raise ConfigError(
+            f"{where}: its matrix must be [2^k, 2^k] for k qubits, not {list(matrix.shape)}"
+        )
+    gap = (matrix @ matrix.mH - torch.eye(size, device=matrix.device)).abs().max()
+    if not gap < _UNITARY_TOLERANCE:
+        raise ConfigError(f"{where}: its matrix is not unitary (off by {gap:.1e})")
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message that says that it should be something else."""
+    if isinstance(value, Tensor):
+        return f"one of {value.dtype} {list(value.shape)}"
+    return type(value).__name__

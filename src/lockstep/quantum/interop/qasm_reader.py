@@ -1,0 +1,110 @@
+"""Circuits from OpenQASM 2 and 3, by Qiskit's parsers.
+
+Whatever goes wrong in them, which were not written for hostile texts, is one error here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import MAX_QUBITS, Circuit
+from lockstep.quantum.interop.qiskit_reader import from_qiskit, import_qiskit, read
+
+_COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_VERSION = re.compile(r"\s*OPENQASM\s+(\d+)")
+_GATE = re.compile(r"\bgate\s+(\w+)")
+_QUBITS = re.compile(r"\b(?:qreg\s+\w+|qubit)\s*\[\s*(\d+)\s*\]")
+_SIZE = re.compile(r"\[\s*(\d+)\s*\]")
+_BRACKETS = re.compile(r"[(\[{]|[)\]}]")
+_DEEPEST = 50
+"""Brackets in brackets. Parsers take long with many, or come to the end of their stack."""
+_MOST_BITS = 10_000
+"""The greatest number in brackets: the size of a register of classical bits, or an index."""
+
+
+def from_qasm(text: str) -> Circuit:
+    """A circuit from OpenQASM 2 or 3.
+
+    The parameters of version 3 are numbered in the order in which the text declares them.
+
+    Raises:
+        ConfigError: the text cannot be read, or as `from_qiskit`.
+    """
+    import_qiskit()
+    if not isinstance(text, str):
+        raise ConfigError(f"OpenQASM: must be a string, not {type(text).__name__}")
+    code = _COMMENTS.sub(" ", text)
+    _check_sizes(code)
+    version = _VERSION.match(code)
+    with _one_error():
+        return _version_3(text) if version and version[1] == "3" else _version_2(text, code)
+
+
+def _version_2(text: str, code: str) -> Circuit:
+    from qiskit import qasm2
+
+    # Qiskit would take these in place of definitions of the same names in the text.
+    own = set(_GATE.findall(code))
+    custom = [c for c in qasm2.LEGACY_CUSTOM_INSTRUCTIONS if c.name not in own]
+    return from_qiskit(qasm2.loads(text, custom_instructions=custom))
+
+
+def _version_3(text: str) -> Circuit:
+    try:
+        import openqasm3
+
+        from lockstep.quantum.interop.qasm3_visitor import Visitor
+    except ImportError as error:
+        raise ConfigError(
+            'OpenQASM 3 needs its reader: pip install "lockstep-train[quantum]"'
+        ) from error
+
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):  # the parser prints what is wrong
+            program = openqasm3.parse(text)
+    except openqasm3.parser.QASM3ParsingError as error:
+        raise ConfigError(f"OpenQASM: {complaints.getvalue().strip() or error}") from error
+    visitor = Visitor()
+    source = visitor.convert(program).circuit
+    by_name = {parameter.name: parameter for parameter in source.parameters}
+    return read(source, [by_name[name] for name in visitor.inputs])
+
+
+def _check_sizes(code: str) -> None:
+    """Refuse what a parser would make room for, or panic at, before it sees that it is too much."""
+    for size in _SIZE.findall(code):
+        if len(size) > len(str(_MOST_BITS)) or int(size) > _MOST_BITS:
+            raise ConfigError(f"OpenQASM: [{size[:30]}] is more than {_MOST_BITS:,} bits")
+    depth = 0
+    for bracket in _BRACKETS.findall(code):
+        depth += 1 if bracket in "([{" else -1
+        if depth > _DEEPEST:
+            raise ConfigError(f"OpenQASM: more than {_DEEPEST} brackets in one another")
+    num_qubits = sum(int(size) for size in _QUBITS.findall(code))
+    if num_qubits > MAX_QUBITS:
+        raise ConfigError(f"OpenQASM: {num_qubits} qubits; at most {MAX_QUBITS} are supported")
+
+
+@contextlib.contextmanager
+def _one_error() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _unreadable(error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Qiskit's Rust, and no Exception
+            raise
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: Any) -> ConfigError:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(f"OpenQASM: {said[:500]}")

@@ -1,0 +1,96 @@
+"""Circuits as OpenQASM 2 and 3. Unitaries are taken apart into gates by Qiskit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate
+from lockstep.quantum.interop.qiskit_reader import from_qiskit, import_qiskit
+from lockstep.quantum.interop.qiskit_writer import to_qiskit
+
+_NO_STANDARD = {
+    "rxx": "gate rxx(t) a, b { h a; h b; cx a, b; rz(t) b; cx a, b; h a; h b; }",
+    "ryy": "gate ryy(t) a, b { rx(pi/2) a; rx(pi/2) b; cx a, b; rz(t) b; cx a, b; "
+    "rx(-pi/2) a; rx(-pi/2) b; }",
+    "rzz": "gate rzz(t) a, b { cx a, b; rz(t) b; cx a, b; }",
+    "sxdg": "gate sxdg a { inv @ sx a; }",
+}
+"""Gates of ours that stdgates.inc does not have."""
+_STANDARD = frozenset(["cx", "cy", "cz", "ch", "cp", "crx", "cry", "crz", "ccx", "cswap"])
+"""Controlled gates that it has."""
+
+
+def to_qasm(circuit: Circuit, version: int = 2) -> str:
+    """The circuit as OpenQASM; version 2 has no parameters, so all angles must be numbers.
+
+    Args:
+        circuit: to be written.
+        version: 2 or 3. In version 3, parameter i is the i-th input, `theta_i`.
+
+    Raises:
+        ConfigError: version 2 and there are parameters, another version, or Qiskit is not
+            installed.
+    """
+    import_qiskit()
+    if version not in (2, 3):
+        raise ConfigError(f"OpenQASM {version}: must be 2 or 3")
+    if version == 3:
+        return _version_3(expanded(circuit))
+    if circuit.num_parameters:
+        raise ConfigError(
+            f"OpenQASM 2 has no parameters, the circuit has {circuit.num_parameters}; bind them "
+            "with `bound`, or take version 3"
+        )
+    from qiskit import qasm2
+
+    return str(qasm2.dumps(to_qiskit(expanded(circuit))))
+
+
+def expanded(circuit: Circuit) -> Circuit:
+    """The circuit with gates in place of matrices, the same to rounding and its phase included."""
+    gates = [found for gate in circuit.gates for found in _expanded(gate)]
+    return Circuit(circuit.num_qubits, gates, circuit.num_parameters)
+
+
+def _expanded(gate: Gate) -> Iterator[Gate]:
+    if gate.matrix is None:
+        yield gate
+        return
+    from qiskit.circuit.library import UnitaryGate
+
+    definition = UnitaryGate(gate.matrix.numpy(), check_input=False).definition
+    for part in from_qiskit(definition).gates:
+        qubits = tuple(gate.qubits[q] for q in part.qubits)
+        inner = tuple(gate.qubits[c] for c in part.controls)
+        controls, bits = (*gate.controls, *inner), (*gate.control_state, *part.control_state)
+        yield from _expanded(Gate(part.name, qubits, part.angle, controls, bits, part.matrix))
+
+
+def _version_3(circuit: Circuit) -> str:
+    used = {gate.name for gate in circuit.gates}
+    lines = ["OPENQASM 3.0;", 'include "stdgates.inc";']
+    lines += [text for name, text in _NO_STANDARD.items() if name in used]
+    lines += [f"input float[64] theta_{i};" for i in range(circuit.num_parameters)]
+    lines += [f"qubit[{circuit.num_qubits}] q;", *map(_line, circuit.gates)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(gate: Gate) -> str:
+    name, modifiers = gate.name, ""
+    plain = "c" * len(gate.controls) + gate.name
+    if all(gate.control_state) and plain in _STANDARD:
+        name = plain
+    else:
+        for bit, run in groupby(gate.control_state):
+            modifiers += f"{'ctrl' if bit else 'negctrl'}({len(list(run))}) @ "
+    angle = "" if gate.angle is None else f"({_angle(gate.angle)})"
+    places = ", ".join(f"q[{place}]" for place in gate.every_qubit)
+    return f"{modifiers}{name}{angle} {places};"
+
+
+def _angle(angle: Angle) -> str:
+    if angle.index is None:
+        return repr(float(angle.offset))
+    return f"{float(angle.scale)!r} * theta_{angle.index} + {float(angle.offset)!r}"

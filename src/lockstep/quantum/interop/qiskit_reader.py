@@ -1,0 +1,273 @@
+"""Circuits from Qiskit: each instruction as gates that are known, or taken apart by its definition.
+
+An instruction is told by its class, never by its name: names are the user's to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, check_num_qubits, gate, unitary
+from lockstep.quantum.circuits.gates import KINDS, UNITARY
+
+_MOST_INSTRUCTIONS = 1_000_000
+"""Of a circuit, after all definitions have been taken apart."""
+_WIDEST_MATRIX = 10
+"""Qubits of an instruction that has a matrix and no definition."""
+
+
+def from_qiskit(source: Any) -> Circuit:
+    """A circuit from a `qiskit.QuantumCircuit`; final measurements are left out.
+
+    Parameters are numbered as in `source.parameters`. Gates that are not known are taken apart by
+    their definition. The global phase is kept.
+
+    Raises:
+        ConfigError: Qiskit is not installed, `source` is no circuit of it, a gate has no definition
+            in known ones (named), an angle is not linear in one parameter, or there is a
+            measurement in the middle.
+    """
+    qiskit = import_qiskit()
+    if not isinstance(source, qiskit.QuantumCircuit):
+        raise ConfigError(f"must be a qiskit.QuantumCircuit, not {type(source).__name__}")
+    return read(source, list(source.parameters))
+
+
+def read(source: Any, parameters: Sequence[Any]) -> Circuit:
+    """As `from_qiskit`, with the circuit's parameters in the order in which they are numbered."""
+    check_num_qubits(source.num_qubits)
+    reader = _Reader({parameter: number for number, parameter in enumerate(parameters)})
+    gates = list(reader.gates(source, range(source.num_qubits)))
+    return Circuit(source.num_qubits, gates, len(parameters))
+
+
+def import_qiskit() -> Any:
+    """The module `qiskit`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import qiskit
+        import qiskit.circuit
+        import qiskit.qasm2
+    except ImportError as error:
+        raise ConfigError(
+            'circuits of others need Qiskit: pip install "lockstep-train[quantum]"'
+        ) from error
+    return qiskit
+
+
+class _Reader:
+    """Reads a circuit's instructions in turn.
+
+    Args:
+        numbers: of the circuit's parameters.
+    """
+
+    def __init__(self, numbers: Mapping[Any, int]) -> None:
+        from qiskit.circuit import library
+
+        self._numbers = numbers
+        self._measured: set[int] = set()
+        self._num_read = 0
+        names = library.get_standard_gate_name_mapping()
+        self._known = {names[name].base_class: name for name in KINDS}
+        self._library = library
+
+    def gates(self, source: Any, qubits: Sequence[int]) -> Iterator[Gate]:
+        """The gates of a Qiskit circuit whose qubits are `qubits` here."""
+        from qiskit.circuit import Barrier, Delay, Measure
+
+        if qubits:
+            for angle in self._terms(source.global_phase, "global phase"):
+                yield from phase(angle, qubits[0])
+        for instruction in source.data:
+            operation = instruction.operation
+            self._count(operation)
+            places = [qubits[source.find_bit(q).index] for q in instruction.qubits]
+            if isinstance(operation, Measure):
+                self._measured.update(places)
+            elif isinstance(operation, (Barrier, Delay)):
+                continue
+            elif places:
+                for found in self._operation(operation, places):
+                    self._check_measured(found, operation)
+                    yield found
+            elif qubits:
+                for angle in self._phases(operation):
+                    yield from phase(angle, qubits[0])
+
+    def _operation(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+        from qiskit.circuit import AnnotatedOperation, ControlledGate
+
+        kind, library = getattr(operation, "base_class", type(operation)), self._library
+        if getattr(operation, "condition", None) is not None:
+            raise ConfigError(f"gate {operation.name}: conditions are not supported")
+        if isinstance(operation, AnnotatedOperation):
+            yield from self._annotated(operation, places)
+        elif isinstance(operation, ControlledGate):
+            bits = [operation.ctrl_state >> i & 1 for i in range(operation.num_ctrl_qubits)]
+            yield from self._controlled(operation.base_gate, places, bits)
+            if isinstance(operation.base_gate, library.UGate) and len(operation.params) == 4:
+                # The phase γ of `cu`, which its base gate does not have.
+                yield from _phase_of_controls(
+                    self._angle(operation.params[3], operation.name), places[: len(bits)], bits
+                )
+        elif kind in self._known:
+            params = operation.params
+            angle = self._angle(params[0], operation.name) if params else None
+            yield Gate(self._known[kind], tuple(places), angle)
+        elif kind in (library.UGate, library.U3Gate):
+            theta, phi, lam = (self._angle(p, operation.name) for p in operation.params[:3])
+            yield gate("p", *places, angle=lam)
+            yield gate("ry", *places, angle=theta)
+            yield gate("p", *places, angle=phi)
+        elif kind is library.U1Gate:
+            yield gate("p", *places, angle=self._angle(operation.params[0], operation.name))
+        elif kind is library.UnitaryGate:
+            yield unitary(torch.from_numpy(np.array(operation.params[0])), *places)
+        elif kind is library.PermutationGate:
+            yield from _permutation(operation.pattern, places)
+        else:
+            yield from self._defined(operation, places)
+
+    def _defined(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+        """The gates of an instruction's definition, or else its matrix."""
+        definition = getattr(operation, "definition", None)
+        if definition is None and hasattr(operation, "to_circuit"):  # a Clifford is no gate
+            definition = operation.to_circuit()
+        if definition is not None:
+            yield from self.gates(definition, places)
+        elif hasattr(operation, "__array__") and len(places) <= _WIDEST_MATRIX:
+            yield unitary(torch.from_numpy(np.array(operation, dtype=np.complex128)), *places)
+        else:
+            raise ConfigError(
+                f"gate {operation.name}: not supported, and not defined by gates that are "
+                f"({', '.join(KINDS)}, u, {UNITARY}, and these with controls)"
+            )
+
+    def _controlled(self, base: Any, places: Sequence[int], bits: Sequence[int]) -> Iterator[Gate]:
+        """An instruction under as many controls as there are bits, which come first."""
+        controls, targets = places[: len(bits)], places[len(bits) :]
+        if targets:
+            for found in self._operation(base, targets):
+                yield found.controlled(*controls, state=bits)
+        else:
+            for angle in self._phases(base):
+                yield from _phase_of_controls(angle, controls, bits)
+
+    def _annotated(self, operation: Any, places: Sequence[int]) -> Iterator[Gate]:
+        """A base gate, and modifiers of which the last one is the outermost."""
+        from qiskit.circuit import AnnotatedOperation, ControlModifier, InverseModifier
+
+        *inner, modifier = operation.modifiers or [InverseModifier(), InverseModifier()]
+        base = AnnotatedOperation(operation.base_op, inner) if inner else operation.base_op
+        if isinstance(modifier, ControlModifier):
+            bits = [modifier.ctrl_state >> i & 1 for i in range(modifier.num_ctrl_qubits)]
+            yield from self._controlled(base, places, bits)
+        elif isinstance(modifier, InverseModifier):
+            yield from _inverse(self._operation(base, places))
+        elif float(modifier.power).is_integer():
+            for _ in range(abs(int(modifier.power))):
+                self._count(operation)
+                found = self._operation(base, places)
+                yield from _inverse(found) if modifier.power < 0 else found
+        elif len(places) <= _WIDEST_MATRIX:
+            yield unitary(torch.from_numpy(np.array(operation.to_matrix())), *places)
+        else:
+            raise ConfigError(f"gate {base.name}: a power of {modifier.power} on so many qubits")
+
+    def _phases(self, operation: Any) -> Iterator[Angle]:
+        """The phases that an instruction on no qubits adds up."""
+        if isinstance(operation, self._library.GlobalPhaseGate):
+            yield from self._terms(operation.params[0], operation.name)
+            return
+        definition = getattr(operation, "definition", None)
+        if definition is None:
+            raise ConfigError(f"gate {operation.name}: not supported on no qubits")
+        yield from self._terms(definition.global_phase, operation.name)
+        for instruction in definition.data:
+            self._count(operation)
+            yield from self._phases(instruction.operation)
+
+    def _angle(self, value: Any, name: str) -> Angle:
+        """A number, or scale · parameter + offset."""
+        terms = self._terms(value, name)
+        if len(terms) == 1:
+            return terms[0]
+        if not terms:
+            return Angle(0.0)
+        raise _not_linear(value, name)
+
+    def _terms(self, value: Any, name: str) -> list[Angle]:
+        """What adds up to an angle: one with each of its parameters, or a number."""
+        try:
+            free = [p for p in getattr(value, "parameters", ()) if value.gradient(p) != 0]
+            slopes = [float(value.gradient(p)) for p in free]
+            parameters = getattr(value, "parameters", ())
+            offset = float(value.bind(dict.fromkeys(parameters, 0.0)) if parameters else value)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise _not_linear(value, name) from error
+        found = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
+        if not found:
+            return [Angle(offset)] if offset else []
+        return [Angle(offset, found[0].index, found[0].scale), *found[1:]]
+
+    def _count(self, operation: Any) -> None:
+        self._num_read += 1
+        if self._num_read > _MOST_INSTRUCTIONS:
+            raise ConfigError(
+                f"gate {operation.name}: the circuit has more than {_MOST_INSTRUCTIONS:,} "
+                "instructions when all definitions are taken apart"
+            )
+
+    def _check_measured(self, found: Gate, operation: Any) -> None:
+        late = self._measured.intersection(found.every_qubit)
+        if late:
+            raise ConfigError(
+                f"a measurement in the middle: qubit {min(late)} is measured and then used by "
+                f"{operation.name}; only measurements at the end are supported"
+            )
+
+
+def phase(angle: Angle, qubit: int) -> Iterator[Gate]:
+    """Gates on any qubit that give the whole state a phase."""
+    for name in ("p", "x", "p", "x"):
+        yield gate(name, qubit, angle=angle if name == "p" else None)
+
+
+def _phase_of_controls(
+    angle: Angle, controls: Sequence[int], bits: Sequence[int]
+) -> Iterator[Gate]:
+    """A phase where all of these qubits are as their bits say."""
+    *others, last = controls
+    found = gate("p", last, angle=angle)
+    flips = [] if bits[-1] else [gate("x", last)]
+    yield from flips
+    yield found.controlled(*others, state=bits[:-1]) if others else found
+    yield from flips
+
+
+def _inverse(gates: Iterable[Gate]) -> Iterator[Gate]:
+    return (found.inverse() for found in reversed(list(gates)))
+
+
+def _permutation(pattern: Iterable[int], places: Sequence[int]) -> Iterator[Gate]:
+    """Swaps after which place i holds what place pattern[i] held."""
+    wanted = [int(p) for p in pattern]
+    for place in range(len(wanted)):
+        origin = wanted[place]
+        while origin < place:  # what was there has been swapped away
+            origin = wanted[origin]
+        if origin != place:
+            yield gate("swap", places[place], places[origin])
+
+
+def _not_linear(value: Any, name: str) -> ConfigError:
+    return ConfigError(f"gate {name}: angle {value} is not linear in one parameter")

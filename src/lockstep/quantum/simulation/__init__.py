@@ -1,0 +1,1 @@
+"""States, measurements and derivatives of circuits."""

@@ -1,0 +1,117 @@
+"""Derivatives of derivatives: evolution that autograd can follow, and refusals where none is.
+
+Adjoint differentiation computes a gradient outside of autograd, which then takes it for a constant.
+So where a graph of the gradient is asked for (`create_graph=True`), the states are computed again
+by operations that autograd knows. That costs memory for the states after each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lockstep.comm.transport import Transport
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.fusion import Move, Plan
+from lockstep.quantum.simulation.evolution import added_up
+
+
+def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
+    """The states after all blocks, differentiable any number of times.
+
+    Args:
+        states: [B, 2^m], with the axes with which the plan begins.
+        plan: of one rank.
+        matrices: [B or 1, C, K, K] of each block.
+
+    Returns:
+        [B, 2^n].
+    """
+    for block, matrix in zip(plan.blocks, matrices, strict=True):
+        states = _moved(states, block.moves)
+        count, size = matrix.shape[1:3]
+        before = states.reshape(len(states), count, -1, size)
+        states = (matrix @ before.mT).transpose(1, 2).flatten(1)
+    return _moved(states, plan.moves)
+
+
+def _moved(states: Tensor, moves: Sequence[Move]) -> Tensor:
+    for move in moves:
+        assert move is not None, "axes of ranks are never moved without ranks"
+        if isinstance(move, int):
+            states = functional.pad(states.unsqueeze(-1), (0, (1 << move) - 1)).flatten(1)
+        else:
+            axes = states.reshape(len(states), *(2,) * len(move))
+            states = axes.permute(0, *(axis + 1 for axis in move)).flatten(1)
+    return states
+
+
+def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
+    """A gradient whose own derivatives are an error, instead of silently 0.
+
+    Args:
+        gradient: or anything else that was computed outside of autograd.
+        message: of the error.
+        causes: what the gradient depends on.
+
+    Returns:
+        The gradient; a `ConfigError` is raised when it is differentiated.
+    """
+    found: Tensor = _OnlyOnce.apply(gradient, message, *causes)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _OnlyOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
+        ctx.message = message
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ConfigError(ctx.message)
+
+
+def differentiable_once(tensor: Tensor, message: str) -> Tensor:
+    """The same tensor, whose second derivatives raise a `ConfigError` with this message."""
+    found: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, message: str) -> Tensor:
+        ctx.message = message
+        ctx.save_for_backward(tensor)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            gradient = only_once(gradient, ctx.message, gradient, *ctx.saved_tensors)
+        return gradient, None
+
+
+class AddUp(torch.autograd.Function):
+    """The sum of all ranks' tensors [M]; its gradient, the same on all ranks, is that of each."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transport: Transport | None) -> Tensor:  # noqa: D102
+        ctx.num_ranks = 1 if transport is None else transport.size
+        return added_up(local, transport)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        if ctx.num_ranks > 1 and torch.is_grad_enabled():
+            gradient = only_once(gradient, OVER_RANKS, gradient)
+        return gradient, None
+
+
+OVER_RANKS = (
+    "second derivatives of a state that is split over ranks are not supported; simulate it on one "
+    "rank (a Simulator without transport)"
+)

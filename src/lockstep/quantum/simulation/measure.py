@@ -1,0 +1,221 @@
+"""What is measured of a state: probabilities, expectation values of Pauli sums, and samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import as_integer, kind_of
+
+
+def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
+    """How likely each outcome is.
+
+    Args:
+        states: [..., 2^n], complex.
+        qubits: that are measured, the first being the low bit of an outcome; all if left out.
+
+    Returns:
+        [..., 2^len(qubits)], real.
+
+    Raises:
+        ConfigError: the states are none, or a qubit is not one of theirs.
+    """
+    num_qubits = qubits_of(states)
+    squares = torch.view_as_real(states).square().sum(-1)
+    if qubits is None:
+        return squares
+    wrong = [q for q in qubits if not 0 <= as_integer(q, "qubit") < num_qubits]
+    if wrong or len(set(qubits)) < len(qubits):
+        raise ConfigError(f"qubits {list(qubits)}: must be different ones of {num_qubits}")
+    lead = squares.dim() - 1
+    split = squares.view(*squares.shape[:-1], *(2,) * num_qubits)
+    axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
+    others = [lead + i for i in range(num_qubits) if lead + i not in axes]
+    split = split.permute(*range(lead), *axes, *others)
+    return split.reshape(*squares.shape[:-1], 1 << len(qubits), -1).sum(-1)
+
+
+def qubits_of(states: Tensor) -> int:
+    """The number of qubits of states [..., 2^n].
+
+    Raises:
+        ConfigError: they are no complex tensor of such a shape.
+    """
+    if isinstance(states, Tensor) and states.is_complex() and states.dim():
+        size = states.shape[-1]
+        if size and not size & (size - 1):
+            return size.bit_length() - 1
+    raise ConfigError(f"states must be a complex tensor [..., 2^n], not {kind_of(states)}")
+
+
+class PauliSum:
+    """Σ coefficient · string, such as {"ZZI": 0.5, "IXY": -1.0}.
+
+    The last letter is for qubit 0, as in Qiskit.
+
+    Attributes:
+        num_qubits: letters of a string.
+        coefficients: one for each string.
+        strings: of I, X, Y and Z.
+    """
+
+    def __init__(self, terms: Mapping[str, float]) -> None:
+        """Check and keep the terms.
+
+        Raises:
+            ConfigError: there are none, or a string has other letters or another length, or a
+                coefficient is no finite number.
+        """
+        if not isinstance(terms, Mapping):
+            raise ConfigError(f"a Pauli sum needs {{string: coefficient}}, not {kind_of(terms)}")
+        self.strings = tuple(terms)
+        self.coefficients = tuple(terms.values())
+        if not terms:
+            raise ConfigError("a Pauli sum needs at least one term")
+        for string in self.strings:
+            if not isinstance(string, str) or not string:
+                raise ConfigError(f"Pauli string {string!r}: must have letters of I, X, Y, Z")
+        self.num_qubits = len(self.strings[0])
+        for string, coefficient in terms.items():
+            if not isinstance(coefficient, Real) or not math.isfinite(coefficient):
+                raise ConfigError(
+                    f"Pauli string {string!r}: its coefficient must be a finite number, not "
+                    f"{coefficient!r}"
+                )
+            if len(string) != self.num_qubits or set(string) - set("IXYZ"):
+                raise ConfigError(
+                    f"Pauli string {string!r}: must have {self.num_qubits} letters of I, X, Y, Z"
+                )
+        self._diagonals: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def expectation(self, states: Tensor) -> Tensor:
+        """<ψ|H|ψ> of states [..., 2^n]: [...], real and differentiable.
+
+        Raises:
+            ConfigError: the states are of another number of qubits.
+        """
+        self.check(qubits_of(states))
+        total: Tensor | None = None
+        mixed = [s for s in self.strings if set(s) & set("XY")]
+        if len(mixed) < len(self.strings):
+            total = _Diagonal.apply(states, self._diagonal(states))  # type: ignore[no-untyped-call]
+        for string, coefficient in zip(self.strings, self.coefficients, strict=True):
+            if string in mixed:
+                value = coefficient * _string_value(states, string)
+                total = value if total is None else total + value
+        assert total is not None
+        return total
+
+    def terms(self, states: Tensor) -> Tensor:
+        """The expectation value of each string without its coefficient: [..., terms]."""
+        self.check(qubits_of(states))
+        return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
+
+    def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
+        """The mean of `shots` measurements of each string, weighted and added up: [...].
+
+        Args:
+            states: [..., 2^n].
+            shots: for each string.
+            generator: of the noise; torch's own if left out.
+
+        Raises:
+            ConfigError: there are no shots, or the states are of another number of qubits.
+        """
+        _check_shots(shots)
+        likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
+        counts = torch.binomial(torch.full_like(likely, shots), likely, generator=generator)
+        return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
+
+    def check(self, num_qubits: int) -> None:
+        """Refuse states of another number of qubits.
+
+        Raises:
+            ConfigError: the strings have more or fewer letters.
+        """
+        if num_qubits != self.num_qubits:
+            raise ConfigError(
+                f"Pauli strings of {self.num_qubits} letters for a state of {num_qubits} qubits"
+            )
+
+    def _diagonal(self, states: Tensor) -> Tensor:
+        key = (states.dtype.to_real(), states.device)
+        if key not in self._diagonals:
+            total = torch.zeros(1 << self.num_qubits, dtype=key[0], device=key[1])
+            for string, coefficient in zip(self.strings, self.coefficients, strict=True):
+                if not set(string) & set("XY"):
+                    signs = [total.new_tensor([1, -1 if c == "Z" else 1]) for c in string]
+                    total += coefficient * reduce(torch.kron, signs)
+            self._diagonals[key] = total
+        return self._diagonals[key]
+
+
+class _Diagonal(torch.autograd.Function):
+    """Σ_i h_i |ψ_i|², with one pass over the state less than autograd would take each way."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, diagonal: Tensor) -> Tensor:
+        weighted = states * diagonal
+        ctx.save_for_backward(states, diagonal, weighted)
+        left, right = (torch.view_as_real(t).flatten(-2) for t in (states, weighted))
+        found: Tensor = torch.linalg.vecdot(left, right)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        states, diagonal, weighted = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the gradient is to be differentiated
+            weighted = states * diagonal
+        return weighted * (2 * gradient[..., None]), None
+
+
+def _string_value(states: Tensor, string: str) -> Tensor:
+    lead = states.shape[:-1]
+    axes = states.view(*lead, *(2,) * len(string))
+    after = axes
+    for place, letter in enumerate(string):
+        after_bits = (1,) * (len(string) - 1 - place)
+        if letter in "XY":
+            after = after.flip(len(lead) + place)
+        if letter in "YZ":
+            signs = [1, -1] if letter == "Z" else [-1j, 1j]
+            after = after * torch.tensor(signs, dtype=states.dtype, device=states.device).view(
+                2, *after_bits
+            )
+    products = axes.conj() * after
+    return products.reshape(*lead, -1).sum(-1).real
+
+
+def sample_frequencies(
+    likely: Tensor, shots: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """How often each outcome came in `shots` measurements, divided by `shots`.
+
+    Args:
+        likely: [..., outcomes], probabilities.
+        shots: number of measurements.
+        generator: of the noise; torch's own if left out.
+
+    Raises:
+        ConfigError: there are no shots, or these are no probabilities.
+    """
+    _check_shots(shots)
+    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
+        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
+    rows = likely.detach().reshape(-1, likely.shape[-1]).clamp(min=0)
+    drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
+    counts = torch.zeros_like(rows).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
+    return (counts / shots).view(likely.shape)
+
+
+def _check_shots(shots: int) -> None:
+    if as_integer(shots, "shots") < 1:
+        raise ConfigError(f"shots={shots}: must be at least 1")

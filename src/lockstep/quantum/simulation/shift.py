@@ -1,0 +1,136 @@
+"""Gradients by shifted angles: what can be done where only measurements are to be had.
+
+The rule holds for what is linear in the state's density matrix: probabilities and expectation
+values. Functions of these, such as a logarithm, are differentiated by the chain rule around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import as_integer, kind_of
+from lockstep.quantum.circuits.gates import shift_rule
+from lockstep.quantum.simulation.derivatives import only_once
+from lockstep.quantum.simulation.statevector import Simulator
+
+_OF_SOME = (
+    "second derivatives of some parameters' shifts are not supported: they are no sum over parts; "
+    "leave `only` out"
+)
+
+_AMPLITUDES = 1 << 17
+"""About how many amplitudes are simulated at a time: what stays in a core's cache."""
+
+Measure = Callable[[Tensor], Tensor]
+"""Probabilities or expectation values [B, M] of states [B, 2^n]."""
+
+
+def shifted(
+    simulator: Simulator, parameters: Tensor, measure: Measure, only: Tensor | None = None
+) -> Tensor:
+    """What `measure` finds, with a gradient by the parameter-shift rule.
+
+    Two evaluations for each gate with an angle that depends on a parameter; four, where the gate is
+    a controlled rotation.
+
+    Args:
+        simulator: of the circuit.
+        parameters: [..., num_parameters].
+        measure: linear in the density matrix; may sample.
+        only: [num_parameters], bool, the parameters that get a gradient; all if left out. The
+            gradient of some can't be differentiated again: derivatives of second order are no sum
+            over parts.
+
+    Returns:
+        [..., M], differentiable in the parameters, any number of times by shifts of shifts.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind, or what `measure` finds of the wrong shape.
+    """
+    if not isinstance(simulator, Simulator):
+        raise ConfigError(f"shifts need a Simulator, not {kind_of(simulator)}")
+    if not callable(measure):
+        raise ConfigError(f"measure must be a function of states, not {kind_of(measure)}")
+    count = simulator.circuit.num_parameters
+    if only is not None and (not isinstance(only, Tensor) or only.shape != (count,)):
+        raise ConfigError(f"only must be a tensor of bools [{count}], not {kind_of(only)}")
+    simulator.circuit.check_parameters(parameters)
+    angles = simulator.circuit.angles(parameters)
+    rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
+    found = _measured(rows, simulator, measure, only)
+    return found.view(*angles.shape[:-1], -1)
+
+
+def share(count: int, part: int, num_parts: int) -> Tensor:
+    """Which of `count` parameters are those of a part, for `shifted` to find the gradient of.
+
+    Returns:
+        [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+
+    Raises:
+        ConfigError: there is no such part.
+    """
+    if not 0 <= as_integer(part, "part") < as_integer(num_parts, "num_parts"):
+        raise ConfigError(f"part {part} of {num_parts}: must be from 0 to {num_parts} less one")
+    return torch.arange(count) * num_parts // count == part
+
+
+def _measured(
+    angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
+) -> Tensor:
+    """What `measure` finds [B, M] at angles [B, G] of all gates."""
+    found: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Shift(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
+    ) -> Tensor:
+        ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
+        ctx.save_for_backward(angles)
+        found = measure(simulator.state_at(angles))
+        if not isinstance(found, Tensor) or found.shape[:-1] != (len(angles),):
+            raise ConfigError(
+                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(found)}"
+            )
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (angles,) = ctx.saved_tensors
+        places, coefficients, shifts = _terms(ctx.simulator, ctx.only)
+        found = torch.zeros_like(angles)
+        chunk = max(1, _AMPLITUDES >> ctx.simulator.circuit.num_qubits)
+        for row in range(len(angles)):
+            for first in range(0, len(places), chunk):
+                own = slice(first, first + chunk)
+                moved = angles[row].repeat(len(places[own]), 1)
+                moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
+                measured = _measured(moved, ctx.simulator, ctx.measure, ctx.only)
+                values = measured @ gradient[row]
+                found[row].index_add_(0, places[own], values * coefficients[own].to(values))
+        if torch.is_grad_enabled() and ctx.only is not None:
+            found = only_once(found.detach(), _OF_SOME, gradient, angles)
+        return found, None, None, None
+
+
+def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """For each evaluation, which angle is shifted, its coefficient and its shift."""
+    terms = []
+    for place, gate in enumerate(simulator.circuit.with_angle):
+        index = None if gate.angle is None else gate.angle.index
+        if index is not None and (only is None or only[index]):
+            rule = shift_rule(gate.kind, bool(gate.controls))
+            terms += [(place, coefficient, shift) for coefficient, shift in rule]
+    device = simulator.device
+    places = torch.tensor([t[0] for t in terms], dtype=torch.int64, device=device)
+    numbers = torch.tensor([t[1:] for t in terms], dtype=torch.float64, device=device)
+    coefficients, shifts = numbers.view(-1, 2).unbind(1)
+    return places, coefficients, shifts

@@ -1,0 +1,176 @@
+"""Exact simulation: all 2^n amplitudes, for a batch of parameters, differentiable."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.transport import Transport
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.blocks import BlockMatrices
+from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
+from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
+from lockstep.quantum.simulation.adjoint import Evolve, Program, StatePart
+from lockstep.quantum.simulation.derivatives import AddUp
+from lockstep.quantum.simulation.memory import check_memory, memory_bytes
+
+
+class Simulator:
+    """A circuit, ready to be run many times.
+
+    Args:
+        circuit: to simulate.
+        dtype: complex64 or complex128.
+        device: where to compute.
+        max_targets: qubits of a fused block; 1 fuses only gates on one qubit.
+        transport: to other ranks, a power of two of them, that each hold an equal part of the
+            state: rank r has the amplitudes whose index has r for its high bits. All of them must
+            do the same. Without it, the state is whole.
+
+    Attributes:
+        transport: to other ranks; None where the state is whole.
+        num_ranks: that hold the state.
+        rank: of this part.
+        part: of the state that this rank has.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
+            or too great for so few qubits.
+    """
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        dtype: torch.dtype = torch.complex128,
+        device: torch.device | str = "cpu",
+        max_targets: int = MAX_TARGETS,
+        transport: Transport | None = None,
+    ) -> None:
+        self.num_ranks = num_ranks = 1 if transport is None else transport.size
+        self.transport = transport if num_ranks > 1 else None
+        self.rank = 0 if self.transport is None else self.transport.rank
+        if not isinstance(circuit, Circuit):
+            raise ConfigError(f"a simulator needs a Circuit, not {kind_of(circuit)}")
+        if dtype not in (torch.complex64, torch.complex128):
+            raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
+        if as_integer(max_targets, "max_targets") < 1:
+            raise ConfigError(f"max_targets {max_targets}: must be at least 1")
+        if num_ranks & (num_ranks - 1):
+            raise ConfigError(
+                f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
+                "two"
+            )
+        self.circuit = circuit
+        self.dtype = dtype
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device {device!r}: there is no such device") from error
+        self._num_rank_axes = num_ranks.bit_length() - 1
+        self._max_targets = max_targets
+        self.num_local = circuit.num_qubits - self._num_rank_axes
+        self.part = StatePart(self.num_local, self.rank, self.transport)
+        self._memory = memory_bytes(self.device)
+        self.from_zero = self._program(from_zero=True)
+
+    @cached_property
+    def from_any(self) -> Program:
+        """The circuit's program for states that are given."""
+        return self._program(from_zero=False)
+
+    def _program(self, from_zero: bool) -> Program:
+        laid_out = plan(self.circuit, self._max_targets, self._num_rank_axes, from_zero)
+        return Program(laid_out, BlockMatrices(laid_out.blocks, self.dtype, self.device))
+
+    def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
+        """The state after the circuit.
+
+        Args:
+            parameters: [..., num_parameters], real; may be left out where there are none.
+            initial: [..., 2^n], complex, instead of |0…0>; this rank's part of it.
+
+        Returns:
+            [..., 2^n], complex, differentiable in both; with several ranks, this one's part of
+            it. Qubit 0 is the lowest bit of an index.
+
+        Raises:
+            ConfigError: the parameters or the initial state are no tensor of such a shape, or the
+                state does not fit into memory.
+        """
+        real = self.dtype.to_real()
+        if parameters is None:
+            if self.circuit.num_parameters:
+                raise ConfigError(f"the circuit needs {self.circuit.num_parameters} parameters")
+            parameters = torch.zeros(0, dtype=real, device=self.device)
+        self.circuit.check_parameters(parameters)
+        return self.state_at(self.circuit.angles(parameters.to(real)), initial)
+
+    def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
+        """As `state`, from the angles [..., G] of all gates that have one."""
+        if not torch.is_grad_enabled():
+            angles = angles.detach()  # so that nothing is kept for a backward pass
+        lead = self._lead(angles, initial)
+        batch = lead.numel()
+        grads = torch.is_grad_enabled() and (
+            angles.requires_grad or (initial is not None and initial.requires_grad)
+        )
+        num_qubits, num_ranks = self.circuit.num_qubits, self.num_ranks
+        check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
+        if num_ranks > 1 and batch > 1:
+            raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
+        # Without a batch of angles, all states share their matrices.
+        rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
+        if len(rows) not in (1, batch):
+            rows = angles.expand(*lead, -1).reshape(batch, -1)
+        if initial is None:
+            is_first = float(self.rank == 0)
+            start = torch.full((batch, 1), is_first, dtype=self.dtype, device=self.device)
+            program = self.from_zero
+        else:
+            start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
+            program = self.from_any
+        found: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
+        return found.view(*lead, -1)
+
+    def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
+        """The shape of the batch."""
+        count = len(self.circuit.with_angle)
+        if not isinstance(angles, Tensor) or not angles.dim() or angles.shape[-1] != count:
+            raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
+        if initial is None:
+            return angles.shape[:-1]
+        size = 1 << self.num_local
+        if not isinstance(initial, Tensor) or not initial.dim() or initial.shape[-1] != size:
+            raise ConfigError(
+                f"the initial state must be a tensor [..., {size}], not {kind_of(initial)}"
+            )
+        try:
+            batch = torch.broadcast_shapes(angles.shape[:-1], initial.shape[:-1])  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise ConfigError(
+                f"parameters {list(angles.shape[:-1])} and initial states "
+                f"{list(initial.shape[:-1])} are no batch"
+            ) from error
+        return torch.Size(batch)
+
+    def add_up(self, local: Tensor) -> Tensor:
+        """The sum over all ranks of what each has found in its part of the state: [M], real.
+
+        Differentiable: the gradient goes to all of them.
+        """
+        found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        return found
+
+
+def statevector(
+    circuit: Circuit, parameters: Tensor | None = None, dtype: torch.dtype = torch.complex128
+) -> Tensor:
+    """The state [..., 2^n] after a circuit, for parameters [..., num_parameters].
+
+    Raises:
+        ConfigError: as `Simulator.state`.
+    """
+    device = "cpu" if parameters is None else parameters.device
+    return Simulator(circuit, dtype, device).state(parameters)

@@ -1,0 +1,84 @@
+"""The quantum transformer's amplitude without a circuit.
+
+With t_p the state of word p, Ψ_i = Σ_{j<i} t_j t_jᵀ / n_i of norm 1, V on the first register and W
+on the second, transition i = 1..T contributes
+
+    a_i = t_{i-1}† W Ψ_i Vᵀ t_i* = (1/n_i) Σ_{j<i} (t_i† V t_j) (t_{i-1}† W t_j)
+
+and the amplitude is A = (1/T) Σ_i a_i. The right-hand side is attention with two bilinear scores
+and a causal mask: Ψ_i never has to be made.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.quantum.transformer.encoding import context_norms
+
+EPSILON = 1e-12
+"""Added to the probability before the logarithm."""
+
+
+class Transitions(NamedTuple):
+    """Transitions of B sentences, ready to be scored.
+
+    Attributes:
+        queries: [2, B, R, d], the states t_i and t_{i-1} of R transitions.
+        keys: [B, K, d], the states t_j.
+        factors: [B, R, K], 1 / (n_i T) where j < i, else 0.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    factors: Tensor
+
+
+def transitions(states: Tensor, count: Tensor, rows: Tensor | None = None) -> Transitions:
+    """The transitions of sentences, or some of them.
+
+    Args:
+        states: [B, L, d], real, of norm 1; anything beyond a sentence's end.
+        count: [B], int64, T of each sentence, at most L - 1.
+        rows: [B, R], int64, which i to take, 0 for none; all of 1..L-1 if left out.
+    """
+    norms, keys = context_norms(states), states[:, :-1]
+    columns = torch.arange(keys.shape[1], device=states.device)
+    if rows is None:
+        rows = (columns + 1).expand(len(states), -1)
+        targets, currents = states[:, 1:], keys
+    else:
+        places = rows.clamp(min=1)[:, :, None].expand(-1, -1, states.shape[2])
+        targets, currents = states.gather(1, places), states.gather(1, places - 1)
+        norms = norms.gather(1, places[:, :, 0] - 1)
+    mask = columns < (rows * (rows <= count[:, None]))[:, :, None]
+    factors = mask / (norms * count[:, None])[:, :, None]
+    return Transitions(torch.stack([targets, currents]), keys, factors)
+
+
+def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
+    """What the transitions contribute to A of their sentences: with all of them, A.
+
+    Args:
+        unitaries: [..., 2, b, d, d], V and W, complex; b is 1, or B for those of each sentence.
+        given: transitions of B sentences, in the precision of the unitaries.
+
+    Returns:
+        [..., B], complex.
+    """
+    dtype = unitaries.dtype
+    scores = given.queries.to(dtype) @ unitaries @ given.keys.mT.to(dtype)
+    products = scores.select(-4, 0) * scores.select(-4, 1)
+    return (products * given.factors).flatten(-2).sum(-1)
+
+
+def probability(amplitude: Tensor) -> Tensor:
+    """|A|², elementwise."""
+    return torch.view_as_real(amplitude).square().sum(-1)
+
+
+def loss(probability: Tensor) -> Tensor:
+    """-ln(P + 1e-12), elementwise."""
+    return -torch.log(probability + EPSILON)

@@ -1,0 +1,307 @@
+"""The quantum transformer: words in, the probability of their sentence out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.quantum.circuits.circuit import Circuit, as_integer
+from lockstep.quantum.simulation.derivatives import differentiable_once
+from lockstep.quantum.simulation.memory import check_fits
+from lockstep.quantum.simulation.shift import share, shifted
+from lockstep.quantum.simulation.statevector import Simulator
+from lockstep.quantum.transformer.ansatz import angle_shape, unitaries
+from lockstep.quantum.transformer.closed_form import amplitudes, probability, transitions
+from lockstep.quantum.transformer.encoding import encode, positions, word_vectors
+from lockstep.quantum.transformer.superposition import superposition
+
+_MOST_SIMULATORS = 512
+"""Sentences whose circuits are kept ready."""
+
+_OF_PARTS = (
+    "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
+    "take one part (num_parts=1)"
+)
+
+_LARGE_REGISTER = 8
+"""Qubits from which on V and W might not fit into memory."""
+_COPIES = 4
+"""Of V and of W in memory while they are multiplied up from their blocks."""
+_COPIES_OF_A_BLOCK = 2
+"""Further ones for the gradient, for each block."""
+
+START_SCALE = 0.1
+"""Angles start at 0.1 · N(0, 1)."""
+
+
+class Sentences(NamedTuple):
+    """A batch of B sentences.
+
+    Attributes:
+        words: [B, L], int64, rows of the embeddings; anything beyond a sentence's end.
+        transitions: [B], int64, number of words less one.
+        parts: [B], int64, which part of the work is wanted.
+    """
+
+    words: Tensor
+    transitions: Tensor
+    parts: Tensor
+
+
+class QuantumTransformer(nn.Module):
+    """V and W of one or more restarts, and the fixed vectors of words.
+
+    Attributes:
+        angles: [restarts, 2, *angle_shape], V and W; flat, those of a restart are 48L for d = 4.
+        embeddings: [words, d], drawn once from the seed and kept in checkpoints.
+        vocabulary: the words as bytes, one a line, so that a checkpoint says what its rows are.
+    """
+
+    angles: nn.Parameter
+    embeddings: Tensor
+    vocabulary: Tensor
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        dim: int,
+        num_layers: int = 1,
+        *,
+        restarts: int = 1,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        """Draw embeddings from the seed, and angles from torch's generator.
+
+        Args:
+            words: the vocabulary.
+            dim: of a word's state, a power of two from 2 on.
+            num_layers: of the ansatz.
+            restarts: independent sets of angles.
+            seed: of the embeddings.
+            dtype: of angles and embeddings; amplitudes are complex numbers of twice the bytes.
+
+        Raises:
+            ConfigError: a number is not usable, a word is none, or the model does not fit into
+                memory.
+        """
+        super().__init__()
+        _check(words, dim, num_layers, restarts, seed, dtype)
+        self.num_qubits = dim.bit_length() - 1
+        shape = (restarts, 2, *angle_shape(self.num_qubits, num_layers))
+        self.angles = nn.Parameter(START_SCALE * torch.randn(shape, dtype=dtype))
+        self.register_buffer("embeddings", word_vectors(words, dim, seed).to(dtype))
+        self.register_buffer(
+            "vocabulary", torch.tensor(list("\n".join(words).encode()), dtype=torch.uint8)
+        )
+        self._positions = positions(0, dim)
+        self._simulators: dict[tuple[int, ...], Simulator] = {}
+        self.register_load_state_dict_pre_hook(_check_vocabulary)  # type: ignore[no-untyped-call]
+
+    @property
+    def words(self) -> list[str]:
+        """The vocabulary, in the order of the embeddings."""
+        return bytes(self.vocabulary.tolist()).decode().split("\n")
+
+    @torch.no_grad()
+    def encode(self, words: Tensor) -> Tensor:
+        """The states [..., L, d] of words [..., L] at positions 0..L-1."""
+        length, dim = words.shape[-1], self.embeddings.shape[1]
+        if len(self._positions) < length:
+            self._positions = positions(length, dim).to(self.embeddings)
+        return encode(self.embeddings[words], self._positions[:length])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own simulators when it needs them."""
+        return {**self.__dict__, "_simulators": {}}
+
+    def unitaries(self, restarts: Tensor | None = None) -> Tensor:
+        """V and W of all restarts, or of some: [restarts, 2, d, d], complex.
+
+        Raises:
+            ConfigError: they do not fit into memory.
+        """
+        angles = self.angles if restarts is None else self.angles[restarts]
+        if self.num_qubits >= _LARGE_REGISTER:  # small steps take less than a millisecond
+            self._check_unitaries(angles)
+        return unitaries(angles, self.num_qubits)
+
+    def _check_unitaries(self, angles: Tensor) -> None:
+        copies = _COPIES
+        if torch.is_grad_enabled():
+            copies += _COPIES_OF_A_BLOCK * self.num_qubits * angles.shape[2]
+        matrix = self.angles.dtype.to_complex().itemsize << (2 * self.num_qubits)
+        check_fits(
+            f"V and W on {self.num_qubits} qubits each",
+            2 * len(angles) * copies * matrix,
+            angles.device,
+            f"take fewer than {1 << self.num_qubits} dimensions, fewer layers or fewer restarts",
+        )
+
+    def forward(self, batch: Sentences) -> Tensor:
+        """|A|² of each sentence, for each restart: [restarts, B]."""
+        given = transitions(self.encode(batch.words), batch.transitions)
+        return probability(amplitudes(self.unitaries().unsqueeze(-3), given))
+
+    def by_transitions(self, batch: Sentences, num_parts: int) -> Tensor:
+        """As `forward`, but with gradients through some transitions of each sentence only.
+
+        Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
+        gradients of any function of the result is the gradient of that function. With more than
+        one part, second derivatives are an error: they are no such sum.
+        """
+        states = self.encode(batch.words)
+        matrices = self.unitaries().unsqueeze(-3)
+        with torch.no_grad():
+            whole = amplitudes(matrices, transitions(states, batch.transitions))
+        first = batch.parts * batch.transitions // num_parts
+        last = (batch.parts + 1) * batch.transitions // num_parts
+        width = max(1, int((last - first).max()))
+        rows = first[:, None] + torch.arange(1, width + 1, device=first.device)
+        rows = rows * (rows <= last[:, None])
+        part = amplitudes(matrices, transitions(states, batch.transitions, rows))
+        if num_parts > 1:
+            part = differentiable_once(part, _OF_PARTS)
+        return probability(whole + (part - part.detach()))
+
+    def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
+        """As `forward`, for a part of the restarts of each sentence: [restarts / P, B]."""
+        size = len(self.angles) // num_parts
+        chosen, index = torch.unique(batch.parts, return_inverse=True)
+        restarts = (chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
+        matrices = self.unitaries(restarts)
+        matrices = matrices.view(-1, size, *matrices.shape[1:])[index].permute(1, 2, 0, 3, 4)
+        given = transitions(self.encode(batch.words), batch.transitions)
+        return probability(amplitudes(matrices, given))
+
+    def by_circuits(
+        self,
+        batch: Sentences,
+        *,
+        shift: bool = False,
+        shots: int | None = None,
+        num_parts: int = 1,
+    ) -> Tensor:
+        """As `forward`, by simulating each sentence's superposition circuit.
+
+        Args:
+            batch: the sentences.
+            shift: gradients by the parameter-shift rule instead of adjoint differentiation.
+            shots: estimate each probability by so many measurements, with torch's generator;
+                needs `shift`.
+            num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
+                only, p·N/P .. (p + 1)·N/P of N.
+
+        Raises:
+            ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
+                memory.
+        """
+        if not shift and (shots is not None or num_parts > 1):
+            raise ConfigError("shots and parts are for gradients by shifts; set shift=True")
+        angles = self.angles.flatten(1)
+
+        def measure(states: Tensor) -> Tensor:
+            exact = probability(states[:, :1])
+            if shots is None:
+                return exact
+            counts = torch.binomial(torch.full_like(exact, shots), exact.clamp(0, 1))
+            return counts / shots
+
+        found = []
+        rows = zip(
+            batch.words.tolist(), batch.transitions.tolist(), batch.parts.tolist(), strict=True
+        )
+        for words, count, part in rows:
+            simulator = self._simulator(tuple(words[: count + 1]))
+            if shift:
+                only = share(angles.shape[1], part, num_parts) if num_parts > 1 else None
+                found.append(shifted(simulator, angles, measure, only)[:, 0])
+            else:
+                found.append(measure(simulator.state(angles))[:, 0])
+        return torch.stack(found, dim=1)
+
+    def circuit(self, words: Sequence[int]) -> Circuit:
+        """The superposition circuit of a sentence, given as rows of the embeddings.
+
+        Raises:
+            ConfigError: there are fewer than two words, a row is none, or the circuit does not fit
+                into memory.
+        """
+        count = len(self.embeddings)
+        wrong = [row for row in words if not 0 <= as_integer(row, "word") < count]
+        if wrong:
+            raise ConfigError(f"word {wrong[0]}: the embeddings have {count} rows")
+        states = self.encode(torch.tensor(words, device=self.angles.device))
+        return superposition(states, self.angles.shape[2])
+
+    def _simulator(self, words: tuple[int, ...]) -> Simulator:
+        if words not in self._simulators:
+            if len(self._simulators) == _MOST_SIMULATORS:
+                self._simulators.clear()
+            dtype = self.angles.dtype.to_complex()
+            made = Simulator(self.circuit(words), dtype, self.angles.device)
+            self._simulators[words] = made
+        return self._simulators[words]
+
+    @torch.no_grad()
+    def rank_next(self, prefix: Sequence[int], candidates: Tensor, restart: int = 0) -> Tensor:
+        """|A|² of the prefix followed by each candidate.
+
+        Args:
+            prefix: rows of the embeddings, at least one.
+            candidates: [C], int64.
+            restart: whose angles.
+
+        Returns:
+            [C], in the order of the candidates.
+        """
+        start = torch.tensor(prefix, device=candidates.device).expand(len(candidates), -1)
+        words = torch.cat([start, candidates[:, None]], dim=1)
+        count = torch.full_like(candidates, len(prefix))
+        given = transitions(self.encode(words), count)
+        one = torch.tensor([restart], device=candidates.device)
+        return probability(amplitudes(self.unitaries(one).unsqueeze(-3), given))[0]
+
+
+def _check(
+    words: Sequence[str], dim: int, num_layers: int, restarts: int, seed: int, dtype: torch.dtype
+) -> None:
+    """Refuse what no model can be made of.
+
+    Raises:
+        ConfigError: as `QuantumTransformer`.
+    """
+    if isinstance(words, str) or not all(isinstance(w, str) and "\n" not in w for w in words):
+        raise ConfigError("the vocabulary must be a sequence of words, each of one line")
+    if as_integer(dim, "dim") < 2 or dim & (dim - 1):
+        raise ConfigError(f"dim={dim}: must be a power of two from 2 on")
+    for name, value in (("num_layers", num_layers), ("restarts", restarts)):
+        if as_integer(value, name) < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1")
+    if not 0 <= as_integer(seed, "seed") < 1 << 64:
+        raise ConfigError(f"seed={seed}: must be from 0 to 2^64 - 1")
+    if dtype not in (torch.float64, torch.float32):
+        raise ConfigError(f"dtype={dtype}: must be torch.float64 or torch.float32")
+    num_angles = 2 * restarts * math.prod(angle_shape(dim.bit_length() - 1, num_layers))
+    check_fits(
+        f"a model of {len(words)} words of dimension {dim} with {num_angles:,} angles",
+        2 * (len(words) * dim + num_angles) * torch.float64.itemsize,
+        advice="take a smaller dimension, fewer layers or fewer restarts",
+    )
+
+
+def _check_vocabulary(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse the parameters of another vocabulary, whose rows would mean other words."""
+    assert isinstance(module, QuantumTransformer)
+    theirs = state.get(prefix + "vocabulary")
+    if theirs is not None and not torch.equal(theirs.cpu(), module.vocabulary.cpu()):
+        raise CheckpointError(
+            "vocabulary: the checkpoint's words are not those of the corpus; has the corpus "
+            "changed? Train on it in a new run directory"
+        )
+    module._simulators.clear()

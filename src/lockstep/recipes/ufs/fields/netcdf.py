@@ -1,0 +1,205 @@
+"""Opening NetCDF files and reading pieces of their variables, with errors for the user."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.recipes.ufs.fields.classic import check_whole
+from lockstep.recipes.ufs.fields.decode import KEYS, Masked, Unusable, decoded
+
+MOST_VALUES = 1 << 24
+"""In one piece that is read; a band of the grid is far smaller."""
+
+MOST_CHUNK_BYTES = 1 << 28
+"""The library holds a chunk in memory to read a single value of it."""
+
+_MOST_SHOWN = 40
+
+
+class NetcdfFile:
+    """A NetCDF file that is open for reading.
+
+    Attributes:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open it.
+
+        Raises:
+            ConfigError: the netCDF4 package is not installed.
+            DataError: there is no such file, or it is damaged, truncated or no NetCDF.
+        """
+        self.path = path
+        with _readable(path):
+            if not path.is_file():
+                what = "is no regular file" if path.exists() else "there is no such file"
+                raise DataError(f"{path}: {what}")
+            check_whole(path)
+            # The library takes a name that begins like a URL for one.
+            self._data = netcdf4().Dataset(os.path.abspath(path), "r")
+            self._data.set_auto_maskandscale(False)
+            self._data.set_auto_chartostring(False)
+
+    def close(self) -> None:
+        """Close it."""
+        self._data.close()
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the first two dims of a field that are stored together; 1 if not chunked."""
+        for variable in self._data.variables.values():
+            chunks = variable.chunking()
+            if len(variable.dimensions) == 3 and isinstance(chunks, list):
+                return int(chunks[-2] if variable.dimensions[0] == "time" else chunks[0])
+        return 1
+
+    def size(self, dim: str) -> int:
+        """The length of a dim; 1 if there is none of that name."""
+        return len(self._data.dimensions[dim]) if dim in self._data.dimensions else 1
+
+    def has(self, name: str) -> bool:
+        """Whether there is a variable of that name."""
+        return name in self._data.variables
+
+    def dims(self, name: str) -> dict[str, int]:
+        """Names and sizes of a variable's dims.
+
+        Raises:
+            DataError: there is no such variable (the message has those there are), it is not of
+                numbers, has a dim twice, or its chunks are too large to be read.
+        """
+        variable = self._variable(name)
+        found = dict(zip(variable.dimensions, map(int, variable.shape), strict=True))
+        if len(found) < variable.ndim:
+            names = ", ".join(map(printable, variable.dimensions))
+            raise DataError(f"{self.path}: {name}: has one dim twice: ({names})")
+        return found
+
+    def unit(self, name: str) -> str | None:
+        """A variable's `units` attribute, None if it has none."""
+        found = self._attributes(name, ("units",))
+        return str(found["units"]) if found else None
+
+    def read(self, name: str, index: tuple[int | slice, ...]) -> Masked:
+        """A piece of a variable, unpacked; missing values are masked, NaN is not.
+
+        Raises:
+            DataError: the file is damaged there, the piece has more than `MOST_VALUES` values, or
+                the attributes that say what is missing or packed do not fit the variable.
+        """
+        variable = self._variable(name)
+        num_values = 1
+        for size, part in zip(variable.shape, index, strict=True):
+            num_values *= len(range(*part.indices(size))) if isinstance(part, slice) else 1
+        if num_values > MOST_VALUES:
+            raise DataError(
+                f"{self.path}: {name}: has {num_values} values where at most {MOST_VALUES} can be; "
+                "the size of a dim is wrong"
+            )
+        with _readable(self.path, name):
+            stored = np.asarray(variable[index])
+        try:
+            return decoded(stored, self._attributes(name, KEYS))
+        except Unusable as error:
+            raise DataError(f"{self.path}: {name}: {error}; mend the attribute") from error
+
+    def time(self, index: int = 0) -> str:
+        """The time of the fields, as text; empty if the file does not say.
+
+        Raises:
+            DataError: the variable `time` is no number or no list of numbers.
+        """
+        if not self.has("time"):
+            return ""
+        sizes = [*self.dims("time").values()]
+        if len(sizes) > 1:
+            raise DataError(f"{self.path}: time: has {len(sizes)} dims; must be (time)")
+        if sizes and index >= sizes[0]:
+            return ""
+        value = self.read("time", (index,) if sizes else ())
+        if np.ma.is_masked(value):
+            return ""
+        return f"{float(value):.10g} {self.unit('time') or ''}".rstrip()
+
+    def _variable(self, name: str) -> Any:
+        if not self.has(name):
+            raise DataError(self._missing(name))
+        variable = self._data.variables[name]
+        kind = variable.datatype
+        if not isinstance(kind, np.dtype) or kind.kind not in "iuf":
+            text = getattr(kind, "name", "text") if kind is not str else "text"
+            raise DataError(f"{self.path}: {name}: is of type {text}; must be numbers")
+        with _readable(self.path, name):
+            chunks = variable.chunking() if variable.ndim else None
+        if isinstance(chunks, list):
+            num_bytes = kind.itemsize * int(np.prod(chunks, dtype=object))
+            if num_bytes > MOST_CHUNK_BYTES:
+                raise DataError(
+                    f"{self.path}: {name}: is stored in chunks of {num_bytes} bytes; store it in "
+                    f"chunks of at most {MOST_CHUNK_BYTES} with nccopy -c"
+                )
+        return variable
+
+    def _attributes(self, name: str, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Those of some attributes that a variable has."""
+        variable = self._data.variables[name]
+        with _readable(self.path, name):
+            return {key: variable.getncattr(key) for key in variable.ncattrs() if key in keys}
+
+    def _missing(self, name: str) -> str:
+        """The message for a variable that is not there."""
+        names = list(self._data.variables)
+        nearest = difflib.get_close_matches(name, names[:1000], n=1, cutoff=0.5)
+        hint = f"; the nearest is {printable(nearest[0])}" if nearest else ""
+        there = ", ".join(printable(n) for n in names[:_MOST_SHOWN]) or "none"
+        there += f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+        groups = "; those in groups are not looked at" if self._data.groups else ""
+        return f"{self.path}: has no variable {name}{hint} (it has {there}{groups})"
+
+
+def printable(text: str) -> str:
+    """A name from a file for messages: in one line that is not too long."""
+    clean = "".join(c if c.isprintable() else "?" for c in text[:80])
+    return clean if len(text) <= 80 else f"{clean}…"
+
+
+def netcdf4() -> Any:
+    """The netCDF4 package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import netCDF4
+    except ImportError as error:
+        raise ConfigError(
+            'NetCDF files need the netCDF4 package: pip install "lockstep-train[ufs]"'
+        ) from error
+    return netCDF4
+
+
+@contextmanager
+def _readable(path: Path, name: str = "") -> Iterator[None]:
+    """Turns what is raised at a damaged file into one message."""
+    where = f"{path}: {name}" if name else str(path)
+    try:
+        yield
+    except LockstepError:
+        raise
+    except PermissionError as error:
+        raise DataError(f"{where}: cannot be read: {error.strerror}") from error
+    except Exception as error:  # the library has no exceptions of its own: any kind can come
+        detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise DataError(
+            f"{where}: is not NetCDF, or is truncated or damaged ({printable(str(detail))}); get "
+            "the file again"
+        ) from error

@@ -1,0 +1,96 @@
+"""Where the cells of a grid are: degrees, not radians, and the same in all files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError
+from lockstep.recipes.ufs.fields.decode import Masked
+
+Places = tuple[Masked, Masked]
+"""Latitude and longitude, of one shape."""
+
+TOLERANCE_DEG = 1e-4
+"""Places that differ by less are the same: files round them differently."""
+
+_TOLERANCE_RADIANS = 1e-3
+
+_RANGES = (("latitude", -90.0, 90.0), ("longitude", -360.0, 720.0))
+
+
+def check_degrees(path: Path, places: Places, said: bool) -> None:
+    """See that places can be in degrees.
+
+    Args:
+        path: of their file, for the message.
+        places: of cells, or the two axes of a grid.
+        said: whether the file says that they are in degrees.
+
+    Raises:
+        DataError: one is out of range; or all could be in radians, and the file does not say.
+    """
+    could_be_radians = True
+    limits = zip(places, _RANGES, (math.pi / 2, 2 * math.pi), strict=True)
+    for axis, (name, low, high), most_radians in limits:
+        values = _filled(axis)
+        finite = values[np.isfinite(values)]
+        if not finite.size:
+            return
+        least, greatest = float(finite.min()), float(finite.max())
+        if least < low - TOLERANCE_DEG or greatest > high + TOLERANCE_DEG:
+            bad = least if least < low else greatest
+            raise DataError(f"{path}: {name}: {bad:.6g} is outside {low:g} to {high:g} degrees")
+        could_be_radians &= max(-least, greatest) < most_radians + _TOLERANCE_RADIANS
+    if could_be_radians and not said:
+        raise DataError(
+            f"{path}: latitude: all places are within 1.57 of 0, as if they were in radians; must "
+            "be in degrees. If they are, say so with the attribute units=degrees_north"
+        )
+
+
+def check_same(first: Path, expected: Places, other: Path, found: Places) -> None:
+    """See that cells are at the same places in two files; missing places are not compared.
+
+    Args:
+        first: the file of `expected`.
+        expected: places of some cells.
+        other: the file of `found`.
+        found: places of the same cells.
+
+    Raises:
+        DataError: they are not.
+    """
+    for (name, *_), one, two in zip(_RANGES, expected, found, strict=True):
+        a, b = _filled(one), _filled(two)
+        if np.array_equal(a, b, equal_nan=True):
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        gaps = np.abs(a - b)
+        if name == "longitude":
+            gaps = np.abs((gaps + 180) % 360 - 180)
+        gap = float(np.nanmax(gaps, initial=0))
+        if gap > TOLERANCE_DEG:
+            turned = _direction(a) * _direction(b) < 0
+            hint = f"; {name} runs the other way in one of them" if turned else ""
+            raise DataError(
+                f"{first} and {other}: are on different grids: {name} differs by up to {gap:.4g} "
+                f"degrees{hint}"
+            )
+
+
+def _direction(values: npt.NDArray[Any]) -> float:
+    """Whether values grow or fall, as a sign, from the first to the last row; 0 if neither."""
+    finite = values[np.isfinite(values).reshape(len(values), -1).all(axis=1)]
+    return float(np.sign(np.mean(finite[-1] - finite[0]))) if len(finite) > 1 else 0.0
+
+
+def _filled(axis: Masked) -> npt.NDArray[Any]:
+    """Values as floats, NaN where they are missing."""
+    floats = axis if axis.dtype.kind == "f" else axis.astype(np.float64)
+    found: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
+    return found

@@ -1,0 +1,172 @@
+"""The rows a run is about: chosen, split by blocks or times, and their exact statistics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.moments import Moments
+from lockstep.errors import DataError
+from lockstep.recipes.ufs.fields.bands import draw, load
+
+LEAST_DEVIATION = 1e-6
+"""A column that varies less is not scaled."""
+
+_SPLITS = ("val", "test")
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Cells with their values, N of them; columns as in the `Selection`.
+
+    Attributes:
+        values: [N, variables], float32, in the variables' units.
+        cell: [N], int64: which cell of the grid.
+        time: [N], int32: which scene.
+        place: [N, 2], float32: latitude and longitude in degrees.
+    """
+
+    values: npt.NDArray[np.float32]
+    cell: npt.NDArray[np.int64]
+    time: npt.NDArray[np.int32]
+    place: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.cell)
+
+    def take(self, chosen: Bools | Ints) -> Rows:
+        """Some of the rows."""
+        return Rows(**{name: array[chosen] for name, array in vars(self).items()})
+
+
+def gather(paths: Sequence[Path], most: int) -> Rows:
+    """At most `most` rows of all bands: those that `draw` gives the least numbers.
+
+    The files are gone through twice, so that memory holds the chosen rows and one band.
+
+    Args:
+        paths: from `keep_bands`.
+        most: rows to keep; a drawn part of a larger number, from everywhere alike.
+    """
+    drawn = [draw(*load(path, "cell", "time")) for path in paths]
+    whole = np.concatenate(drawn)
+    limit = np.partition(whole, most)[most] if len(whole) > most else np.inf
+    parts = []
+    for path, numbers in zip(paths, drawn, strict=True):
+        chosen = np.flatnonzero(numbers < limit)
+        values, cell, time, place = load(path, "values", "cell", "time", "place")
+        parts.append(Rows(values[:, chosen].T, cell[chosen], time[chosen], place[:, chosen].T))
+    return joined(parts)
+
+
+def digest(rows: Rows) -> str:
+    """SHA-256 of all rows."""
+    found = hashlib.sha256()
+    for array in vars(rows).values():
+        found.update(f"{array.dtype.str}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, of which there is at least one."""
+    names = Rows.__dataclass_fields__
+    return Rows(**{n: np.concatenate([getattr(part, n) for part in parts]) for n in names})
+
+
+def blocks(rows: Rows, num_columns: int, size: int) -> Ints:
+    """The number of each row's block: `size` x `size` cells of the grid, at all times."""
+    across = -(-num_columns // size)
+    found: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
+    return found
+
+
+def split(
+    rows: Rows, group: Ints, by: Literal["blocks", "time"], val: float, test: float
+) -> dict[str, Rows]:
+    """Training, validation and test rows; neighbours stay together.
+
+    Args:
+        rows: all of them.
+        group: [N], the block of each, used by `blocks`.
+        by: `blocks` takes whole blocks in an order that looks random, `time` the last scenes.
+        val: part of the rows for validation, 0 for none.
+        test: part for testing, 0 for none.
+
+    Returns:
+        Rows by `train`, `val` and `test`; only those that are to be there.
+
+    Raises:
+        DataError: there are too few blocks or scenes.
+    """
+    units, index, counts = np.unique(
+        group if by == "blocks" else rows.time, return_inverse=True, return_counts=True
+    )
+    order = (
+        np.argsort(draw(units.astype(np.int64), -1))
+        if by == "blocks"
+        else np.arange(len(units))[::-1]
+    )
+    label = np.zeros(len(units), np.int8)
+    position = 0
+    for number, part in enumerate((val, test), start=1):
+        # Whole units, until there are enough rows; at least one, if any are wanted.
+        wanted, taken = part * len(rows), 0
+        while taken < wanted and position < len(order):
+            label[order[position]] = number
+            taken += int(counts[order[position]])
+            position += 1
+    if position >= len(units):
+        what = "blocks of the grid; lower split_block_cells" if by == "blocks" else "times"
+        raise DataError(
+            f"split={by}: val_fraction={val} and test_fraction={test} leave nothing to train on: "
+            f"the {len(rows)} rows are of {len(units)} {what}"
+        )
+    found = {
+        name: rows.take(label[index] == number) for number, name in enumerate(("train", *_SPLITS))
+    }
+    return {name: part for name, part in found.items() if len(part)}
+
+
+def first_spread(rows: Rows, count: int) -> Rows:
+    """The same rows with `count` evenly spaced ones (all, if there are fewer) in front."""
+    count = min(count, len(rows))
+    front = (2 * np.arange(count) + 1) * len(rows) // max(1, 2 * count)
+    rest = np.ones(len(rows), bool)
+    rest[front] = False
+    return rows.take(np.concatenate([front, np.flatnonzero(rest)]))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and population standard deviation of each variable.
+
+    Attributes:
+        mean: [variables], float64.
+        deviation: [variables], float64; 1 for a variable that does not vary.
+    """
+
+    mean: npt.NDArray[np.float64]
+    deviation: npt.NDArray[np.float64]
+
+
+def scale_of(parts: Iterable[Rows]) -> Scale:
+    """Statistics of all rows of all parts: the same to the last bit however they are cut."""
+    columns = zip(
+        *([Moments.of(column) for column in part.values.T] for part in parts), strict=True
+    )
+    moments = [reduce(Moments.__add__, column) for column in columns]
+    deviation = np.array([m.deviation for m in moments])
+    return Scale(
+        np.array([m.mean for m in moments]),
+        np.where(deviation > LEAST_DEVIATION, deviation, 1.0),
+    )

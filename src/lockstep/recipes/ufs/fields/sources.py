@@ -1,0 +1,116 @@
+"""Which files there are: the scenes of a config, all on one grid, in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.recipes.ufs.fields.cf import PairScene
+from lockstep.recipes.ufs.fields.cice import HistoryScene
+from lockstep.recipes.ufs.fields.scenes import Scene, closed_on_error
+
+
+@dataclass(frozen=True)
+class Source:
+    """A scene that can be opened.
+
+    Attributes:
+        paths: a history file, or the atmosphere's and the ocean's file.
+        time: which of a history file's times.
+        level: of upper-air fields, see `PairScene`.
+    """
+
+    paths: tuple[Path, ...]
+    time: int = 0
+    level: int | None = None
+
+    def open(self) -> Scene:
+        """Open it.
+
+        Raises:
+            DataError: see `HistoryScene` and `PairScene`.
+        """
+        if len(self.paths) == 1:
+            return HistoryScene(self.paths[0], self.time)
+        return PairScene(self.paths[0], self.paths[1], self.level)
+
+    def key(self) -> list[object]:
+        """What tells it apart from others, as JSON.
+
+        Files are known by path, inode, size, and the times of the last change of their content
+        and, since programs can set that one, of anything.
+        """
+        found = [(str(path.resolve()), path.stat()) for path in self.paths]
+        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found]
+        return [files, self.time, self.level]
+
+
+def find_sources(
+    history: Sequence[str], atmosphere: Sequence[str], ocean: Sequence[str], level: int | None
+) -> list[Source]:
+    """All scenes of some files, in the order of their names.
+
+    Args:
+        history: names or patterns (`*`) of CICE history files.
+        atmosphere: the same of the atmosphere's files of CF pairs.
+        ocean: the same of the ocean's files, one for each of the atmosphere's.
+        level: of upper-air fields, see `PairScene`.
+
+    Raises:
+        ConfigError: both formats are given, or half of a pair.
+        DataError: a file is not there, or is not what it should be.
+    """
+    if history and (atmosphere or ocean):
+        raise ConfigError("history, atmosphere: give history files or CF pairs, not both")
+    if history:
+        return [
+            Source((path,), time)
+            for path in _expand("history", history)
+            for time in range(HistoryScene.count_times(path))
+        ]
+    airs, seas = _expand("atmosphere", atmosphere), _expand("ocean", ocean)
+    if len(airs) != len(seas):
+        raise ConfigError(
+            f"atmosphere, ocean: {len(airs)} and {len(seas)} files; each atmosphere file needs its "
+            "ocean file"
+        )
+    return [Source(pair, level=level) for pair in zip(airs, seas, strict=True)]
+
+
+def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
+    """See that all scenes have the variables, on one grid.
+
+    Returns:
+        The first, open.
+
+    Raises:
+        DataError: they have not.
+    """
+    first = sources[0].open()
+    with closed_on_error(first):
+        for source in {source.paths: source for source in sources}.values():
+            with closing(source.open()) as scene:
+                scene.check(names)
+                if scene.shape != first.shape:
+                    shown = " and ".join(f"{a}x{b}" for a, b in (first.shape, scene.shape))
+                    raise DataError(
+                        f"{first.paths[0]} and {scene.paths[0]}: are on different grids: {shown}"
+                    )
+    return first
+
+
+def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
+    """The files that names and patterns stand for."""
+    paths = []
+    for pattern in patterns:
+        name = os.path.expanduser(pattern)
+        found = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not found:
+            raise DataError(f"{key}={pattern}: no file has such a name")
+        paths += [Path(path) for path in found]
+    return paths

@@ -1,0 +1,124 @@
+"""The training history in eight panels, and the learned Jacobian against the true one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError
+from lockstep.files import open_text
+from lockstep.recipes.ufs.report.pictures import new_figure, save
+from lockstep.recipes.ufs.report.scores import Score
+
+Floats = npt.NDArray[np.floating[Any]]
+Curve = tuple[list[int], list[float]]
+
+_MOST_POINTS = 5000
+
+
+def read_curves(path: Path) -> dict[tuple[str, str], Curve]:
+    """The curves of a `metrics.csv` by (split, column): steps and values.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    curves: dict[tuple[str, str], Curve] = {}
+    try:
+        with open_text(path) as file:
+            for row in csv.DictReader(file):
+                step, split = int(row.pop("step")), row.pop("split")
+                for column, text in row.items():
+                    if text:
+                        steps, values = curves.setdefault((split, column), ([], []))
+                        steps.append(step)
+                        values.append(float(text))
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    return curves
+
+
+def draw_history(
+    path: Path,
+    curves: dict[tuple[str, str], Curve],
+    name: str,
+    true: Floats,
+    predicted: Floats,
+    score: Score,
+    ranking: Sequence[tuple[str, float]],
+) -> Path:
+    """Draw losses, learning rate, errors, Jacobians over steps; scatter and sensitivities.
+
+    Args:
+        path: the PNG.
+        curves: see `read_curves`.
+        name: of the output that errors and scatter are of.
+        true: [N], values in the files.
+        predicted: [N], by the emulator.
+        score: of these.
+        ranking: inputs with their sensitivities, the greatest first.
+    """
+    figure = new_figure(17, 8, "training history")
+    panels = figure.subplots(2, 4).flatten()
+    lines = {
+        "loss": ([("train", "loss"), ("val", "loss")], "log"),
+        "learning rate": ([("train", "lr")], "linear"),
+        f"validation error of {name}": ([("val", f"mae_{name}"), ("val", f"mse_{name}")], "log"),
+        "Jacobian norm": ([("val", "jacobian_norm")], "linear"),
+        "Jacobian entries": (
+            [("val", f"jacobian_{what}") for what in ("mean", "std", "max")],
+            "log",
+        ),
+        "Jacobian condition number": ([("val", "jacobian_condition")], "log"),
+    }
+    for axes, (title, (wanted, scale)) in zip(panels, lines.items(), strict=False):
+        for split, column in wanted:
+            steps, values = curves.get((split, column), ([], []))
+            axes.plot(steps, values, label=f"{split} {column}")
+        axes.set(title=title, xlabel="step", yscale=scale)
+        axes.legend(fontsize=8)
+    _scatter(panels[6], name, true, predicted, score)
+    inputs, sensitivities = zip(*reversed(ranking), strict=True)
+    panels[7].barh(inputs, sensitivities)
+    panels[7].set(title="sensitivity", xlabel="mean |∂output/∂input|, normalised")
+    return save(figure, path)
+
+
+def draw_jacobian(
+    path: Path, sst: Floats, found: Floats, true: Floats, errors: Mapping[str, float]
+) -> Path:
+    """Draw the learned ∂aice/∂sst beside the law's.
+
+    Args:
+        path: the PNG.
+        sst: [N], °C.
+        found: [N], learned, 1/°C.
+        true: [N], of the law.
+        errors: relative errors of whole Jacobians, by where.
+    """
+    shown = ", ".join(f"{error:.1%} off {where}" for where, error in errors.items())
+    figure = new_figure(11, 4.5, f"∂aice/∂sst; whole Jacobians are {shown}")
+    left, right = figure.subplots(1, 2)
+    left.scatter(sst, true, s=10, label="law", color="black")
+    left.scatter(sst, found, s=4, label="emulator", color="tab:orange")
+    left.set(xlabel="sst, °C", ylabel="∂aice/∂sst, 1/°C")
+    left.legend()
+    ends = [float(min(true.min(), found.min())), float(max(true.max(), found.max()))]
+    right.plot(ends, ends, color="black", linewidth=0.8)
+    right.scatter(true, found, s=4, color="tab:orange")
+    right.set(xlabel="law, 1/°C", ylabel="emulator, 1/°C")
+    return save(figure, path)
+
+
+def _scatter(axes: Any, name: str, true: Floats, predicted: Floats, score: Score) -> None:
+    thinned = slice(None, None, max(1, len(true) // _MOST_POINTS))
+    axes.scatter(true[thinned], predicted[thinned], s=2, alpha=0.4)
+    ends = [float(true.min()), float(true.max())]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    figures = f"RMSE {score.rmse:.3g}\nbias {score.bias:.2g}\nslope {score.slope:.4f}"
+    axes.text(0.05, 0.95, figures, transform=axes.transAxes, va="top")
+    axes.set(title=name, xlabel="truth", ylabel="emulator")

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.config import TrainConfig, load, override
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.errors import RunDirectoryError
+from lockstep.files import temporary_beside
+
+CONFIG = TrainConfig(seed=3)
+
+
+def identity(config: TrainConfig = CONFIG, **fields: Any) -> Identity:
+    return replace(Identity("digits", config.hash, "digits.py:Digits", ("seed=3",)), **fields)
+
+
+def opened(path: Path, config: TrainConfig = CONFIG, resume: bool = False) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.open(config, identity(config), resume)
+    return directory
+
+
+def used(path: Path, config: TrainConfig = CONFIG) -> Path:
+    opened(path, config).close()
+    return path
+
+
+def refused(path: Path, config: TrainConfig = CONFIG, resume: bool = True, **fields: Any) -> str:
+    directory = RunDirectory(path)
+    with pytest.raises(RunDirectoryError) as caught:
+        directory.open(config, identity(config, **fields), resume)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    return message
+
+
+def save(directory: RunDirectory, step: int) -> None:
+    checkpoint.write(directory.checkpoints, Snapshot(step, {"w": torch.zeros(1)}, {}))
+
+
+@pytest.mark.parametrize("name", ["run", "deep/er/run", "Läufe 実験 [1]/größe 🚀"])
+def test_a_new_folder_is_made_and_described(tmp_path: Path, name: str) -> None:
+    directory = opened(tmp_path / name)
+    assert directory.checkpoints.is_dir()
+    assert load(TrainConfig, tmp_path / name / "config.yaml") == CONFIG
+    assert directory.identity() == identity()
+    assert not [p for p in (tmp_path / name).iterdir() if p.suffix == ".tmp"]
+    directory.close()
+
+
+def test_the_same_run_opens_it_again(tmp_path: Path) -> None:
+    used(tmp_path)
+    opened(tmp_path).close()
+    opened(tmp_path, resume=True).close()
+
+
+def test_keys_without_outcome_may_change(tmp_path: Path) -> None:
+    used(tmp_path)
+    other = override(CONFIG, ["log_every=3", "checkpoint.keep=1", "optimizer.sharded=true"])
+    opened(tmp_path, other).close()
+    assert load(TrainConfig, tmp_path / "config.yaml") == other
+
+
+def test_another_target_or_other_overrides_are_the_same_run(tmp_path: Path) -> None:
+    used(tmp_path)
+    directory = RunDirectory(tmp_path)
+    directory.open(CONFIG, identity(target="moved.py:Digits", overrides=()), resume=False)
+    assert directory.identity().target == "moved.py:Digits"
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("item", "difference"),
+    [
+        ("lr=0.5", "lr is 0.001 there, 0.5 here"),
+        ("optimizer.name=sgd", "optimizer.name is 'adamw' there, 'sgd' here"),
+        ("optimizer.betas=[0.8, 0.9]", "optimizer.betas is [0.9, 0.999] there, [0.8, 0.9] here"),
+        ("steps=7", "steps is None there, 7 here"),
+        ("watch=größe", "watch is 'loss' there, 'größe' here"),
+    ],
+)
+def test_another_config_is_refused_with_both_values(
+    tmp_path: Path, item: str, difference: str
+) -> None:
+    used(tmp_path)
+    message = refused(tmp_path, override(CONFIG, [item]))
+    assert message == (
+        f"{tmp_path}: holds a run with another config: {difference}; choose another with --run-dir"
+    )
+
+
+def test_all_keys_that_matter_are_named(tmp_path: Path) -> None:
+    used(tmp_path)
+    message = refused(tmp_path, override(CONFIG, ["lr=1", "seed=4"]))
+    assert "seed is 3 there, 4 here" in message
+    assert "lr is 0.001 there, 1.0 here" in message
+
+
+def test_keys_without_outcome_are_not_blamed(tmp_path: Path) -> None:
+    used(tmp_path)
+    harmless = ["log_every=3", "tensorboard=true", "digest_every=2", "stop_at_step=5"]
+    harmless += ["optimizer.sharded=true", "checkpoint.every=1"]
+    message = refused(tmp_path, override(CONFIG, [*harmless, "data.shuffle=false"]))
+    assert "data.shuffle is True there, False here" in message
+    assert "log_every" not in message
+    assert "sharded" not in message
+
+
+@pytest.mark.parametrize("content", [b"", b"[1", b"\xff", b"- 1", b"3"])
+def test_a_damaged_config_does_not_hide_that_it_is_another(tmp_path: Path, content: bytes) -> None:
+    used(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(content)
+    assert "holds a run with another config" in refused(tmp_path, override(CONFIG, ["lr=1"]))
+
+
+def test_another_task_is_refused(tmp_path: Path) -> None:
+    used(tmp_path)
+    message = refused(tmp_path, task="weather")
+    assert "holds a run of digits, this is weather" in message
+
+
+def test_a_refused_run_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    used(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    refused(tmp_path, override(CONFIG, ["lr=1"]))
+    refused(tmp_path, task="weather")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def test_a_run_with_checkpoints_is_resumed_only_on_request(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    for step in (5, 10):
+        save(directory, step)
+    directory.close()
+    message = refused(tmp_path, resume=False)
+    assert "already holds this run up to step_00000010; add --resume" in message
+    opened(tmp_path, resume=True).close()
+
+
+_HOLD = """
+import fcntl, os, sys, time
+file = open(os.path.join(sys.argv[1], ".lock"), "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+"""
+_FORK = """
+import os, sys, time
+from pathlib import Path
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+directory.lock()
+child = os.fork() or time.sleep(60)
+print(child)
+"""
+
+
+@contextmanager
+def another(path: Path, script: str = _HOLD) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process, which has locked a folder."""
+    argv = [sys.executable, "-c", f"{script}print('held', flush=True)\ntime.sleep(60)", str(path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def lines(child: subprocess.Popen[bytes]) -> list[str]:
+    """What it prints until it holds the lock."""
+    assert child.stdout is not None
+    found = []
+    while (line := child.stdout.readline().decode().strip()) != "held":
+        assert child.poll() is None
+        found.append(line)
+    return found
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced_counts(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    save(directory, 5)
+    folder = directory.checkpoints / "step_00000005"
+    folder.rename(folder.with_name(".step_00000005.123.old"))
+    directory.close()
+    assert "already holds this run up to step_00000005" in refused(tmp_path, resume=False)
+    assert folder.is_dir()
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    used(tmp_path)
+    with another(tmp_path) as other:
+        lines(other)
+        assert "another job is training in it" in refused(tmp_path)
+    opened(tmp_path).close()
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    used(tmp_path)
+    waits: list[float] = []
+    with another(tmp_path) as other:
+        lines(other)
+        killer = threading.Timer(0.2, other.kill)
+        killer.start()
+        directory = RunDirectory(tmp_path)
+        directory.lock(30.0, on_wait=lambda: waits.append(time.monotonic()))
+    assert 1 < len(waits) < 100
+    directory.close()
+
+
+def test_a_forked_child_that_outlives_its_parent_holds_no_claim(tmp_path: Path) -> None:
+    with another(tmp_path, _FORK) as other:
+        [orphan] = map(int, lines(other))
+        try:
+            other.kill()
+            other.wait()
+            opened(tmp_path).close()
+        finally:
+            os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("why", ["config", "task", "checkpoints", "identity"])
+def test_a_refused_run_holds_no_claim(tmp_path: Path, why: str) -> None:
+    directory = opened(tmp_path)
+    save(directory, 1)
+    directory.close()
+    config = override(CONFIG, ["lr=1"]) if why == "config" else CONFIG
+    if why == "identity":
+        (tmp_path / "run.json").write_text("{", encoding="utf-8")
+    kept = RunDirectory(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"choose|--resume|is damaged"):
+        kept.open(
+            config,
+            identity(config, task="weather" if why == "task" else "digits"),
+            resume=why != "checkpoints",
+        )
+    (tmp_path / "run.json").unlink()
+    opened(tmp_path, resume=True).close()
+
+
+def test_a_file_system_without_locks_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    assert "cannot be locked: No locks available" in refused(tmp_path)
+
+
+def test_closing_twice_or_unopened_is_fine(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.close()
+    directory.close()
+    RunDirectory(tmp_path).close()
+
+
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "run", tmp_path / "file"):
+        message = refused(path)
+        assert "is not writable: " in message
+        assert "choose another with --run-dir" in message
+
+
+def test_a_file_where_checkpoints_should_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    assert "is not writable: File exists" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+def test_a_folder_where_a_file_should_be_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert refused(tmp_path).startswith(f"{tmp_path / name}: cannot be ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "{}",
+        '{"task": "digits"}',
+        '{"overrides": 3}',
+        "\x00",
+        "[" * 100_000,
+    ],
+)
+def test_a_damaged_identity_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    used(tmp_path)
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: is damaged: ")
+    (tmp_path / "run.json").write_bytes(b"\xff\xfe")
+    assert refused(tmp_path).startswith(f"{tmp_path / 'run.json'}: is damaged: ")
+
+
+def test_an_identity_is_plain_json(tmp_path: Path) -> None:
+    used(tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == {
+        "task": "digits",
+        "config_hash": CONFIG.hash,
+        "target": "digits.py:Digits",
+        "overrides": ["seed=3"],
+    }
+
+
+def test_a_folder_without_a_run_has_no_identity(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"is no run directory \(no run\.json\)"):
+        RunDirectory(tmp_path).identity()
+
+
+def test_taking_the_lock_removes_leftovers_but_reports_of_hangs(tmp_path: Path) -> None:
+    """Watchdogs of other ranks write theirs without the lock."""
+    directory = RunDirectory(tmp_path)
+    half, report = (temporary_beside(p) for p in (tmp_path / "a", directory.hang_report(3)))
+    half.touch()
+    report.touch()
+    directory.lock()
+    directory.close()
+    assert report.exists()
+    assert not half.exists()

@@ -1,0 +1,39 @@
+"""Who holds a slice of sharded optimizer state, and when it is lost."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.engine.recovery.sharded_state import holders
+from lockstep.errors import RankFailure
+from lockstep.parallel.arena import BLOCK, Segment, slice_up
+from lockstep.parallel.layout import stepped_slices
+
+
+@st.composite
+def groups(draw):
+    """How many ranks there were, and which are left, newcomers among them."""
+    size = draw(st.integers(1, 6))
+    left = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))
+    return size, left + [-1] * draw(st.integers(0, 2))
+
+
+@given(groups(), st.booleans())
+def test_a_holder_has_stepped_the_slice(group, with_buddy):
+    size, members = group
+    slices = slice_up([Segment(torch.float32, 7 * BLOCK)], size)[0]
+    gone = [r for r in range(size) if r not in members]
+    is_lost = any(not with_buddy or (r + 1) % size in gone for r in gone)
+    if is_lost:
+        with pytest.raises(RankFailure, match=r"last copy .* resume from the newest checkpoint"):
+            holders(size, members, with_buddy)
+        return
+    for part, new_rank in zip(slices, holders(size, members, with_buddy), strict=True):
+        assert part in stepped_slices(slices, members[new_rank], with_buddy)
+
+
+def test_the_owner_is_preferred():
+    assert holders(3, [0, 1, 2], True) == [0, 1, 2]
+    assert holders(3, [1, 2], True) == [0, 0, 1]
+    assert holders(1, [0, -1], True) == [0]

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    StepLR,
+)
+
+from lockstep.config import ScheduleConfig, TrainConfig
+from lockstep.engine.progress import Progress
+from lockstep.engine.step.schedule import lr_factor
+
+LR, STEPS = 0.3, 40
+
+
+def factors(total: int, steps: int | None = None, **keys: Any) -> list[float]:
+    schedule = ScheduleConfig(**keys)
+    return [lr_factor(schedule, step, total) for step in range(total if steps is None else steps)]
+
+
+def torchs(make: Any) -> list[float]:
+    """The learning rates of a torch scheduler, as factors."""
+    optimizer = SGD([torch.zeros(1)], lr=LR)
+    scheduler: LRScheduler = make(optimizer)
+    found = []
+    for _ in range(STEPS):
+        found.append(optimizer.param_groups[0]["lr"] / LR)
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> ScheduleConfig:
+    return ScheduleConfig(
+        name=draw(st.sampled_from(["constant", "linear", "cosine", "step", "plateau"])),
+        warmup_steps=draw(st.integers(0, 300)),
+        min_ratio=draw(st.floats(0, 1)),
+        step_size=draw(st.integers(1, 300)),
+        gamma=draw(st.floats(1e-6, 1)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"name": "linear"}, [1.0, 3 / 4, 1 / 2, 1 / 4, 0.0, 0.0]),
+        ({"name": "linear", "min_ratio": 0.2}, [1.0, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"name": "linear", "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]),
+        ({"name": "cosine"}, [1.0, 0.5 + 2**-1.5, 0.5, 0.5 - 2**-1.5, 0.0, 0.0]),
+        ({"name": "cosine", "min_ratio": 0.5, "warmup_steps": 2}, [0.5, 1, 1, 0.75, 0.5, 0.5]),
+        ({"name": "step", "step_size": 2, "gamma": 0.5}, [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
+        (
+            {"name": "step", "step_size": 2, "gamma": 0.1, "warmup_steps": 1},
+            [1.0, 1.0, 1.0, 0.1, 0.1, 0.01],
+        ),
+    ],
+)
+def test_known_values(keys: dict[str, Any], expected: list[float]) -> None:
+    assert factors(4, steps=6, **keys) == pytest.approx(expected, abs=1e-15)
+
+
+@given(schedule=schedules(), total=st.integers(1, 250), step=st.integers(0, 1000))
+@settings(max_examples=500)
+def test_factor_lies_between_zero_and_one_at_any_step(
+    schedule: ScheduleConfig, total: int, step: int
+) -> None:
+    factor = lr_factor(schedule, step, total)
+    assert math.isfinite(factor)
+    assert 0.0 <= factor <= 1.0
+
+
+@given(schedule=schedules(), total=st.integers(1, 250))
+def test_rises_through_the_warmup_then_never_again(schedule: ScheduleConfig, total: int) -> None:
+    values = [lr_factor(schedule, step, total) for step in range(max(total, 300) + 50)]
+    warmup = schedule.warmup_steps
+    assert all(a < b for a, b in pairwise(values[:warmup]))
+    assert all(a >= b for a, b in pairwise(values[max(0, warmup - 1) :]))
+
+
+@given(schedule=schedules(), total=st.integers(1, 250))
+def test_the_first_step_learns(schedule: ScheduleConfig, total: int) -> None:
+    assert lr_factor(schedule, 0, total) > 0
+
+
+@given(schedule=schedules(), total=st.integers(1, 250))
+def test_the_warmup_ends_at_the_full_rate(schedule: ScheduleConfig, total: int) -> None:
+    warmup = schedule.warmup_steps
+    if warmup:
+        assert lr_factor(schedule, warmup - 1, total) == 1.0
+    if warmup < total:
+        assert lr_factor(schedule, warmup, total) == 1.0
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step"])
+@pytest.mark.parametrize(("warmup", "total"), [(10, 10), (20, 10), (1, 1), (0, 1), (5, 1)])
+def test_a_warmup_as_long_as_the_run_is_a_plain_ramp(name: str, warmup: int, total: int) -> None:
+    values = factors(total, name=name, warmup_steps=warmup)
+    assert values == [(step + 1) / warmup if warmup else 1.0 for step in range(total)]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("min_ratio", [0.0, 0.1, 1.0])
+def test_beyond_the_end_the_rate_stays_at_its_lowest(name: str, min_ratio: float) -> None:
+    for step in (10, 11, 10_000):
+        schedule = ScheduleConfig(name=name, min_ratio=min_ratio)
+        assert lr_factor(schedule, step, 10) == pytest.approx(min_ratio, abs=1e-15)
+
+
+def test_plateau_is_torchs() -> None:
+    losses = [
+        5.0,
+        4.0,
+        4.5,
+        4.2,
+        4.1,
+        3.0,
+        3.5,
+        3.0,
+        3.2,
+        3.1,
+        3.3,
+        3.4,
+        3.5,
+        2.9,
+        3.0,
+        *[4.0] * 12,
+    ]
+    optimizer = SGD([torch.zeros(1)], lr=LR)
+    theirs = ReduceLROnPlateau(optimizer, factor=0.5, patience=2, threshold=0.0, min_lr=0.1 * LR)
+    config = TrainConfig(
+        watch="loss",
+        schedule=ScheduleConfig(name="plateau", gamma=0.5, patience=2, min_ratio=0.1),
+    )
+    progress = Progress()
+    for step, loss in enumerate(losses, start=1):
+        theirs.step(loss)
+        progress.step = step
+        progress.judge(config, {"loss": loss})
+        found = lr_factor(config.schedule, step, len(losses), progress.decays)
+        assert found == pytest.approx(optimizer.param_groups[0]["lr"] / LR, abs=1e-15)
+    assert found == 0.1
+
+
+def test_cosine_is_torchs() -> None:
+    theirs = torchs(lambda o: CosineAnnealingLR(o, T_max=STEPS, eta_min=0.1 * LR))
+    assert factors(STEPS, name="cosine", min_ratio=0.1) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_linear_is_torchs() -> None:
+    theirs = torchs(lambda o: LinearLR(o, 1.0, 0.2, total_iters=STEPS))
+    assert factors(STEPS, name="linear", min_ratio=0.2) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_steps_are_torchs() -> None:
+    theirs = torchs(lambda o: StepLR(o, step_size=7, gamma=0.5))
+    assert factors(STEPS, name="step", step_size=7, gamma=0.5) == pytest.approx(theirs, abs=1e-12)
+
+
+def test_warmup_is_torchs_lambda() -> None:
+    theirs = torchs(lambda o: LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)))
+    assert factors(STEPS, warmup_steps=10) == pytest.approx(theirs, abs=1e-12)

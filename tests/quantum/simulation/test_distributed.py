@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from tests.parallel.thread_transport import ThreadTransport, on_ranks
+from tests.quantum.circuits import circuits, ring, some_parameters
+
+from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.circuit import Circuit, gate
+from lockstep.quantum.simulation.distributed import expectation
+from lockstep.quantum.simulation.measure import PauliSum
+from lockstep.quantum.simulation.statevector import Simulator
+
+TERMS = {"ZIIZIII": 0.5, "IXYIIIZ": -1.0, "IIIIIIZ": 0.3, "YIIIIIX": 0.7, "IIIIIII": 0.1}
+
+
+def whole(circuit: Circuit) -> tuple[torch.Tensor, torch.Tensor]:
+    """The expectation value and its gradient, on one rank."""
+    parameters = some_parameters(circuit.num_parameters).requires_grad_()
+    value = PauliSum(TERMS).expectation(Simulator(circuit).state(parameters))
+    return value.detach(), torch.autograd.grad(value, parameters)[0]
+
+
+@given(circuits(most_qubits=7))
+@settings(max_examples=20, deadline=None)
+def test_any_circuit_over_any_power_of_two_of_ranks(circuit: Circuit) -> None:
+    circuit = Circuit(7, circuit.gates, 3)
+    state = Simulator(circuit).state(some_parameters(3))
+    value, gradient = whole(circuit)
+
+    def body(transport: ThreadTransport) -> tuple[torch.Tensor, ...]:
+        simulator = Simulator(circuit, max_targets=3, transport=transport)
+        parameters = some_parameters(3).requires_grad_()
+        own = simulator.state(parameters)
+        found = expectation(simulator, own, TERMS)
+        return own.detach(), found.detach(), *torch.autograd.grad(found, parameters)
+
+    for size in (1, 2, 4):
+        results = on_ranks(size, body)
+        assert (torch.cat([own for own, _, _ in results]) - state).abs().max() < 1e-13
+        for _, found, own_gradient in results:
+            assert (found - value).abs() < 1e-13
+            assert (own_gradient - gradient).abs().max() < 1e-12
+            assert torch.equal(own_gradient, results[0][2])
+
+
+def test_controls_on_other_ranks_cost_no_exchange() -> None:
+    circuit = Circuit(7, [gate("h", q) for q in range(5)] + [gate("cx", 6, 0), gate("cz", 5, 1)])
+
+    def body(transport: ThreadTransport) -> list[str]:
+        Simulator(circuit, transport=transport).state()
+        return transport.calls
+
+    assert on_ranks(4, body) == [[]] * 4
+
+
+def test_a_ring_exchanges_about_once_a_layer() -> None:
+    circuit = ring(12, 4)
+
+    def body(transport: ThreadTransport) -> int:
+        Simulator(circuit, transport=transport).state(some_parameters(circuit.num_parameters))
+        return transport.calls.count("all_to_all")
+
+    assert max(on_ranks(2, body)) <= 2 * 4 + 2
+
+
+def test_a_start_split_over_ranks_gets_a_gradient() -> None:
+    circuit = ring(6, 1)
+    start = torch.randn(64, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
+
+    def gradient(transport: ThreadTransport | None, own: torch.Tensor) -> torch.Tensor:
+        variable = own.clone().requires_grad_()
+        simulator = Simulator(circuit, transport=transport)
+        found = expectation(
+            simulator, simulator.state(some_parameters(18), variable), {"ZXIIYZ": 1}
+        )
+        return torch.autograd.grad(found, variable)[0]
+
+    expected = gradient(None, start)
+    parts = on_ranks(4, lambda t: gradient(t, start[t.rank * 16 : t.rank * 16 + 16]))
+    assert (torch.cat(parts) - expected).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("size", "circuit", "message"),
+    [
+        (3, ring(6, 1), "cannot be split over 3 ranks: their number must be a power of two"),
+        (4, ring(4, 1), "4 ranks are too many for 4 qubits"),
+    ],
+)
+def test_ranks_that_do_not_fit(size: int, circuit: Circuit, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        on_ranks(size, lambda transport: Simulator(circuit, transport=transport))
+
+
+def test_one_state_at_a_time() -> None:
+    with pytest.raises(ConfigError, match="2 states at once: over 2 ranks there can be one"):
+        on_ranks(2, lambda t: Simulator(ring(6, 1), transport=t).state(some_parameters(2, 18)))
