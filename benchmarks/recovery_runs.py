@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.commands.chaos.plan import Blow
 from lockstep.commands.chaos.table import effect_of
 from lockstep.commands.start import rank_command, start
-from lockstep.engine.faults import Fault, Moment, to_env
+from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.front import Sitting
 from lockstep.launch.rank.join import free_port
 from lockstep.observe import read_events, read_result
@@ -34,7 +34,7 @@ def train(
     launcher: str,
     num_ranks: int,
     overrides: Sequence[str],
-    faults: Sequence[Fault],
+    faults: Sequence[PlannedFault],
     replacements: int = 0,
     tolerant: bool = True,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
@@ -62,7 +62,7 @@ def lost(
     launcher: str, num_ranks: int, source: random.Random, kind: str = "kill"
 ) -> dict[str, Any]:
     """A random rank is killed, or stopped, at a random moment; times in seconds."""
-    fault = Fault(
+    fault = PlannedFault(
         source.randrange(num_ranks),
         source.randrange(5, STEPS - 5),
         source.choice(MOMENTS) if kind == "kill" else "compute",
@@ -93,7 +93,7 @@ def calm(tolerant: bool) -> float:
 
 def replaced(launcher: str) -> dict[str, float]:
     """One of two ranks is killed, and a new process comes; times in seconds."""
-    rows, strikes, _ = train(launcher, 2, ["steps=1500"], [Fault(1, 20)], replacements=1)
+    rows, strikes, _ = train(launcher, 2, ["steps=1500"], [PlannedFault(1, 20)], replacements=1)
     recovered = [r for r in rows if r["event"] == "Recovered"]
     if [r["world_size"] for r in recovered] != [1, 2]:
         sys.exit(f"{launcher}: no new process has come in 1500 steps: {recovered}")
@@ -143,7 +143,8 @@ def interrupted(seconds: float, every_s: float) -> dict[str, Any]:
     step_s = _median_step(trial)
     steps, gap = int(seconds / step_s), int(every_s / step_s)
     faults = [
-        Fault(i % 2, at, "reduced", "miss") for i, at in enumerate(range(gap, steps - gap, gap))
+        PlannedFault(i % 2, at, "reduced", "miss")
+        for i, at in enumerate(range(gap, steps - gap, gap))
     ]
     calm, _, expected = train("mpi", 2, [f"steps={steps}"], [])
     rough, strikes, found = train("mpi", 2, [f"steps={steps}"], faults)

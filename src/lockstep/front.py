@@ -29,7 +29,7 @@ from lockstep.launch.rank.output import write_whole_lines
 from lockstep.launch.rank.signals import StopRequest
 from lockstep.launch.rank.threads import set_threads
 from lockstep.launch.rank.watchdog import Watchdog
-from lockstep.observe import Desk, open_sinks
+from lockstep.observe import EventHub, open_sinks
 from lockstep.parsing import as_type, parse_object
 
 SITTING = "LOCKSTEP_SITTING"
@@ -169,7 +169,7 @@ def _run(
         sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
-        desk = Desk(
+        desk = EventHub(
             lambda: open_sinks(
                 directory.path, tensorboard=config.tensorboard, console=sitting.console
             )

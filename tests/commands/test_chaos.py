@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.commands.chaos.plan import draw
 from lockstep.commands.chaos.table import effect_of, render, started_again
-from lockstep.engine.faults import FAULTS, Fault, InjectedError, injector, to_env
+from lockstep.engine.faults import FAULTS, InjectedError, PlannedFault, injector, to_env
 from lockstep.errors import ConfigError
 
 DEADLY = ("kill", "stop", "edit")
@@ -51,7 +51,7 @@ def test_too_many_faults_for_the_steps():
 
 
 def test_a_fault_strikes_once_and_in_no_other_process(tmp_path):
-    env = to_env([Fault(1, 3, "compute", "raise")], tmp_path / "log")
+    env = to_env([PlannedFault(1, 3, "compute", "raise")], tmp_path / "log")
     at = injector(env, 1)
     at("compute", 2)
     at("reduce", 3)
@@ -77,7 +77,7 @@ def row(event, time, **values):
 
 def test_times_of_a_killed_rank():
     blow = draw(1, 2, 10, 1)[0][0]
-    fault = Fault(1, 4, "compute", "kill")
+    fault = PlannedFault(1, 4, "compute", "kill")
     blow = type(blow)("kill", 4, (fault,))
     strikes = [{"time": 10.0, **vars(fault)}]
     rows = [

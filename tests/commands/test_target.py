@@ -11,7 +11,7 @@ import pytest
 from lockstep.commands.evaluate import find_snapshot
 from lockstep.commands.target import trusted_target
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.faults import Fault, injector, to_env
+from lockstep.engine.faults import PlannedFault, injector, to_env
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
 
 CODE = "import pathlib\npathlib.Path('mark').touch()\n"
@@ -115,4 +115,4 @@ def test_a_damaged_log_of_faults_is_named(tmp_path: Path, text: str) -> None:
     log = tmp_path / "log"
     log.write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ConfigError, match="is no log of faults"):
-        injector(to_env([Fault(0, 1)], log), 0)
+        injector(to_env([PlannedFault(0, 1)], log), 0)

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import environment, result, target
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.faults import Fault, to_env
+from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 from lockstep.observe.jsonl import follow_events
 
@@ -102,7 +102,7 @@ MOMENTS = ["compute", "reduce", "reduced", "optimizer", "committed", "evaluate"]
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.slow
 def test_a_killed_rank(train, tmp_path, reference, slot, moment):
-    done = train(tmp_path / "run", 3, faults=[Fault(slot, 10, moment)])
+    done = train(tmp_path / "run", 3, faults=[PlannedFault(slot, 10, moment)])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
@@ -111,7 +111,11 @@ def test_a_killed_rank(train, tmp_path, reference, slot, moment):
 def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
     """A killed worker is an exception of the task, wherever its rank is; one that is left behind
     holds nothing back."""
-    faults = [Fault(1, 6, "reduce", "worker"), Fault(0, 8, "optimizer", "worker"), Fault(0, 13)]
+    faults = [
+        PlannedFault(1, 6, "reduce", "worker"),
+        PlannedFault(0, 8, "optimizer", "worker"),
+        PlannedFault(0, 13),
+    ]
     done = train(tmp_path / "run", 2, "data.num_workers=1", faults=faults)
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=1, num_lost=1)
@@ -125,7 +129,7 @@ def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
 @ALWAYS
 @pytest.mark.slow
 def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
-    done = train(tmp_path / "run", 3, faults=[Fault(0, 10, "checkpoint")])
+    done = train(tmp_path / "run", 3, faults=[PlannedFault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
@@ -133,8 +137,8 @@ def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, referenc
 @SLOW_ON_LOCAL
 def test_the_best_checkpoint_on_a_slow_disk_outlives_its_writer(train, tmp_path, reference):
     """The disk takes four hang timeouts; then rank 0 dies before the best is there."""
-    slow_disk = Fault(0, 5, "checkpoint", "slow", sleep_s=6.0)
-    faults = [slow_disk, Fault(0, 6, "checkpoint", "kill")]
+    slow_disk = PlannedFault(0, 5, "checkpoint", "slow", sleep_s=6.0)
+    faults = [slow_disk, PlannedFault(0, 6, "checkpoint", "kill")]
     done = train(tmp_path / "run", 2, "watch=loss", "watch_mode=max", faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=1, num_lost=1)
@@ -145,7 +149,7 @@ def test_the_best_checkpoint_on_a_slow_disk_outlives_its_writer(train, tmp_path,
 @ALWAYS
 @pytest.mark.slow
 def test_two_ranks_at_once(train, tmp_path, reference):
-    faults = [Fault(0, 9, "reduce"), Fault(2, 9, "reduce")]
+    faults = [PlannedFault(0, 9, "reduce"), PlannedFault(2, 9, "reduce")]
     done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
@@ -156,7 +160,7 @@ def test_two_ranks_at_once(train, tmp_path, reference):
 @pytest.mark.parametrize("moment", ["regroup", "catch_up"])
 @pytest.mark.parametrize("slot", [0, 3])
 def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment, slot):
-    faults = [Fault(1, 8, "optimizer"), Fault(slot, 8, moment)]
+    faults = [PlannedFault(1, 8, "optimizer"), PlannedFault(slot, 8, moment)]
     done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=2)
@@ -168,7 +172,7 @@ def test_a_spare_steps_in(train, tmp_path):
     """Of three ranks with two microbatches, one has nothing to do until another dies."""
     overrides = ("num_microbatches=2",)
     alone = train(tmp_path / "alone", 1, *overrides)
-    done = train(tmp_path / "run", 3, *overrides, faults=[Fault(0, 10, "reduced")])
+    done = train(tmp_path / "run", 3, *overrides, faults=[PlannedFault(0, 10, "reduced")])
     assert (alone.returncode, done.returncode) == (0, 0), done.stderr
     assert result(tmp_path / "run")["params_sha256"] == result(tmp_path / "alone")["params_sha256"]
     rows = read_events(tmp_path / "run" / "events.jsonl")
@@ -184,7 +188,11 @@ def test_a_spare_steps_in(train, tmp_path):
 
 @SLOW_ON_MPI
 def test_down_to_one_rank(train, tmp_path, reference):
-    faults = [Fault(0, 5, "reduced"), Fault(1, 9, "compute"), Fault(3, 15, "committed")]
+    faults = [
+        PlannedFault(0, 5, "reduced"),
+        PlannedFault(1, 9, "compute"),
+        PlannedFault(3, 15, "committed"),
+    ]
     done = train(tmp_path / "run", 4, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=1, num_lost=3)
@@ -192,7 +200,7 @@ def test_down_to_one_rank(train, tmp_path, reference):
 
 @SLOW_ON_LOCAL
 def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
-    done = train(tmp_path / "run", 3, faults=[Fault(1, 10, "compute", "stop")])
+    done = train(tmp_path / "run", 3, faults=[PlannedFault(1, 10, "compute", "stop")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
     reason = next(r["reason"] for r in rows if r["event"] == "RankLost")
@@ -203,7 +211,7 @@ def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
 @ALWAYS
 @pytest.mark.slow
 def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference):
-    done = train(tmp_path / "run", 2, faults=[Fault(1, 10, "compute", "raise")])
+    done = train(tmp_path / "run", 2, faults=[PlannedFault(1, 10, "compute", "raise")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)
     messages = [r["message"] for r in rows if r["event"] == "Warned"]
@@ -213,7 +221,7 @@ def test_an_exception_is_met_by_doing_the_step_again(train, tmp_path, reference)
 @SLOW_ON_LOCAL
 @pytest.mark.parametrize("moment", ["reduced", slow("reduce"), slow("committed")])
 def test_a_rank_that_is_behind_catches_up(train, tmp_path, reference, moment):
-    faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
+    faults = [PlannedFault(1, 10, moment, "miss"), PlannedFault(0, 14, moment, "miss")]
     done = train(tmp_path / "run", 3, faults=faults)
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=3, num_lost=0)
@@ -243,7 +251,11 @@ SHARDED_MOMENTS = ["gather", *map(slow, ("compute", "reduced", "optimizer", "com
 @pytest.mark.parametrize("slot", [slow(0), 1])
 def test_sharded_state_survives_the_loss_of_ranks(train, tmp_path, sharded_reference, slot, moment):
     """One rank dies, one that is no neighbour in the recovery from that, and a third one later."""
-    faults = [Fault(slot, 10, moment), Fault(slot + 2, 10, "catch_up"), Fault(3 - slot, 16, moment)]
+    faults = [
+        PlannedFault(slot, 10, moment),
+        PlannedFault(slot + 2, 10, "catch_up"),
+        PlannedFault(3 - slot, 16, moment),
+    ]
     done = train(tmp_path / "run", 4, *SHARDED, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", sharded_reference, num_left=1, num_lost=3)
@@ -253,7 +265,7 @@ def test_sharded_state_survives_the_loss_of_ranks(train, tmp_path, sharded_refer
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["reduced", "optimizer", "gather"])
 def test_sharded_ranks_that_are_behind_catch_up(train, tmp_path, sharded_reference, moment):
-    faults = [Fault(1, 10, moment, "miss"), Fault(0, 14, moment, "miss")]
+    faults = [PlannedFault(1, 10, moment, "miss"), PlannedFault(0, 14, moment, "miss")]
     done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", sharded_reference, num_left=3, num_lost=0)
@@ -265,8 +277,8 @@ def test_what_a_task_does_after_a_step_is_done_once(lockstep, tmp_path, launcher
     config = ("teacher=true", "optimizer.sharded=true", "log_every=1", "hang_timeout_s=5")
     whole = lockstep("train", target(), "--run-dir", "whole", *config)
     assert whole.returncode == 0, whole.stderr
-    faults = [Fault(1, 4, "gathered", "miss"), Fault(0, 7, "gathered", "miss")]
-    faults += [Fault(2, 9, "gather", "miss"), Fault(0, 11, "gathered")]
+    faults = [PlannedFault(1, 4, "gathered", "miss"), PlannedFault(0, 7, "gathered", "miss")]
+    faults += [PlannedFault(2, 9, "gather", "miss"), PlannedFault(0, 11, "gathered")]
     done = lockstep(
         "train", target(), "-n", 3, "--launcher", launcher, "--run-dir", "parts", *config,
         **to_env(faults, tmp_path / "faults"),
@@ -280,7 +292,7 @@ def test_what_a_task_does_after_a_step_is_done_once(lockstep, tmp_path, launcher
 @ALWAYS
 @pytest.mark.slow
 def test_a_slice_that_is_lost_comes_from_the_checkpoint(train, tmp_path, sharded_reference):
-    faults = [Fault(0, 13, "compute"), Fault(1, 13, "compute")]
+    faults = [PlannedFault(0, 13, "compute"), PlannedFault(1, 13, "compute")]
     done = train(tmp_path / "run", 3, *SHARDED, faults=faults)
     assert done.returncode == 0, done.stderr
     assert "the last copy of its part of the optimizer's state" in done.stderr
@@ -292,7 +304,7 @@ def test_a_slice_that_is_lost_comes_from_the_checkpoint(train, tmp_path, sharded
 @ALWAYS
 @pytest.mark.slow
 def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
-    faults = [Fault(1, step, "compute", "slow") for step in (5, 10, 15)]
+    faults = [PlannedFault(1, step, "compute", "slow") for step in (5, 10, 15)]
     done = train(tmp_path / "run", 2, faults=faults)
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=2, num_lost=0)
@@ -301,7 +313,7 @@ def test_a_slow_rank_is_left_alone(train, tmp_path, reference):
 @ALWAYS
 @pytest.mark.slow
 def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(train, tmp_path, reference):
-    faults = [Fault(1, 9, "compute")]
+    faults = [PlannedFault(1, 9, "compute")]
     done = train(tmp_path / "run", 2, "min_ranks=2", faults=faults)
     assert done.returncode == 0, done.stderr
     assert "too few ranks left; starting again from the newest checkpoint in 1 s" in done.stderr
@@ -315,7 +327,7 @@ def test_too_few_ranks_stop_with_a_checkpoint_and_are_started_again(train, tmp_p
 @ALWAYS
 @pytest.mark.slow
 def test_all_ranks_die_and_are_started_again(train, tmp_path, reference):
-    faults = [Fault(slot, 12, "committed") for slot in range(2)]
+    faults = [PlannedFault(slot, 12, "committed") for slot in range(2)]
     done = train(tmp_path / "run", 2, faults=faults)
     assert done.returncode == 0, done.stderr
     assert "all ranks have died; starting again from the newest checkpoint" in done.stderr
@@ -328,7 +340,7 @@ def test_all_ranks_die_and_are_started_again(train, tmp_path, reference):
 @pytest.mark.slow
 def test_the_launcher_gives_up_when_there_is_no_progress(lockstep, tmp_path):
     """Ranks that die at the same step in every life."""
-    faults = [Fault(slot, 12, "committed") for slot in range(2)]
+    faults = [PlannedFault(slot, 12, "committed") for slot in range(2)]
     done = lockstep(
         "train", "digits", "-n", 2, "--run-dir", tmp_path / "run", *CONFIG, **to_env(faults)
     )
@@ -361,8 +373,8 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
     run_dir = tmp_path / "run"
     options = ("--replace", 2)
-    faults = [Fault(1, 10, "compute"), Fault(0, 370, "reduced")]
-    slower = [Fault(2, step, "compute", "slow") for step in range(20, 34)]
+    faults = [PlannedFault(1, 10, "compute"), PlannedFault(0, 370, "reduced")]
+    slower = [PlannedFault(2, step, "compute", "slow") for step in range(20, 34)]
     done = train(run_dir, 3, *LONG, *overrides, *options, faults=[*faults, *slower])
     assert done.returncode == 0, done.stderr
     assert result(run_dir)["params_sha256"] == long_references(overrides)
@@ -440,8 +452,8 @@ def kill(run_dir, slot, name="KILL"):
 @pytest.mark.parametrize("step", [11, 13, 16])
 def test_rank_0_is_killed_while_a_new_process_starts(train, tmp_path, long_references, step):
     run_dir = tmp_path / "run"
-    faults = [Fault(1, 10, "compute"), Fault(0, step, "reduce")]
-    slower = [Fault(2, number, "compute", "slow") for number in range(10, 34)]
+    faults = [PlannedFault(1, 10, "compute"), PlannedFault(0, step, "reduce")]
+    slower = [PlannedFault(2, number, "compute", "slow") for number in range(10, 34)]
     overrides = ("model=mlp",)
     done = train(run_dir, 3, *LONG, *overrides, "--replace", 3, faults=[*faults, *slower])
     assert done.returncode == 0, done.stderr
@@ -486,7 +498,7 @@ def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, sl
     run_dir = tmp_path / "run"
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "3", "--run-dir", run_dir]
     argv += ["--launcher", launcher]
-    slower = to_env([Fault(2, step, "compute", "slow") for step in range(6, 13)])
+    slower = to_env([PlannedFault(2, step, "compute", "slow") for step in range(6, 13)])
     child = subprocess.Popen(
         [*map(str, argv), *CONFIG], cwd=tmp_path, env=environment(cold=True, **slower),
         stdout=subprocess.DEVNULL,
@@ -504,7 +516,7 @@ def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, sl
 
 @pytest.mark.slow
 def test_a_slow_rank_gets_fewer_microbatches(train, tmp_path, reference):
-    faults = [Fault(1, step, "compute", "slow") for step in range(2, 8)]
+    faults = [PlannedFault(1, step, "compute", "slow") for step in range(2, 8)]
     done = train(tmp_path / "run", 2, "balance_every=4", faults=faults)
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=0)

@@ -13,7 +13,7 @@ import torch
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.checkpointer import Keeper
+from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import model_digest
@@ -72,7 +72,7 @@ def signed(name: str) -> Make:
             LocalTransport(), torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
         )
         parts = assemble(Everything(CONFIG), CONFIG, runtime)
-        keeper = Keeper(CONFIG, runtime, parts, directory)
+        keeper = Checkpointer(CONFIG, runtime, parts, directory)
         manifest = json.loads((there / "manifest.json").read_bytes())
         del manifest["sha256"]
         sample = json.dumps(manifest).encode() if name == "manifest.json" else b""
@@ -91,7 +91,7 @@ def signed(name: str) -> Make:
             assert 0 <= progress.best_step <= progress.evaluated <= 3
             digests.append(model_digest(parts.model))
             batches = parts.loader.stream(Range(0, CONFIG.num_microbatches), 3, parts.total_steps)
-            parts.step.run(progress.step, progress.decays, batches)
+            parts.train_step.run(progress.step, progress.decays, batches)
             digests.append(model_digest(parts.model))
             # Nobody can tell which state of the task's own is right.
             is_known = json.loads(body).get("task") == manifest["task"]

@@ -19,7 +19,7 @@ from lockstep.config import load, override
 from lockstep.data.idx import read_labelled, write_idx
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.faults import FAULTS, Fault, injector, to_env
+from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.front import SITTING, Sitting
 from lockstep.launch.rank.environment import detect
 from lockstep.launch.slurm.nodelist import expand, first_host
@@ -99,7 +99,7 @@ def job(path: Path) -> None:
 
 
 def struck(path: Path) -> None:
-    injector(to_env([Fault(0, 1)], path), 0)
+    injector(to_env([PlannedFault(0, 1)], path), 0)
 
 
 def labelled(folder: Path, _: Path) -> Made:
@@ -291,6 +291,8 @@ CSV = (
     b"communication_s,data_s,checkpoint_s,accuracy\n"
     b"1,0,train,0.5,0.1,1.0,2.0,0.5,1.0,1.0,1.0,0.0,0.25\n2,0,val,0.5,,,,,,,,,nan\n"
 )
-STRUCK = dumps({"time": 1.5} | vars(Fault(0, 1))).encode() + b"\n"
+STRUCK = dumps({"time": 1.5} | vars(PlannedFault(0, 1))).encode() + b"\n"
 SITTING_TEXT = next(iter(Sitting("run", True, ("lr=0.5", "steps=3"), False, "x").to_env().values()))
-FAULTS_TEXT = next(iter(to_env([Fault(0, 3), Fault(1, 2, "reduce", "slow", 0.5)]).values()))
+FAULTS_TEXT = next(
+    iter(to_env([PlannedFault(0, 3), PlannedFault(1, 2, "reduce", "slow", 0.5)]).values())
+)

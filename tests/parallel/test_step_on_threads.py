@@ -106,12 +106,12 @@ def trained(
     parts = assemble(Classify(), config(sharded), runtime)
     if first:
         snapshot = start if transport.rank == 0 else None
-        assert restore(snapshot, parts.step, parts.model, transport).step == first
-    batches = parts.loader.stream(parts.step.share.microbatches, first, last)
+        assert restore(snapshot, parts.train_step, parts.model, transport).step == first
+    batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
     for step in range(first, last):
-        parts.step.run(step, 0, batches)
-    state = whole_state(transport, parts.step)
-    make = capture(parts.step, parts.model, Progress(step=last), {}, state)
+        parts.train_step.run(step, 0, batches)
+    state = whole_state(transport, parts.train_step)
+    make = capture(parts.train_step, parts.model, Progress(step=last), {}, state)
     return model_digest(parts.model), make() if runtime.is_first else None
 
 
@@ -132,7 +132,7 @@ def test_one_microbatch_is_plain_training() -> None:
     task = Classify()
     parts = assemble(task, config(sharded=False, num_microbatches=1), runtime)
     batches = parts.loader.stream(Range(0, 1), 0, STEPS)
-    norms = [parts.step.run(step, 0, batches).grad_norm for step in range(STEPS)]
+    norms = [parts.train_step.run(step, 0, batches).grad_norm for step in range(STEPS)]
 
     model = task.build_model()
     optimizer = task.build_optimizer(model)
@@ -243,14 +243,14 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
             transport, torch.device("cpu"), 0, "python", 0, lambda _: None, lambda: None
         )
         parts = assemble(Classify(), runtime_config, runtime)
-        batches = parts.loader.stream(parts.step.share.microbatches, 0, 4)
-        parts.step.run(0, 0, batches)
-        arguments = (parts.step, parts.model, Progress(step=1), {})
-        now = capture(*arguments, whole_state(transport, parts.step))
-        later = capture(*arguments, whole_state(transport, parts.step))
+        batches = parts.loader.stream(parts.train_step.workspace.microbatches, 0, 4)
+        parts.train_step.run(0, 0, batches)
+        arguments = (parts.train_step, parts.model, Progress(step=1), {})
+        now = capture(*arguments, whole_state(transport, parts.train_step))
+        later = capture(*arguments, whole_state(transport, parts.train_step))
         before = now()
         for step in range(1, 4):
-            parts.step.run(step, 0, batches)
+            parts.train_step.run(step, 0, batches)
         after = later()
         pairs = [
             (mine[name], theirs[name])

@@ -28,7 +28,7 @@ from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
-from lockstep.engine.step.train_step import Step
+from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.layout import split
@@ -47,7 +47,7 @@ class Parts:
 
     model: nn.Module
     compute: Compute
-    step: Step
+    train_step: TrainStep
     sampler: ElasticSampler
     loader: Loader
     evaluations: dict[str, Evaluation]
@@ -106,12 +106,12 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     everywhere(transport, lambda: check_task_state(task))
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = split(config.num_microbatches, runtime.transport.size)
-    step = Step(
+    train_step = TrainStep(
         runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
     )
-    facts |= step.stepper.description
+    facts |= train_step.flat_optimizer.description
     check_same(transport, facts)
-    return Parts(model, compute, step, sampler, loader, splits, total_steps, facts)
+    return Parts(model, compute, train_step, sampler, loader, splits, total_steps, facts)
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:

@@ -58,7 +58,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SI
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """What goes wrong, once.
 
     Attributes:
@@ -83,14 +83,14 @@ class _Given:
     """What the environment variable holds."""
 
     log: str
-    faults: list[Fault]
+    faults: list[PlannedFault]
 
 
 class InjectedError(RuntimeError):
     """What a fault of kind `raise` raises."""
 
 
-def to_env(faults: Sequence[Fault], log: Path | None = None) -> dict[str, str]:
+def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str, str]:
     """The environment variable that `injector` reads.
 
     Args:
@@ -142,7 +142,7 @@ def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     return task
 
 
-def _due(env: Mapping[str, str], slot: int) -> tuple[list[Fault], str]:
+def _due(env: Mapping[str, str], slot: int) -> tuple[list[PlannedFault], str]:
     """The faults for a process that have not struck yet, and where to log them."""
     text = env.get(FAULTS)
     if not text:
@@ -207,13 +207,13 @@ def _struck(log: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "time"} for row in rows]
 
 
-def _note(fault: Fault, log: str) -> None:
+def _note(fault: PlannedFault, log: str) -> None:
     if log:
         with Path(log).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"time": time.time(), **asdict(fault)}) + "\n")
 
 
-def _strike(fault: Fault, log: str) -> None:
+def _strike(fault: PlannedFault, log: str) -> None:
     _note(fault, log)
     if fault.kind == "slow":
         time.sleep(fault.sleep_s)

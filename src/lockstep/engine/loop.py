@@ -11,7 +11,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.after_step import AfterStep
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
-from lockstep.engine.checkpoint.checkpointer import Keeper
+from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.restore import copy_state
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -83,14 +83,14 @@ class Trainer:
         self._after_step = AfterStep(
             task,
             parts.model,
-            parts.step.stepper.optimizer,
-            parts.step.flat,
+            parts.train_step.flat_optimizer.optimizer,
+            parts.train_step.flat,
             parts.loader,
             config.seed,
         )
         self._reporter = Reporter(task.name, config, runtime, self._parts, directory)
-        self._keeper = Keeper(config, runtime, self._parts, directory)
-        self._progress = Progress() if joins else self._keeper.resume()
+        self._checkpointer = Checkpointer(config, runtime, self._parts, directory)
+        self._progress = Progress() if joins else self._checkpointer.resume()
         self._result: StepResult | None = None
         ranges = split(config.num_microbatches, self._transport.size)
         self._balancer = Balancer(config.balance_every, ranges)
@@ -138,14 +138,14 @@ class Trainer:
         self._follow_up()
         while not self._is_over():
             progress = self._progress
-            result = self._parts.step.run(progress.step, progress.decays, self._batches)
+            result = self._parts.train_step.run(progress.step, progress.decays, self._batches)
             self._commit(result)
             if not self._state_checked:
-                self._keeper.check_state()
+                self._checkpointer.check_state()
                 self._state_checked = True
             self._follow_up()
             self._balance(result)
-            self._keeper.poll()
+            self._checkpointer.poll()
             if result.grows and not self._is_over():
                 raise GroupBroken("a new process is to be taken in")
         return self._finish()
@@ -160,7 +160,7 @@ class Trainer:
         self._result = result
         self._progress.step += 1
         if with_task:
-            self._after_step.run(self._progress.step, self._parts.step.state)
+            self._after_step.run(self._progress.step, self._parts.train_step.state)
         self._stop_reason = self._stop_reason or result.stop_reason
         flush = self._is_save_due() or self._is_evaluation_due()
         self._reporter.add(self._progress, result, flush)
@@ -174,10 +174,10 @@ class Trainer:
         if self._is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
         if self._is_digest_due():
-            self._keeper.check_replicas(progress)
+            self._checkpointer.check_replicas(progress)
         improved = 0 < progress.step == progress.best_step
         if self._is_save_due() or improved:
-            self._keeper.save(progress, improved)
+            self._checkpointer.save(progress, improved)
 
     def _stream(self) -> Generator[Any, None, None]:
         """This rank's microbatches, from the present step on."""
@@ -198,7 +198,7 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         due = self._progress.step > 0 and self._is_due(self._config.checkpoint.every)
-        return due or self._is_over() or self._keeper.is_overdue
+        return due or self._is_over() or self._checkpointer.is_overdue
 
     def _is_evaluation_due(self) -> bool:
         if self._progress.step == 0:
@@ -290,7 +290,7 @@ class Trainer:
         self._deal_out(ranges, state)
         self._dealt = (self._transport.rank, self._transport.size)
         self._is_new = self._state_checked = False  # newcomers have not checked theirs
-        self._keeper.regroup(took_over=origin.former[0] != 0)
+        self._checkpointer.regroup(took_over=origin.former[0] != 0)
         self._reporter.regroup(self._progress, origin, copied, perf_counter() - started)
         if self._transport.size < self._config.min_ranks:
             self._stop_reason = TOO_FEW_RANKS
@@ -302,24 +302,28 @@ class Trainer:
             Whether there were any; and the optimizer's state if it is sharded.
         """
         parts, transport = self._parts, self._transport
-        parts.step.give_up()
-        lead = find_lead(transport, self._progress, self._result, parts.step.applied, self._is_new)
+        parts.train_step.give_up()
+        lead = find_lead(
+            transport, self._progress, self._result, parts.train_step.applied, self._is_new
+        )
         state = None
         to_do = self._progress.step < lead.step
         if self._config.optimizer.sharded:
             if lead.result is not None and not self._is_new and self._progress.step < lead.step:
-                parts.step.follow(self._progress.step, self._progress.decays, lead.result)
+                parts.train_step.follow(self._progress.step, self._progress.decays, lead.result)
             # Who has committed has whole parameters, changed by the task since they were stepped.
             state = collect(
                 transport,
-                parts.step,
+                parts.train_step,
                 origin.members,
                 origin.num_members,
                 with_parameters=lead.committed < lead.step,
             )
         if lead.is_ahead:
             known = {"trainer": [self._stop_reason, self._failed_step, self._reporter.to_json()]}
-            meta = copy_state(parts.step, parts.model, self._progress, known, transport, lead.rank)
+            meta = copy_state(
+                parts.train_step, parts.model, self._progress, known, transport, lead.rank
+            )
             to_do = lead.committed < lead.step
             if self._is_new:
                 self._progress = Progress.from_json(meta["progress"])
@@ -337,7 +341,7 @@ class Trainer:
 
     def _deal_out(self, ranges: list[Range], state: OptimizerState | None = None) -> None:
         """Compute these microbatches from now on."""
-        self._parts.step.deal_out(ranges, state)
+        self._parts.train_step.deal_out(ranges, state)
         self._balancer.use(ranges)
         self._fetch_anew()
 
@@ -345,7 +349,7 @@ class Trainer:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         progress = self._progress
         self._batches.close()
-        folder = self._keeper.finish(progress)
+        folder = self._checkpointer.finish(progress)
         if progress.finished and "test" in self._parts.evaluations:
             self._evaluate("test")
         finished = Finished(
@@ -353,7 +357,7 @@ class Trainer:
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or self._stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(self._stop_reason, 0),
-            params_sha256=model_digest(self._parts.model, self._parts.step.state.unsaved),
+            params_sha256=model_digest(self._parts.model, self._parts.train_step.state.unsaved),
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,

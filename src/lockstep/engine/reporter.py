@@ -189,7 +189,7 @@ class Reporter:
                 metrics=means,
                 lr=result.lr,
                 grad_norm=result.grad_norm,
-                loss_scale=self._parts.step.loss_scale.value,
+                loss_scale=self._parts.train_step.loss_scale.value,
                 samples=self._samples,
                 seconds=now - self._since,
                 ranks=tuple(RankTimes(rank, *times) for rank, times in enumerate(differences)),

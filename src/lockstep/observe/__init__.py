@@ -1,6 +1,6 @@
 """Events in; console, CSV, JSONL, TensorBoard and result files out.
 
-The engine emits events (`lockstep.engine.events`) on every rank, to its `Desk`. That of rank 0
+The engine emits events (`lockstep.engine.events`) on every rank, to its `EventHub`. That of rank 0
 shows and stores them by what `open_sinks` opens; the others remember the newest, for any of them
 may become rank 0. In a run directory there are then:
 
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.observe.console import ConsoleView
-from lockstep.observe.desk import Desk
+from lockstep.observe.event_hub import EventHub
 from lockstep.observe.jsonl import (
     EventsJsonl,
     end_of_events,
@@ -31,7 +31,7 @@ from lockstep.observe.tensorboard import TensorBoard
 
 __all__ = [
     "ConsoleView",
-    "Desk",
+    "EventHub",
     "EventsJsonl",
     "MetricsCsv",
     "ResultJson",

@@ -444,9 +444,9 @@ def test_batch_norm_that_is_used_later_only_is_watched() -> None:
             return model
 
     parts = tried(Unused())
-    names = [entry.name for entry in parts.step.state.flat.entries]
+    names = [entry.name for entry in parts.train_step.state.flat.entries]
     assert names == ["norm.running_mean", "norm.running_var"]
-    assert parts.step.state.num_counters == 1
+    assert parts.train_step.state.num_counters == 1
 
 
 def test_digests_of_trials_tell_code_apart() -> None:

@@ -95,17 +95,17 @@ def parts_of(build: Build | None = None, **keys: Any) -> Parts:
 
 
 def advance(parts: Parts, first: int, last: int) -> None:
-    batches = parts.loader.stream(parts.step.share.microbatches, first, last)
+    batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
     for step in range(first, last):
-        parts.step.run(step, 0, batches)
+        parts.train_step.run(step, 0, batches)
     if last > first:
-        parts.step.stepper.check_state()
+        parts.train_step.flat_optimizer.check_state()
 
 
 def saved(parts: Parts, step: int) -> Snapshot:
-    meta = {"optimizer": parts.step.stepper.description}
-    state = whole_state(LocalTransport(), parts.step)
-    return capture(parts.step, parts.model, Progress(step=step), meta, state)()
+    meta = {"optimizer": parts.train_step.flat_optimizer.description}
+    state = whole_state(LocalTransport(), parts.train_step)
+    return capture(parts.train_step, parts.model, Progress(step=step), meta, state)()
 
 
 def bits(parts: Parts) -> dict[str, list[float]]:
@@ -346,10 +346,10 @@ def test_hyperparameters_that_another_version_of_torch_adds_are_not_compared() -
     there = snapshot.meta["optimizer"]
     del there["amsgrad of group 0 of optimizer"]
     there["more of group 0 of optimizer"] = 1
-    check_optimizer_fits(snapshot, parts.step, "cp")
+    check_optimizer_fits(snapshot, parts.train_step, "cp")
     del there["optimizer"]
     with pytest.raises(CheckpointError, match="optimizer is None there, 'AdamW' here"):
-        check_optimizer_fits(snapshot, parts.step, "cp")
+        check_optimizer_fits(snapshot, parts.train_step, "cp")
 
 
 def test_optimizer_tensors_of_another_shape_are_refused() -> None:
@@ -358,10 +358,10 @@ def test_optimizer_tensors_of_another_shape_are_refused() -> None:
     snapshot = saved(parts, 1)
     snapshot.optimizer["exp_avg/first.weight"] = torch.zeros(3)
     with pytest.raises(CheckpointError, match=r"exp_avg/first.weight is torch.float32 \(3,\)"):
-        check_optimizer_fits(snapshot, parts.step, "cp")
+        check_optimizer_fits(snapshot, parts.train_step, "cp")
     del snapshot.optimizer["exp_avg/first.weight"]
     with pytest.raises(CheckpointError, match=r"exp_avg/first.weight does not fit"):
-        check_optimizer_fits(snapshot, parts.step, "cp")
+        check_optimizer_fits(snapshot, parts.train_step, "cp")
 
 
 def make(body: Callable[[Any], None], **attributes: Any) -> Build:
@@ -411,7 +411,7 @@ def test_state_that_no_checkpoint_holds_is_refused_after_the_first_step(
     build: Build, message: str
 ) -> None:
     parts = parts_of(build)
-    parts.step.stepper.check_state()
+    parts.train_step.flat_optimizer.check_state()
     with pytest.raises(TaskError, match=f"build_optimizer: Own .*{message}|{message}"):
         advance(parts, 0, 1)
 
@@ -443,8 +443,8 @@ def test_random_numbers_of_a_step_depend_on_nothing_but_seed_and_step() -> None:
     other.step._runtime = dataclasses.replace(other.step._runtime, at=draw)
     advance(other, 0, 2)
     assert bits(one) == bits(other)
-    assert one.step.stepper.may_draw
-    assert not parts_of().step.stepper.may_draw
+    assert one.step.flat_optimizer.may_draw
+    assert not parts_of().step.flat_optimizer.may_draw
 
 
 def test_an_optimizer_that_draws_random_numbers_is_not_sharded() -> None:
@@ -490,10 +490,10 @@ def test_an_inner_optimizer_steps_what_the_outer_one_has() -> None:
 
 def test_the_schedule_reaches_the_groups_of_inner_optimizers() -> None:
     parts = parts_of(Two)
-    parts.step.stepper.step(0.5)
-    inner = parts.step.stepper._optimizer.rest[0]  # type: ignore[attr-defined]
+    parts.train_step.flat_optimizer.step(0.5)
+    inner = parts.train_step.flat_optimizer._optimizer.rest[0]  # type: ignore[attr-defined]
     assert inner.param_groups[0]["lr"] == 0.025
-    assert parts.step.stepper.base_lr == 0.01
+    assert parts.train_step.flat_optimizer.base_lr == 0.01
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lockstep.comm.pulse import Pulse
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import writer as saver_module
 from lockstep.engine.checkpoint.format import Snapshot, folder_name
-from lockstep.engine.checkpoint.writer import Saver
+from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.errors import CheckpointError
 
@@ -32,7 +32,7 @@ class Heard(list[Event]):
     def __init__(self, root: Path, keep: int = 3, background: bool = True) -> None:
         super().__init__()
         self.pulse = Pulse()
-        self.saver = Saver(root, keep, background, self.append, self.pulse)
+        self.saver = AsyncWriter(root, keep, background, self.append, self.pulse)
 
     def save(self, step: int, best: bool = False) -> float:
         return self.saver.save(snapshot(step), best, perf_counter())
@@ -225,7 +225,7 @@ def test_who_waits_for_a_slow_disk_is_not_taken_for_hung_and_says_so(
     def at(moment: str, step: int) -> None:
         assert gate.wait(30)
 
-    heard.saver = Saver(tmp_path, 3, True, heard.append, heard.pulse, at)
+    heard.saver = AsyncWriter(tmp_path, 3, True, heard.append, heard.pulse, at)
     heard.save(7)
     assert heard.pulse._memory[1] == 0
     release = threading.Timer(0.2, lambda: (waits.append(heard.pulse._memory[1]), gate.set()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.step.flat import FlatTensors, model_digest
-from lockstep.engine.step.flat_optimizer import Stepper
+from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.optimizer import (
     ELEMENTWISE,
     check_optimizer,
@@ -149,12 +149,14 @@ class Rank:
             for parts in (split(s.numel // BLOCK, size) for s in self.flat.segments)
         ]
         self._gradients = [torch.zeros_like(f) for f in self.flat.flats]
-        self.stepper = Stepper(optimizer, self.flat, self._gradients, [[o] for o in self.owned])
+        self.flat_optimizer = FlatOptimizer(
+            optimizer, self.flat, self._gradients, [[o] for o in self.owned]
+        )
 
     def step(self, number: int, factor: float = 1.0) -> None:
         for name, view in self.flat.named(self._gradients).items():
             view.copy_(gradients(number, self.model)[name])
-        self.stepper.step(factor)
+        self.flat_optimizer.step(factor)
 
     def bits(self) -> dict[str, bytes]:
         return {n: p.detach().numpy().tobytes() for n, p in self.model.named_parameters()}
@@ -184,7 +186,7 @@ class Ranks:
                     theirs[segment][own.first : own.last] = flats[segment][own.first : own.last]
 
     def state(self) -> OptimizerState:
-        states = [r.stepper.state() for r in self.ranks]
+        states = [r.flat_optimizer.state() for r in self.ranks]
         for key in states[0].flats:
             self.gather([s.flats[key] for s in states])
         scalars: Any = {}
@@ -195,7 +197,7 @@ class Ranks:
     def load(self, model: nn.Module, state: OptimizerState) -> None:
         for rank in self.ranks:
             rank.model.load_state_dict(model.state_dict())
-            rank.stepper.load_state(state)
+            rank.flat_optimizer.load_state(state)
 
     @property
     def model(self) -> Net:
@@ -277,7 +279,7 @@ def test_state_survives_being_saved_by_parameter(make: Make) -> None:
     for step in range(3):
         straight.step(step)
         first.step(step)
-    state = first.stepper.state()
+    state = first.flat_optimizer.state()
     saved = {
         key: {n: t.clone() for n, t in first.flat.named(flats).items()}
         for key, flats in state.flats.items()
@@ -287,7 +289,7 @@ def test_state_survives_being_saved_by_parameter(make: Make) -> None:
         for name, view in second.flat.named(flats[key]).items():
             view.copy_(tensors[name])
     second.model.load_state_dict(first.model.state_dict())
-    second.stepper.load_state(state._replace(flats=flats))
+    second.flat_optimizer.load_state(state._replace(flats=flats))
     for step in range(3, 6):
         straight.step(step)
         second.step(step)
@@ -297,7 +299,7 @@ def test_state_survives_being_saved_by_parameter(make: Make) -> None:
 @every
 def test_state_before_the_first_step_can_be_restored(make: Make) -> None:
     fresh, other, straight = Rank(make), Rank(make), Rank(make)
-    other.stepper.load_state(fresh.stepper.state())
+    other.flat_optimizer.load_state(fresh.flat_optimizer.state())
     for step in range(2):
         other.step(step)
         straight.step(step)
@@ -310,7 +312,7 @@ def test_loading_forgets_the_state_there_was(make: Make) -> None:
     for step in range(2):
         used.step(step)
     used.model.load_state_dict(fresh.model.state_dict())
-    used.stepper.load_state(fresh.stepper.state())
+    used.flat_optimizer.load_state(fresh.flat_optimizer.state())
     for step in range(2, 4):
         used.step(step)
         fresh.step(step)
@@ -320,10 +322,10 @@ def test_loading_forgets_the_state_there_was(make: Make) -> None:
 def test_saved_state_is_not_changed_by_later_steps() -> None:
     rank = Rank(ALL["adamw"])
     rank.step(0)
-    state = rank.stepper.state()
+    state = rank.flat_optimizer.state()
     flats = state.flats
     other = Rank(ALL["adamw"])
-    other.stepper.load_state(state)
+    other.flat_optimizer.load_state(state)
     before = {k: [f.clone() for f in v] for k, v in flats.items()}
     rank.step(1)
     other.step(1)
@@ -335,7 +337,7 @@ def test_saved_state_is_not_changed_by_later_steps() -> None:
 def test_base_learning_rate_is_that_of_the_first_group_before_the_schedule() -> None:
     rank = Rank(ALL["sgd"])
     rank.step(0, factor=0.25)
-    assert rank.stepper.base_lr == 0.1
+    assert rank.flat_optimizer.base_lr == 0.1
 
 
 def muon(param_groups: list[dict[str, Any]]) -> optim.Optimizer:
@@ -371,7 +373,7 @@ def test_muon_steps_each_matrix_as_torch_does() -> None:
     mine = muon([{"params": list(ours.parameters())}])
     flat = flat_of(ours, mine)
     grads = [torch.zeros_like(f) for f in flat.flats]
-    stepper = Stepper(mine, flat, grads, whole(flat))
+    stepper = FlatOptimizer(mine, flat, grads, whole(flat))
     assert not stepper.elementwise
     reference = muon([{"params": list(theirs.parameters())}])
     for step in range(3):
@@ -388,7 +390,7 @@ def test_an_optimizer_of_whole_tensors_steps_as_by_itself() -> None:
     rank = Rank(NormedMomentum)
     for step in range(4):
         rank.step(step, 0.5)
-    assert not rank.stepper.elementwise
+    assert not rank.flat_optimizer.elementwise
     close(rank.model, plain(NormedMomentum, 4, 0.5))
     assert all(p.grad is None for p in rank.model.parameters())
 
@@ -398,14 +400,14 @@ def test_state_of_an_optimizer_of_whole_tensors_goes_on_to_the_same_bits() -> No
     for step in range(3):
         straight.step(step)
         first.step(step)
-    state = in_json(first.stepper.state())
+    state = in_json(first.flat_optimizer.state())
     assert set(state.tensors) == {
         f"momentum/{n}" for n, _ in Net().named_parameters() if n != "scale"
     }
     assert state.scalars["first.weight"]["count"] == 3
     second.model.load_state_dict(first.model.state_dict())
-    second.stepper.load_state(state)
-    states = [r.stepper._optimizer.state[r.model.first.weight] for r in (first, second)]
+    second.flat_optimizer.load_state(state)
+    states = [r.flat_optimizer._optimizer.state[r.model.first.weight] for r in (first, second)]
     assert [s["largest"].dtype for s in states] == [torch.float64] * 2
     assert states[0]["largest"] == states[1]["largest"]
     for step in range(3, 6):
@@ -421,7 +423,7 @@ def test_an_optimizer_of_whole_tensors_may_be_given_frozen_parameters() -> None:
     optimizer = NormedMomentum(model.parameters())
     flat = flat_of(model, optimizer)
     grads = [torch.ones_like(f) for f in flat.flats]
-    stepper = Stepper(optimizer, flat, grads, whole(flat))
+    stepper = FlatOptimizer(optimizer, flat, grads, whole(flat))
     stepper.step(1.0)
     stepper.load_state(stepper.state())
     stepper.step(1.0)
@@ -438,7 +440,7 @@ def test_state_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
     rank = Rank(Remembering)
     rank.step(0)
     with pytest.raises(TaskError, match="Remembering keeps state 'history' of type set"):
-        rank.stepper.check_state()
+        rank.flat_optimizer.check_state()
 
 
 def test_elementwise_optimizers_are_known_or_declared() -> None:

@@ -17,7 +17,7 @@ import lockstep as ls
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.task_state import restore_task
 from lockstep.engine.events import Finished
-from lockstep.engine.faults import Fault, to_env
+from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
 from lockstep.front import Sitting
 
@@ -70,7 +70,7 @@ def test_a_step_that_failed_inside_is_done_again_to_the_same_bits(
 ) -> None:
     straight = run(tmp_path / "straight", Plain())
     log = tmp_path / "faults"
-    faults = [Fault(0, step, moment, "raise") for step in (1, 3, 4)]
+    faults = [PlannedFault(0, step, moment, "raise") for step in (1, 3, 4)]
     for name, value in to_env(faults, log).items():
         monkeypatch.setenv(name, value)
     again = run(tmp_path / "again", Plain())

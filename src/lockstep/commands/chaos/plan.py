@@ -6,15 +6,15 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.engine.faults import Fault, Moment
+from lockstep.engine.faults import Moment, PlannedFault
 from lockstep.errors import ConfigError
 
 What = Literal[
     "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit"
 ]
-"""A kind of `Fault`; every process killed; that, and the newest checkpoint damaged; a process that
-fetches data killed; a disk that stands still while a checkpoint is written; a process killed, and
-the one in its place given an edited script."""
+"""A kind of `PlannedFault`; every process killed; that, and the newest checkpoint damaged; a
+process that fetches data killed; a disk that stands still while a checkpoint is written; a process
+killed, and the one in its place given an edited script."""
 
 _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
@@ -53,7 +53,7 @@ class Blow:
 
     what: What
     step: int
-    faults: tuple[Fault, ...]
+    faults: tuple[PlannedFault, ...]
 
     @property
     def ends_sitting(self) -> bool:
@@ -100,40 +100,42 @@ class Draw:
         if what in ("job", "corrupt"):
             newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
             slots = [*self.alive, *newcomers]
-            return Blow(what, step, tuple(Fault(slot, step, "committed") for slot in slots))
+            return Blow(what, step, tuple(PlannedFault(slot, step, "committed") for slot in slots))
         slot = self.source.choice(self.alive)
         if what == "preempt":
-            fault = Fault(slot, step, "committed", "preempt")
+            fault = PlannedFault(slot, step, "committed", "preempt")
         elif what == "kill":
             fault = self._kill(slot, step)
         elif what == "stop":
-            fault = Fault(slot, step, "compute", "stop")
+            fault = PlannedFault(slot, step, "compute", "stop")
         elif what == "worker":
-            fault = Fault(slot, step, self.source.choice(_MOMENTS[:5]), "worker", self._delay_s())
+            fault = PlannedFault(
+                slot, step, self.source.choice(_MOMENTS[:5]), "worker", self._delay_s()
+            )
         elif what == "disk":
-            fault = Fault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
+            fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
         elif what == "edit":
-            fault = Fault(slot, step)
+            fault = PlannedFault(slot, step)
         else:
             moment = self.source.choice(_IN_COMPUTING)
-            fault = Fault(slot, step, moment, "raise" if what == "raise" else "slow")
+            fault = PlannedFault(slot, step, moment, "raise" if what == "raise" else "slow")
         if what in ("kill", "stop", "edit"):
             self.alive.remove(fault.slot)
             self.last_kill = step
         if what == "edit":
             self.is_edited = True
-            return Blow(what, fault.step, (fault, Fault(self.num_ranks, 0, "join", "edit")))
+            return Blow(what, fault.step, (fault, PlannedFault(self.num_ranks, 0, "join", "edit")))
         return Blow(what, fault.step, (fault,))
 
-    def _kill(self, slot: int, step: int) -> Fault:
+    def _kill(self, slot: int, step: int) -> PlannedFault:
         source = self.source
         if self.last_kill is not None and source.random() < 0.25:
             # Strikes while the others recover from the one before.
-            return Fault(slot, self.last_kill, source.choice(_IN_RECOVERY))
+            return PlannedFault(slot, self.last_kill, source.choice(_IN_RECOVERY))
         moment = source.choice(_MOMENTS)
         # Only rank 0 writes checkpoints: the first of those alive.
         slot = self.alive[0] if moment == "checkpoint" else slot
-        return Fault(slot, step, moment, "kill", self._delay_s())
+        return PlannedFault(slot, step, moment, "kill", self._delay_s())
 
     def _delay_s(self) -> float:
         return self.source.choice((0.0, self.source.uniform(0, _MOST_DELAY_S)))

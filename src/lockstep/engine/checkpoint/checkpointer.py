@@ -23,7 +23,7 @@ from lockstep.engine.checkpoint.resumable import (
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import check_task_state
-from lockstep.engine.checkpoint.writer import Saver
+from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Resumed, Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas
@@ -32,7 +32,7 @@ from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.errors import CheckpointError
 
 
-class Keeper:
+class Checkpointer:
     """Saves and restores the state of a run; all methods but `poll` are collectives.
 
     Attributes:
@@ -47,7 +47,7 @@ class Keeper:
         self._transport = runtime.transport
         self._parts = parts
         self._root = directory.checkpoints
-        self._saver = Saver(
+        self._writer = AsyncWriter(
             self._root,
             config.checkpoint.keep,
             config.checkpoint.background,
@@ -61,7 +61,7 @@ class Keeper:
     def poll(self) -> None:
         """Emit what the background thread has to say."""
         if self._runtime.is_first:
-            self._saver.poll()
+            self._writer.poll()
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Copy the state, and have it written while training goes on; once for each step.
@@ -77,16 +77,16 @@ class Keeper:
         self.check_state()
         parts, is_first = self._parts, self._runtime.is_first
         # A whole optimizer is on rank 0 already; slices of one are with everyone.
-        if is_first or parts.step.sharded:
-            state = whole_state(self._transport, parts.step)
+        if is_first or parts.train_step.sharded:
+            state = whole_state(self._transport, parts.train_step)
         if is_first:
-            make = capture(parts.step, parts.model, progress, self._meta(progress), state)
-            self._saver.save(make, best, started)
+            make = capture(parts.train_step, parts.model, progress, self._meta(progress), state)
+            self._writer.save(make, best, started)
             if best and self._transport.can_regroup and self._transport.size > 1:
                 # Should this rank die, the others write it anew; but they no longer could, once
                 # they have done the next step, which they can't do without this rank.
-                self._saver.wait()
-        parts.step.watch.checkpoint_s += perf_counter() - started
+                self._writer.wait()
+        parts.train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
         self.is_overdue = False
 
@@ -106,7 +106,7 @@ class Keeper:
             CheckpointError: it could not be written.
         """
         self.save(progress)
-        folder: str = on_first(self._transport, lambda: str(self._saver.finish(progress.step)))
+        folder: str = on_first(self._transport, lambda: str(self._writer.finish(progress.step)))
         return folder
 
     def check_replicas(self, progress: Progress) -> None:
@@ -117,9 +117,13 @@ class Keeper:
         """
         if self._transport.size > 1:
             parts = self._parts
-            step = parts.step
+            train_step = parts.train_step
             check_replicas(
-                self._transport, parts.model, step.state.unsaved, step.task, progress.step
+                self._transport,
+                parts.model,
+                train_step.state.unsaved,
+                train_step.task,
+                progress.step,
             )
 
     def check_state(self) -> None:
@@ -128,11 +132,11 @@ class Keeper:
         Raises:
             TaskError: it cannot.
         """
-        step = self._parts.step
+        train_step = self._parts.train_step
 
         def check() -> None:
-            step.stepper.check_state()
-            check_task_state(step.task)
+            train_step.flat_optimizer.check_state()
+            check_task_state(train_step.task)
 
         everywhere(self._transport, check)
 
@@ -161,18 +165,18 @@ class Keeper:
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
             self._check_data(data, where)
-            check_training_state(snapshot, self._config, parts.total_steps, parts.step, where)
-            check_optimizer_fits(snapshot, parts.step, where)
-            check_optimizer_state(snapshot, parts.step, where)
+            check_training_state(snapshot, self._config, parts.total_steps, parts.train_step, where)
+            check_optimizer_fits(snapshot, parts.train_step, where)
+            check_optimizer_state(snapshot, parts.train_step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)
-            return sorted(parts.step.state.unsaved.keys() - snapshot.buffers.keys())
+            return sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
 
         missing = on_first(self._transport, check)
         if missing is None:
             return Progress()
-        progress = restore(snapshot, self._parts.step, self._parts.model, self._transport)
+        progress = restore(snapshot, self._parts.train_step, self._parts.model, self._transport)
         for reason in skipped:
             message = f"{reason}; the one before is used"
             self._runtime.emit(Warned(step=progress.step, message=message))
@@ -221,7 +225,7 @@ class Keeper:
                 "task_digest": self._parts.task_digest,
                 "epoch": sampler.epoch(progress.step),
             },
-            "optimizer": self._parts.step.stepper.description,
+            "optimizer": self._parts.train_step.flat_optimizer.description,
             "layout": {"world_size": transport.size, "transport": transport.name},
             "versions": {
                 "lockstep": version("lockstep-train"),

@@ -14,12 +14,12 @@ from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, Optimizer
 from lockstep.engine.checkpoint.task_state import capture_task, restore_task
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
-from lockstep.engine.step.train_step import Step
+from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
 
 
 def capture(
-    step: Step,
+    train_step: TrainStep,
     model: nn.Module,
     progress: Progress,
     meta: dict[str, Any],
@@ -28,18 +28,18 @@ def capture(
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
     Args:
-        step: of the run.
+        train_step: of the run.
         model: of the run.
         progress: of the run.
         meta: what else is to be kept.
         state: of the optimizer, already copied.
     """
-    task, values = capture_task(step.task)
+    task, values = capture_task(train_step.task)
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
-    buffers = {n: t.detach().to("cpu", copy=True) for n, t in step.state.unsaved.items()}
+    buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
     meta = meta | {
         "progress": progress.to_json(),
-        "loss_scale": [step.loss_scale.value, step.loss_scale.good_steps],
+        "loss_scale": [train_step.loss_scale.value, train_step.loss_scale.good_steps],
         "optimizer_scalars": state.scalars,
         "optimizer_shared": state.shared,
         "task": values,
@@ -49,7 +49,7 @@ def capture(
         optimizer = {
             f"{key}/{name}": tensor.cpu()
             for key, segments in state.flats.items()
-            for name, tensor in step.flat.named(segments).items()
+            for name, tensor in train_step.flat.named(segments).items()
         } | {name: tensor.cpu() for name, tensor in state.tensors.items()}
         return Snapshot(progress_step, tensors, optimizer, meta, buffers, task)
 
@@ -82,7 +82,7 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
             )
 
 
-def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
+def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:
     """Refuse a snapshot of another optimizer; old ones do not say all of theirs.
 
     A hyperparameter that only one of them has, as of another version of torch, is not compared.
@@ -90,7 +90,7 @@ def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
     Raises:
         CheckpointError: names the first thing that differs.
     """
-    here, there = step.stepper.description, snapshot.meta.get("optimizer", {})
+    here, there = train_step.flat_optimizer.description, snapshot.meta.get("optimizer", {})
     for name in [n for n in (there | here) if there]:
         in_both = name in here and name in there
         if here.get(name) != there.get(name) and (in_both or " of group " not in name):
@@ -98,9 +98,9 @@ def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
                 f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
                 f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
             )
-    entries = {e.name: e for e in step.flat.entries}
+    entries = {e.name: e for e in train_step.flat.entries}
     found = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
-    if step.stepper.elementwise:
+    if train_step.flat_optimizer.elementwise:
         wanted = {(key, name) for key, _ in found for name in entries}
     else:
         scalars = snapshot.meta["optimizer_scalars"]
@@ -109,8 +109,8 @@ def check_optimizer_fits(snapshot: Snapshot, step: Step, where: str) -> None:
         tensor = found.get((key, name))
         if tensor is None or name not in entries:
             raise CheckpointError(f"{where}: is damaged: optimizer state {key}/{name} does not fit")
-        shape, dtype = entries[name].shape, step.flat.segments[entries[name].segment].dtype
-        if step.stepper.elementwise and (tensor.shape, tensor.dtype) != (shape, dtype):
+        shape, dtype = entries[name].shape, train_step.flat.segments[entries[name].segment].dtype
+        if train_step.flat_optimizer.elementwise and (tensor.shape, tensor.dtype) != (shape, dtype):
             raise CheckpointError(
                 f"{where}: is damaged: optimizer state {key}/{name} is {tensor.dtype} "
                 f"{tuple(tensor.shape)}, must be {dtype} {tuple(shape)}"
@@ -144,7 +144,11 @@ class Received(NamedTuple):
 
 
 def restore(
-    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int = 0
+    snapshot: Snapshot | None,
+    train_step: TrainStep,
+    model: nn.Module,
+    transport: Transport,
+    root: int = 0,
 ) -> Progress:
     """Bring all ranks into the state of a snapshot that rank `root` has (the others pass None).
 
@@ -153,28 +157,32 @@ def restore(
     Raises:
         GroupBroken: on all ranks, or on none.
     """
-    return Progress.from_json(receive(snapshot, step, model, transport, root)["progress"])
+    return Progress.from_json(receive(snapshot, train_step, model, transport, root)["progress"])
 
 
 def receive(
-    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int
+    snapshot: Snapshot | None,
+    train_step: TrainStep,
+    model: nn.Module,
+    transport: Transport,
+    root: int,
 ) -> dict[str, Any]:
     """As `restore`, but returns the snapshot's `meta`."""
-    received = _receive(snapshot, step, model, transport, root)
+    received = _receive(snapshot, train_step, model, transport, root)
     transport.agree()
     model.load_state_dict(received.model)
-    for name, buffer in step.state.unsaved.items():
+    for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
-    step.stepper.load_state(received.optimizer)
-    step.loss_scale.value, step.loss_scale.good_steps = received.meta["loss_scale"]
-    step.state.mark()
-    restore_task(step.task, received.task, received.meta.get("task", {}))
-    step.watched.mark()
+    train_step.flat_optimizer.load_state(received.optimizer)
+    train_step.loss_scale.value, train_step.loss_scale.good_steps = received.meta["loss_scale"]
+    train_step.state.mark()
+    restore_task(train_step.task, received.task, received.meta.get("task", {}))
+    train_step.watched.mark()
     return received.meta
 
 
 def copy_state(
-    step: Step,
+    train_step: TrainStep,
     model: nn.Module,
     progress: Progress,
     meta: dict[str, Any],
@@ -191,16 +199,20 @@ def copy_state(
     snapshot = None
     if transport.rank == root:
         nothing = OptimizerState({}, {}, {}, {})
-        state = nothing if step.sharded else whole_state(transport, step)
-        snapshot = capture(step, model, progress, meta, state)()
-    return receive(snapshot, step, model, transport, root)
+        state = nothing if train_step.sharded else whole_state(transport, train_step)
+        snapshot = capture(train_step, model, progress, meta, state)()
+    return receive(snapshot, train_step, model, transport, root)
 
 
 def _receive(
-    snapshot: Snapshot | None, step: Step, model: nn.Module, transport: Transport, root: int
+    snapshot: Snapshot | None,
+    train_step: TrainStep,
+    model: nn.Module,
+    transport: Transport,
+    root: int,
 ) -> Received:
     tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
-    buffers = {name: own.clone() for name, own in step.state.unsaved.items()}
+    buffers = {name: own.clone() for name, own in train_step.state.unsaved.items()}
     sources = snapshot.model | snapshot.buffers if snapshot else {}
     for name, tensor in (tensors | buffers).items():
         tensor.copy_(sources.get(name, tensor))
@@ -208,28 +220,28 @@ def _receive(
     meta = transport.gather_json(snapshot.meta if snapshot else {})[root]
     state = OptimizerState({}, {}, meta["optimizer_scalars"], meta.get("optimizer_shared", {}))
     saved = snapshot.optimizer if snapshot else {}
-    if step.stepper.elementwise:
+    if train_step.flat_optimizer.elementwise:
         keys = sorted({name.partition("/")[0] for name in saved})
         for key in transport.gather_json(keys)[root]:
-            flats = state.flats[key] = [torch.zeros_like(f) for f in step.flat.flats]
-            for name, view in step.flat.named(flats).items() if saved else ():
+            flats = state.flats[key] = [torch.zeros_like(f) for f in train_step.flat.flats]
+            for name, view in train_step.flat.named(flats).items() if saved else ():
                 view.copy_(saved[f"{key}/{name}"])
             for flat in flats:
                 _broadcast(transport, flat, root)
     else:
-        state.tensors.update(_receive_named(saved, step, transport, root))
-    task = _receive_named(snapshot.task if snapshot else {}, step, transport, root)
+        state.tensors.update(_receive_named(saved, train_step, transport, root))
+    task = _receive_named(snapshot.task if snapshot else {}, train_step, transport, root)
     return Received(tensors, buffers, state, {n: t.cpu() for n, t in task.items()}, meta)
 
 
 def _receive_named(
-    saved: dict[str, Tensor], step: Step, transport: Transport, root: int
+    saved: dict[str, Tensor], train_step: TrainStep, transport: Transport, root: int
 ) -> dict[str, Tensor]:
     """Tensors of rank `root` by name, on all ranks, whatever their shapes and dtypes."""
     own = {name: [dtype_name(t.dtype), [*t.shape]] for name, t in saved.items()}
     received = {}
     for name, (dtype, shape) in transport.gather_json(own)[root].items():
-        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=step.flat.flats[0].device)
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=train_step.flat.flats[0].device)
         tensor.copy_(saved.get(name, tensor))
         _broadcast(transport, tensor, root)
         received[name] = tensor

@@ -20,7 +20,7 @@ from lockstep.engine.checkpoint.task_state import capture_task
 from lockstep.engine.progress import Progress
 from lockstep.engine.step.optimizer import ELEMENTWISE
 from lockstep.engine.step.precision import LossScale
-from lockstep.engine.step.train_step import Step
+from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.parsing import as_type, shown
@@ -65,7 +65,7 @@ def check_training_state(
     snapshot: Snapshot,
     config: TrainConfig,
     total_steps: int,
-    step: Step,
+    train_step: TrainStep,
     where: str,
 ) -> None:
     """Refuse a snapshot whose progress, loss scale or state of the task cannot be this run's.
@@ -74,7 +74,7 @@ def check_training_state(
         snapshot: whose model fits, see `restore.check_fits`.
         config: of the run.
         total_steps: of the run.
-        step: of the run.
+        train_step: of the run.
         where: what errors call the snapshot.
 
     Raises:
@@ -97,26 +97,29 @@ def check_training_state(
     problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
     problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
-    problem = problem or _task_problem(snapshot, step.task)
+    problem = problem or _task_problem(snapshot, train_step.task)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
 
 
-def check_optimizer_state(snapshot: Snapshot, step: Step, where: str) -> None:
+def check_optimizer_state(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:
     """Refuse a snapshot whose state cannot be that of this one of torch's own optimizers.
 
     Args:
         snapshot: that `check_training_state` and `restore.check_optimizer_fits` have passed.
-        step: of the run.
+        train_step: of the run.
         where: what errors call the snapshot.
 
     Raises:
         CheckpointError: names what cannot be.
     """
-    if not (step.stepper.elementwise and type(step.stepper.optimizer) in ELEMENTWISE):
+    if not (
+        train_step.flat_optimizer.elementwise
+        and type(train_step.flat_optimizer.optimizer) in ELEMENTWISE
+    ):
         return
     if not snapshot.meta.get("optimizer"):  # as earlier versions wrote it
-        _check_layout(snapshot, step, where)
+        _check_layout(snapshot, train_step, where)
     for owner, values in snapshot.meta["optimizer_scalars"].items():
         count = _number(values.get("step", snapshot.step))
         # A task may have made it count anew, and fp16 skips steps.
@@ -222,23 +225,23 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, (int, float)) and 0 <= value < 2**53 and value == int(value)
 
 
-def _check_layout(snapshot: Snapshot, step: Step, where: str) -> None:
+def _check_layout(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:
     """One of torch's own optimizers keeps the same state from its first step on."""
     scalars = snapshot.meta["optimizer_scalars"]
-    scale = step.loss_scale
+    scale = train_step.loss_scale
     found = _Layout(
         {name.partition("/")[0] for name in snapshot.optimizer},
         {owner: {k: _kind(v) for k, v in values.items()} for owner, values in scalars.items()},
     )
     if found == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
         return  # no step so far, or all of them were skipped
-    own, attributes = _layout(step)
+    own, attributes = _layout(train_step)
     if not any(_TENSOR in values.values() for values in found.scalars.values()):
         own = own.without_tensors()  # as earlier versions wrote it
     if found != own:
         raise CheckpointError(
             f"{where}: is of another optimizer: it has {found}, this "
-            f"{type(step.stepper.optimizer).__name__} keeps {own}"
+            f"{type(train_step.flat_optimizer.optimizer).__name__} keeps {own}"
         )
     for path, state in snapshot.meta.get("optimizer_shared", {}).items():
         if path or not _Shared(**state).holds_only(attributes):
@@ -267,9 +270,9 @@ class _Layout(NamedTuple):
         return _Layout(self.tensors, {group: values for group, values in kept.items() if values})
 
 
-def _layout(step: Step) -> tuple[_Layout, dict[str, Any]]:
+def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
     """What this optimizer keeps, and its attributes, found by stepping small ones of its kind."""
-    own, flat = step.stepper.optimizer, step.flat
+    own, flat = train_step.flat_optimizer.optimizer, train_step.flat
     layout = _Layout(set(), {})
     attributes: dict[str, Any] = {}
     for piece in flat.pieces:

@@ -18,7 +18,7 @@ SLOW_S = 60.0
 """Training that has waited for the disk for so long says so."""
 
 
-class Saver:
+class AsyncWriter:
     """Writes snapshots in a thread, one at a time, on rank 0.
 
     What the thread has to say is emitted by the training thread, from `poll`.
@@ -68,7 +68,7 @@ class Saver:
         """
         self.wait()
         arguments = (make, best, started)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="saver")
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoints")
         self._thread.start()
         if not self._background:
             self.wait()

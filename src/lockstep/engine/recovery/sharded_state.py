@@ -13,7 +13,7 @@ import torch
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState, Scalars
-from lockstep.engine.step.train_step import Step
+from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
 from lockstep.parallel.arena import slice_up
 
@@ -46,7 +46,7 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
 
 def collect(
     transport: Transport,
-    step: Step,
+    train_step: TrainStep,
     members: Sequence[int],
     num_members: int,
     with_parameters: bool = True,
@@ -60,7 +60,7 @@ def collect(
 
     Args:
         transport: the group of ranks.
-        step: holds parameters and optimizer.
+        train_step: holds parameters and optimizer.
         members: for each rank of the present group, the one it had when slices were dealt out; -1
             for newcomers.
         num_members: how many ranks there were then.
@@ -69,10 +69,10 @@ def collect(
     Raises:
         RankFailure: some slice has been lost.
     """
-    roots = holders(num_members, members, step.with_buddy)
-    slices = slice_up(step.flat.segments, num_members)
-    state = _joined(transport, step, members)
-    parameters = [step.flat.flats] if with_parameters else []
+    roots = holders(num_members, members, train_step.with_buddy)
+    slices = slice_up(train_step.flat.segments, num_members)
+    state = _joined(transport, train_step, members)
+    parameters = [train_step.flat.flats] if with_parameters else []
     for segments in [*parameters, *state.flats.values()]:
         for flat, parts in zip(segments, slices, strict=True):
             for part, root in zip(parts, roots, strict=True):
@@ -81,28 +81,28 @@ def collect(
     return state
 
 
-def whole_state(transport: Transport, step: Step) -> OptimizerState:
+def whole_state(transport: Transport, train_step: TrainStep) -> OptimizerState:
     """Copies of the state of an optimizer; a collective if it is sharded."""
-    if not step.sharded:
-        return step.stepper.state()
-    state = _joined(transport, step, range(transport.size))
+    if not train_step.sharded:
+        return train_step.flat_optimizer.state()
+    state = _joined(transport, train_step, range(transport.size))
     for segments in state.flats.values():
         for segment, flat in enumerate(segments):
-            step.share.reduction.gather(segment, flat)
+            train_step.workspace.reduction.gather(segment, flat)
     return state
 
 
-def _joined(transport: Transport, step: Step, members: Sequence[int]) -> OptimizerState:
+def _joined(transport: Transport, train_step: TrainStep, members: Sequence[int]) -> OptimizerState:
     """All ranks' state, but for the flats: of these the part of this rank.
 
     Newcomers, whose member is -1, have none yet.
     """
-    mine = step.stepper.state()
+    mine = train_step.flat_optimizer.state()
     found = transport.gather_json([sorted(mine.flats), mine.scalars, mine.shared])
     flats: dict[str, list[torch.Tensor]] = {}
     scalars: Scalars = {}
     for key in sorted({key for keys, _, _ in found for key in keys}):
-        flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in step.flat.flats]
+        flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in train_step.flat.flats]
     known = [theirs for theirs, member in zip(found, members, strict=True) if member >= 0]
     for _, theirs, _ in known:
         # A slice need not hold a piece of every group.

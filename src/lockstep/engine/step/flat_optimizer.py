@@ -44,7 +44,7 @@ class _Stepped(NamedTuple):
     range: Range
 
 
-class Stepper:
+class FlatOptimizer:
     """Applies an optimizer to flat parameters and gradients.
 
     Attributes:

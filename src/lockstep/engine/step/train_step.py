@@ -1,8 +1,8 @@
 """One training step, from the microbatches to the committed parameters.
 
-Nothing of the committed state changes before `Step._apply`: until then a step can be given up and
-done again. With a sharded optimizer, ranks need each other once more after it. So before any rank
-applies a step, all have what it takes to apply it: when one has, all of them can, and must.
+Nothing of the committed state changes before `TrainStep._apply`: until then a step can be given up
+and done again. With a sharded optimizer, ranks need each other once more after it. So before any
+rank applies a step, all have what it takes to apply it: when one has, all of them can, and must.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lockstep.engine.faults import FaultsInside
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import Stepper
+from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.microbatch import Backward, Compute, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import lr_factor
-from lockstep.engine.step.workspace import Share
+from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.parallel.layout import Range
 
@@ -68,7 +68,7 @@ class Summed:
     result: StepResult | None = None
 
 
-class Step:
+class TrainStep:
     """Everything a training step needs, bound together once.
 
     Attributes:
@@ -76,10 +76,10 @@ class Step:
         watched: generators that microbatches must not draw from.
         flat: the trainable parameters.
         state: the buffers that forward passes change.
-        stepper: the optimizer.
+        flat_optimizer: steps the parameters.
         loss_scale: of fp16.
         watch: where the time goes.
-        share: what this rank has to compute and to step.
+        workspace: what this rank has to compute and to step.
         sharded: whether the optimizer is.
         with_buddy: whether each rank steps the slice of the rank before it too.
     """
@@ -114,9 +114,9 @@ class Step:
         self._inside = FaultsInside(model, runtime.at)
         self._num_scalars = 2 + 2 * len(compute.metrics or ())
         self._summed: Summed | None = None
-        self.share = self._lay_out(ranges)
-        self.stepper = Stepper(
-            optimizer, flat, self.share.gradients, self.share.owned, self.sharded
+        self.workspace = self._lay_out(ranges)
+        self.flat_optimizer = FlatOptimizer(
+            optimizer, flat, self.workspace.gradients, self.workspace.owned, self.sharded
         )
 
     def give_up(self) -> None:
@@ -126,7 +126,7 @@ class Step:
         """
         self._backward.restart()
         if self.applied is not None:
-            self.share.put_back()
+            self.workspace.put_back()
 
     def deal_out(
         self,
@@ -140,14 +140,14 @@ class Step:
             state: of the optimizer, whole, if it is sharded and the group is another one.
         """
         self._summed = None
-        self.share = self._lay_out(ranges)
+        self.workspace = self._lay_out(ranges)
         if state is not None:
-            self.stepper.own(self.share.owned)
-            self.stepper.load_state(state)
-        self.stepper.bind(self.share.gradients)
+            self.flat_optimizer.own(self.workspace.owned)
+            self.flat_optimizer.load_state(state)
+        self.flat_optimizer.bind(self.workspace.gradients)
 
-    def _lay_out(self, ranges: Sequence[Range]) -> Share:
-        return Share(
+    def _lay_out(self, ranges: Sequence[Range]) -> Workspace:
+        return Workspace(
             self._runtime,
             self._config,
             self.flat,
@@ -172,7 +172,7 @@ class Step:
         """
         watch = self.watch
         watch.start()
-        self.share.reduction.restart()
+        self.workspace.reduction.restart()
         self._summed = None
         self._backward.clear_gradients()
         self._constants.mark(step)
@@ -181,7 +181,7 @@ class Step:
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
         try:
-            for microbatch in range(*self.share.microbatches):
+            for microbatch in range(*self.workspace.microbatches):
                 *place, batch = next(batches)
                 if place != [step, microbatch]:
                     raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
@@ -196,11 +196,11 @@ class Step:
         self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
         self._runtime.at("reduced", step)
-        scalars = self.share.reduction.total.scalars.tolist()
+        scalars = self.workspace.reduction.total.scalars.tolist()
         self._check(step, error, headers, scalars, losses)
         summed = Summed(scalars, headers)
         if self.sharded:
-            self.share.exchange_slices()
+            self.workspace.exchange_slices()
             self._summed = summed
         norm = self._norm(step, scalars[1])
         self._runtime.at("optimizer", step)
@@ -208,7 +208,7 @@ class Step:
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
-            self.share.gather_parameters()
+            self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
             self._summed = None
@@ -239,7 +239,7 @@ class Step:
             leaf: list[Tensor | None] = [None] * (
                 len(self.flat.tensors) + len(self.state.flat.tensors)
             )
-            self.share.reduction.fold.add(
+            self.workspace.reduction.fold.add(
                 leaf, _float64([0.0] * self._num_scalars).to(self._runtime.device)
             )
             return counters
@@ -247,7 +247,7 @@ class Step:
         values = self._compute.scalars(loss)
         leaf, scalars, counted = self._backward.leaf(loss, values, self.loss_scale.value)
         losses[microbatch] = scalars[0]
-        self.share.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
+        self.workspace.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 
     def _reduce(self, error: Raised | None, counters: list[float]) -> list[list[float]]:
@@ -256,9 +256,9 @@ class Step:
         stop = STOP_REASONS.index(reason) if reason else 0
         grow = float(self._runtime.transport.has_newcomer)
         header = [float(error is not None), stop, grow, *self.watch.values(), *counters]
-        self.share.reduction.header.copy_(_float64(header))
-        self.share.reduction.reduce()
-        headers: list[list[float]] = self.share.reduction.headers().tolist()
+        self.workspace.reduction.header.copy_(_float64(header))
+        self.workspace.reduction.reduce()
+        headers: list[list[float]] = self.workspace.reduction.headers().tolist()
         self.watch.communication_s += self.watch.lap()
         return headers
 
@@ -268,10 +268,10 @@ class Step:
         Raises:
             NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
         """
-        norm = self.share.norm() * (1.0 / (weight * self.loss_scale.value))
+        norm = self.workspace.norm() * (1.0 / (weight * self.loss_scale.value))
         if not math.isfinite(norm) and not self.loss_scale.enabled:
             transport = self._runtime.transport
-            raise non_finite_gradient(transport, step, self.flat, self.share.gradients)
+            raise non_finite_gradient(transport, step, self.flat, self.workspace.gradients)
         return norm
 
     def _apply(self, step: int, decays: int, summed: Summed, norm: float) -> StepResult:
@@ -284,15 +284,19 @@ class Step:
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)
-            for gradient in self.share.own_gradients:
+            for gradient in self.workspace.own_gradients:
                 gradient.mul_(unit)
-            key = random_key(config.seed, Stream.OPTIMIZER, step) if self.stepper.may_draw else 0
-            self.stepper.step(factor, key)
+            key = (
+                random_key(config.seed, Stream.OPTIMIZER, step)
+                if self.flat_optimizer.may_draw
+                else 0
+            )
+            self.flat_optimizer.step(factor, key)
             self._commit_buffers(weight, summed.headers)
-        self.share.keep_aside()
+        self.workspace.keep_aside()
         summed.result = StepResult(
             summed.scalars,
-            self.stepper.base_lr * factor,
+            self.flat_optimizer.base_lr * factor,
             norm,
             STOP_REASONS[int(max(h[_STOP] for h in summed.headers))],
             [h[_TIMES:_NUM_FIXED] for h in summed.headers],
@@ -303,7 +307,9 @@ class Step:
     def _commit_buffers(self, weight: float, headers: list[list[float]]) -> None:
         if not self.state.flat.tensors and not self.state.num_counters:
             return
-        sums = [self.state.flat.view(self.share.buffer_sums, e) for e in self.state.flat.entries]
+        sums = [
+            self.state.flat.view(self.workspace.buffer_sums, e) for e in self.state.flat.entries
+        ]
         counters = [
             int(max(column)) for column in zip(*(h[_NUM_FIXED:] for h in headers), strict=True)
         ]

@@ -15,7 +15,7 @@ from lockstep.parallel.norm import global_norm, sharded_global_norm
 from lockstep.parallel.reduction import OrderedReduction
 
 
-class Share:
+class Workspace:
     """Laid out anew when the group or the microbatches of its ranks change.
 
     Attributes:

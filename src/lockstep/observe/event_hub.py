@@ -8,7 +8,7 @@ from lockstep.engine.events import Event, Joined, RunStarted
 from lockstep.observe.sink import Sinks
 
 
-class Desk:
+class EventHub:
     """Shows and stores events where it is open, on rank 0; remembers the newest ones elsewhere.
 
     So when rank 0 is lost, the next one can write what may not have been written yet. Sinks don't

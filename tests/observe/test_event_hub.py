@@ -9,11 +9,11 @@ import pytest
 from sample_events import evaluated, finished, joined, run_started, step_done
 
 from lockstep.engine.events import RankLost, Warned
-from lockstep.observe import Desk, EventsJsonl, MetricsCsv, Sinks, read_events
+from lockstep.observe import EventHub, EventsJsonl, MetricsCsv, Sinks, read_events
 
 
-def desk(folder: Path) -> Desk:
-    return Desk(
+def desk(folder: Path) -> EventHub:
+    return EventHub(
         lambda: Sinks([EventsJsonl(folder / "events.jsonl"), MetricsCsv(folder / "metrics.csv")])
     )
 
