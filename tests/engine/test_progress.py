@@ -106,7 +106,7 @@ def test_an_unknown_metric_is_refused_with_those_there_are() -> None:
     ],
 )
 def test_progress_survives_json(progress: Progress) -> None:
-    assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+    assert Progress.from_state_dict(json.loads(json.dumps(progress.state_dict()))) == progress
 
 
 RULE = {"metric": "norm", "window": 3, "tolerance": 0.1}
@@ -122,7 +122,7 @@ def test_convergence_ends_a_run_when_a_metric_has_settled() -> None:
     assert ended[:3] == ["", "", ""]
     assert ended[3] == "converged: norm within 0.1 of itself in 3 evaluations"
     assert ended[4] == ""
-    assert Progress.from_json(progress.to_json()) == progress
+    assert Progress.from_state_dict(progress.state_dict()) == progress
 
 
 def test_a_metric_that_is_nan_has_not_settled() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import Stepper
+from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.optimizer import check_optimizer
 from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
@@ -51,16 +51,16 @@ def test_lbfgs_turns_back_where_its_memory_points_uphill() -> None:
     assert x.detach().sin().item() == pytest.approx(-1)
 
 
-def stepper(x: nn.Parameter) -> tuple[Stepper, list[Tensor]]:
+def stepper(x: nn.Parameter) -> tuple[FlatOptimizer, list[Tensor]]:
     optimizer = LBFGS([x], history=3)
     check_optimizer(optimizer, nn.ParameterList([x]), TrainConfig())
     flat = FlatTensors([[("x", x)]], "parameter")
     gradients = [torch.zeros_like(f) for f in flat.flats]
-    return Stepper(optimizer, flat, gradients, [Range(0, len(gradients[0]))]), gradients
+    return FlatOptimizer(optimizer, flat, gradients, [Range(0, len(gradients[0]))]), gradients
 
 
 def test_lbfgs_goes_on_from_saved_state() -> None:
-    def steps(pair: tuple[Stepper, list[Tensor]], x: nn.Parameter, count: int) -> None:
+    def steps(pair: tuple[FlatOptimizer, list[Tensor]], x: nn.Parameter, count: int) -> None:
         for _ in range(count):
             pair[1][0][:3] = (x.detach() - 2) ** 3
             pair[0].step(1.0)

@@ -31,7 +31,7 @@ from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
-from lockstep.parallel.layout import split
+from lockstep.parallel.mesh import Mesh
 
 
 @dataclass
@@ -105,7 +105,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     constants = Constants(model, trial.changed)
     everywhere(transport, lambda: check_task_state(task))
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
-    ranges = split(config.num_microbatches, runtime.transport.size)
+    ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
     train_step = TrainStep(
         runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
     )

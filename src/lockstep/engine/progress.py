@@ -38,13 +38,13 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Progress:
-        """The inverse of `to_json`.
+    def from_state_dict(cls, values: dict[str, Any]) -> Progress:
+        """The inverse of `state_dict`.
 
         Raises:
             ValueError: names a field that is missing, unknown, or of another type.

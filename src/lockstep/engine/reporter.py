@@ -24,7 +24,8 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.train_step import StepResult
-from lockstep.parallel.layout import split
+from lockstep.engine.timing import Times
+from lockstep.parallel.mesh import Mesh
 
 
 class Reporter:
@@ -47,7 +48,7 @@ class Reporter:
         self._sums = [0.0] * (2 + 2 * len(self._metrics))
         self._num_steps = self._samples = 0
         self._slots: list[int] = []
-        self._times = [[0.0] * 4 for _ in range(runtime.transport.size)]
+        self._times = [Times()] * runtime.transport.size
         self._since = perf_counter()
         self._last: dict[str, float] = {}
 
@@ -63,13 +64,21 @@ class Reporter:
             "threads": self._config.threads,
         }
 
-    def to_json(self) -> list[Any]:
-        """What a process that comes later must know."""
-        return [self._sums, self._num_steps, self._samples, self._times, self._last]
+    def state_dict(self) -> dict[str, Any]:
+        """What a process that joins later must know, as JSON."""
+        return {
+            "sums": self._sums,
+            "num_steps": self._num_steps,
+            "samples": self._samples,
+            "times": self._times,
+            "last": self._last,
+        }
 
-    def from_json(self, values: list[Any]) -> None:
-        """Go on from what `to_json` said elsewhere."""
-        self._sums, self._num_steps, self._samples, self._times, self._last = values
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Go on from what `state_dict` said on another rank."""
+        self._sums, self._last = values["sums"], values["last"]
+        self._num_steps, self._samples = values["num_steps"], values["samples"]
+        self._times = [Times(*times) for times in values["times"]]
 
     def regroup(self, progress: Progress, origin: Origin, copied: bool, seconds: float) -> None:
         """Go on in another group, and say so.
@@ -90,14 +99,14 @@ class Reporter:
                 emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
         self._tell_who(progress, origin.rows, self._slots)
         self._slots = slots
-        self._times = [[0.0] * 4 if r == NOWHERE else self._times[r] for r in origin.former]
+        self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
 
     def _tell_who(
         self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
     ) -> None:
         """Name the processes that were not known by now."""
-        ranges = split(self._config.num_microbatches, len(rows))
+        ranges = Mesh(self._config.num_microbatches, len(rows)).microbatches
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
                 first, last = ranges[rank]
@@ -176,10 +185,8 @@ class Reporter:
         pairs = zip(names, self._sums[::2], self._sums[1::2], strict=True)
         means = {name: total / weight for name, total, weight in pairs}
         self._last = dict(means)
-        differences = [
-            [a - b for a, b in zip(after, before, strict=True)]
-            for after, before in zip(result.times, self._times, strict=True)
-        ]
+        pairs_of_times = zip(result.times, self._times, strict=True)
+        spent = [after.since(before) for after, before in pairs_of_times]
         self._runtime.emit(
             StepDone(
                 step=progress.step,
@@ -192,7 +199,7 @@ class Reporter:
                 loss_scale=self._parts.train_step.loss_scale.value,
                 samples=self._samples,
                 seconds=now - self._since,
-                ranks=tuple(RankTimes(rank, *times) for rank, times in enumerate(differences)),
+                ranks=tuple(RankTimes(rank, *times) for rank, times in enumerate(spent)),
             )
         )
         self._times = result.times

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from time import perf_counter
+from typing import NamedTuple
+
+
+class Times(NamedTuple):
+    """Seconds that a rank has spent by kind of work; fields as in `Stopwatch`."""
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    data_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+    def since(self, before: Times) -> Times:
+        """What has been spent since `before`."""
+        return Times(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Stopwatch:
@@ -35,6 +49,6 @@ class Stopwatch:
         self.now = perf_counter()
         return self.now - before
 
-    def values(self) -> list[float]:
+    def times(self) -> Times:
         """All four sums."""
-        return [self.compute_s, self.communication_s, self.data_s, self.checkpoint_s]
+        return Times(self.compute_s, self.communication_s, self.data_s, self.checkpoint_s)

@@ -421,7 +421,7 @@ def test_scratch_names_whole_elements_of_paths() -> None:
     "kind", [Plain, Cached, GivenGenerators, Declared, DeclaredAbove, ByThreads]
 )
 def test_what_does_not_depend_on_earlier_batches_is_taken(kind: type[Task]) -> None:
-    assert tried(kind()).step.flat.tensors
+    assert tried(kind()).train_step.flat.tensors
 
 
 def test_the_trial_leaves_nothing_behind() -> None:

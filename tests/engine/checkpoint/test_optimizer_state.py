@@ -214,9 +214,9 @@ def test_stopped_and_resumed_gives_the_bits_of_the_straight_run(
     folder, _ = write(tmp_path, saved(first, 3))
     snapshot = read(folder)
     check_fits(snapshot, second.model, "here")
-    check_optimizer_fits(snapshot, second.step, "here")
+    check_optimizer_fits(snapshot, second.train_step, "here")
     advance(second, 0, 1)  # what there was is forgotten
-    assert restore(snapshot, second.step, second.model, LocalTransport()).step == 3
+    assert restore(snapshot, second.train_step, second.model, LocalTransport()).step == 3
     advance(second, 3, 6)
     assert bits(second) == bits(straight)
     again, whole = saved(second, 6), saved(straight, 6)
@@ -288,10 +288,10 @@ def test_snapshots_of_before_buffers_and_groups_were_saved_can_be_loaded(tmp_pat
     old = Snapshot(2, taken.model, taken.optimizer, meta | {"optimizer_scalars": plain})
     snapshot = read(write(tmp_path, old)[0])
     check_fits(snapshot, other.model, "here")
-    check_optimizer_fits(snapshot, other.step, "here")
-    restore(snapshot, other.step, other.model, LocalTransport())
+    check_optimizer_fits(snapshot, other.train_step, "here")
+    restore(snapshot, other.train_step, other.model, LocalTransport())
     other.model.center.copy_(parts.model.center)  # type: ignore[operator,arg-type,union-attr]
-    other.step.state.mark()
+    other.train_step.state.mark()
     advance(parts, 2, 4)
     advance(other, 2, 4)
     assert bits(other) == bits(parts)
@@ -338,7 +338,7 @@ def test_a_checkpoint_without_buffers_that_change_is_said_so(tmp_path: Any) -> N
 def test_another_optimizer_is_refused_when_a_run_is_resumed(build: Build, message: str) -> None:
     snapshot = saved(parts_of(), 0)
     with pytest.raises(CheckpointError, match=f"cp: was trained with another .*: {message}"):
-        check_optimizer_fits(snapshot, parts_of(build).step, "cp")
+        check_optimizer_fits(snapshot, parts_of(build).train_step, "cp")
 
 
 def test_hyperparameters_that_another_version_of_torch_adds_are_not_compared() -> None:
@@ -440,11 +440,11 @@ def test_random_numbers_of_a_step_depend_on_nothing_but_seed_and_step() -> None:
     def draw(moment: str, step: int) -> None:
         torch.rand(1 + step)
 
-    other.step._runtime = dataclasses.replace(other.step._runtime, at=draw)
+    other.train_step._runtime = dataclasses.replace(other.train_step._runtime, at=draw)
     advance(other, 0, 2)
     assert bits(one) == bits(other)
-    assert one.step.flat_optimizer.may_draw
-    assert not parts_of().step.flat_optimizer.may_draw
+    assert one.train_step.flat_optimizer.may_draw
+    assert not parts_of().train_step.flat_optimizer.may_draw
 
 
 def test_an_optimizer_that_draws_random_numbers_is_not_sharded() -> None:

@@ -102,12 +102,14 @@ class Gathered(LocalTransport):
 
 
 def test_newcomers_are_compared_with_ranks_that_have_trained() -> None:
-    rows = [
-        [1, 1, 3, {}, {"data": "a", "loss": "b"}],
-        [2, 2, 3, {}, {"data": "a", "loss": "b"}],
-        [NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "c"}],
-        [NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "b"}],
-        [NOWHERE, NOWHERE, 0, {}, {"loss": "c"}],
+    names = ("former", "member", "num_members", "row", "facts")
+    ranks = [
+        (1, 1, 3, {}, {"data": "a", "loss": "b"}),
+        (2, 2, 3, {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "c"}),
+        (NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, NOWHERE, 0, {}, {"loss": "c"}),
     ]
+    rows = [dict(zip(names, rank, strict=True)) for rank in ranks]
     origin = find_origin(Gathered(rows), 1, 1, 3, {}, {})
     assert origin.strangers == {2: ["loss"], 4: ["data", "loss"]}

@@ -33,11 +33,7 @@ from lockstep.errors import CheckpointError
 
 
 class Checkpointer:
-    """Saves and restores the state of a run; all methods but `poll` are collectives.
-
-    Attributes:
-        is_overdue: the newest checkpoint may have been lost with the rank that was writing it.
-    """
+    """Saves and restores the state of a run; all methods but `poll` are collectives."""
 
     def __init__(
         self, config: TrainConfig, runtime: Runtime, parts: Parts, directory: RunDirectory
@@ -56,7 +52,6 @@ class Checkpointer:
             runtime.at,
         )
         self._saved_step = -1
-        self.is_overdue = False
 
     def poll(self) -> None:
         """Emit what the background thread has to say."""
@@ -88,16 +83,10 @@ class Checkpointer:
                 self._writer.wait()
         parts.train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
-        self.is_overdue = False
 
-    def regroup(self, took_over: bool) -> None:
-        """After the loss of ranks: what this step was to save may have been lost with them.
-
-        Args:
-            took_over: whether the rank that wrote checkpoints is among them.
-        """
+    def regroup(self) -> None:
+        """After the loss of ranks: what was saved of this step may have been lost with them."""
         self._saved_step = -1
-        self.is_overdue = self.is_overdue or took_over
 
     def finish(self, progress: Progress) -> str:
         """Make sure that the state is on disk: the folder it is in.
@@ -170,7 +159,7 @@ class Checkpointer:
             check_optimizer_state(snapshot, parts.train_step, where)
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
-            self._mark_best(Progress.from_json(snapshot.meta["progress"]).best_step)
+            self._mark_best(Progress.from_state_dict(snapshot.meta["progress"]).best_step)
             return sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
 
         missing = on_first(self._transport, check)

@@ -38,8 +38,8 @@ def capture(
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
     meta = meta | {
-        "progress": progress.to_json(),
-        "loss_scale": [train_step.loss_scale.value, train_step.loss_scale.good_steps],
+        "progress": progress.state_dict(),
+        "loss_scale": train_step.loss_scale.state_dict(),
         "optimizer_scalars": state.scalars,
         "optimizer_shared": state.shared,
         "task": values,
@@ -157,7 +157,9 @@ def restore(
     Raises:
         GroupBroken: on all ranks, or on none.
     """
-    return Progress.from_json(receive(snapshot, train_step, model, transport, root)["progress"])
+    return Progress.from_state_dict(
+        receive(snapshot, train_step, model, transport, root)["progress"]
+    )
 
 
 def receive(
@@ -174,7 +176,7 @@ def receive(
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
     train_step.flat_optimizer.load_state(received.optimizer)
-    train_step.loss_scale.value, train_step.loss_scale.good_steps = received.meta["loss_scale"]
+    train_step.loss_scale.load_state_dict(received.meta["loss_scale"])
     train_step.state.mark()
     restore_task(train_step.task, received.task, received.meta.get("task", {}))
     train_step.watched.mark()

@@ -19,7 +19,7 @@ from lockstep.engine.checkpoint.optimizer_state import TENSOR, from_json, to_jso
 from lockstep.engine.checkpoint.task_state import capture_task
 from lockstep.engine.progress import Progress
 from lockstep.engine.step.optimizer import ELEMENTWISE
-from lockstep.engine.step.precision import LossScale
+from lockstep.engine.step.precision import LossScale, LossScaleState
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
@@ -137,17 +137,17 @@ def _part(snapshot: Snapshot, key: str, kind: Any, where: str) -> Any:
         raise CheckpointError(f"{where}: is damaged: {key}: {error}") from None
 
 
-def _loss_scale_problem(found: Any, scale: LossScale, config: TrainConfig) -> str:
+def _loss_scale_problem(saved: Any, scale: LossScale, config: TrainConfig) -> str:
     try:
-        value, good_steps = as_type(tuple[float, int], found)
+        state = LossScaleState.from_json(saved)
     except ValueError as error:
         return f"loss_scale: {error}"
     if not scale.enabled:
-        fits = (value, good_steps) == (scale.value, 0)
+        fits = state == LossScaleState(scale.value, 0)
     else:
-        fits = math.isfinite(value) and value > 0
-        fits = fits and 0 <= good_steps < config.precision.growth_interval
-    return "" if fits else f"loss_scale={found}: cannot be that of {config.precision.dtype}"
+        fits = math.isfinite(state.value) and state.value > 0
+        fits = fits and 0 <= state.good_steps < config.precision.growth_interval
+    return "" if fits else f"loss_scale={saved}: cannot be that of {config.precision.dtype}"
 
 
 def _scalars_problem(found: Any) -> str:

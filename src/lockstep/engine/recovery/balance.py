@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Range, share
 
 _LEAST_GAIN = 0.1
 """Part of a step's time that new ranges must save: less may be noise, and moving has its price."""
-
-_COMPUTE, _DATA = 0, 2
 
 
 class Proposal(NamedTuple):
@@ -51,15 +50,15 @@ class Balancer:
         self._before: list[float] | None = None
         self._num_steps = 0
 
-    def propose(self, times: Sequence[Sequence[float]]) -> Proposal | None:
+    def propose(self, times: Sequence[Times]) -> Proposal | None:
         """Count a step in; better ranges if there are any.
 
         Args:
-            times: for each rank, the seconds of its `Stopwatch` so far.
+            times: for each rank, where its time has gone so far.
         """
         if not self._every or len(self.ranges) == 1:
             return None
-        spent = [t[_COMPUTE] + t[_DATA] for t in times]
+        spent = [t.compute_s + t.data_s for t in times]
         if self._before is None:
             self._before = spent
             return None

@@ -1,9 +1,9 @@
-"""After the loss of ranks, or with new ones: who comes from where, and who is ahead."""
+"""Where the ranks of a new group come from, and which of them has come furthest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.engine.events import Warned
@@ -51,22 +51,29 @@ def find_origin(
     Raises:
         RankFailure: they are all newcomers.
     """
-    found = transport.gather_json([former, member, num_members, row, facts])
-    if max(n for _, _, n, _, _ in found) == 0:
+    own = {
+        "former": former, "member": member, "num_members": num_members, "row": row, "facts": facts,
+    }  # fmt: skip
+    ranks = transport.gather_json(own)
+    if max(theirs["num_members"] for theirs in ranks) == 0:
         raise shared(
             RankFailure(
                 "all ranks that had begun have died; go on from the newest checkpoint with "
                 "`lockstep resume`"
             )
         )
-    formers, members, sizes, rows, known = zip(*found, strict=True)
-    expected = next(f for f, rank in zip(known, formers, strict=True) if rank != NOWHERE)
+    expected = next(theirs["facts"] for theirs in ranks if theirs["former"] != NOWHERE)
     differences = {
-        rank: [name for name in expected | theirs if expected.get(name) != theirs.get(name)]
-        for rank, theirs in enumerate(known)
+        rank: [n for n in expected | theirs["facts"] if expected.get(n) != theirs["facts"].get(n)]
+        for rank, theirs in enumerate(ranks)
     }
-    strangers = {rank: names for rank, names in differences.items() if names}
-    return Origin(list(formers), list(members), max(sizes), list(rows), strangers)
+    return Origin(
+        former=[theirs["former"] for theirs in ranks],
+        members=[theirs["member"] for theirs in ranks],
+        num_members=max(theirs["num_members"] for theirs in ranks),
+        rows=[theirs["row"] for theirs in ranks],
+        strangers={rank: names for rank, names in differences.items() if names},
+    )
 
 
 def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
@@ -94,6 +101,17 @@ def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
         runtime.emit(Warned(step=step, message=message))
     runtime.transport.stop_growing()
     raise GroupBroken("a new process is refused")
+
+
+class Position(NamedTuple):
+    """How far a rank has come; `NOWHERE` in all fields for one that has no state yet."""
+
+    step: int
+    """Committed steps, and one that it has applied."""
+    committed: int
+    """Committed steps."""
+    evaluated: int
+    """The step of its newest evaluation."""
 
 
 @dataclass(frozen=True)
@@ -139,22 +157,28 @@ def find_lead(
         applied: of the step after that, if it has been applied but not committed.
         is_new: whether this rank has no state yet.
     """
-    positions = transport.gather_json(
-        [NOWHERE, NOWHERE, NOWHERE]
-        if is_new
-        else [progress.step + (applied is not None), progress.step, progress.evaluated]
-    )
-    step, committed, evaluated = max(positions)
-    rank = positions.index([step, committed, evaluated])
-    assert all(step - theirs <= 1 for theirs, _, _ in positions if theirs != NOWHERE)
-    own = [applied or result, progress.metrics] if transport.rank == rank else None
-    values, metrics = transport.gather_json(own)[rank]
+    own = Position(NOWHERE, NOWHERE, NOWHERE)
+    if not is_new:
+        own = Position(progress.step + (applied is not None), progress.step, progress.evaluated)
+    positions = [Position(*values) for values in transport.gather_json(own)]
+    lead = max(positions)
+    rank = positions.index(lead)
+    assert all(lead.step - p.step <= 1 for p in positions if p.step != NOWHERE)
+    newest = applied or result
+    known: dict[str, Any] = {}
+    if transport.rank == rank:
+        known = {"result": newest._asdict() if newest else None, "metrics": progress.metrics}
+    known = transport.gather_json(known)[rank]
     return Lead(
-        rank,
-        step,
-        committed,
-        evaluated,
-        StepResult(*values) if values else None,
-        {k.removeprefix(_PREFIX): v for k, v in metrics.items() if k.startswith(_PREFIX)},
-        any(theirs[:2] < [step, committed] for theirs in positions),
+        rank=rank,
+        step=lead.step,
+        committed=lead.committed,
+        evaluated=lead.evaluated,
+        result=StepResult.from_json(known["result"]) if known["result"] else None,
+        metrics={
+            name.removeprefix(_PREFIX): value
+            for name, value in known["metrics"].items()
+            if name.startswith(_PREFIX)
+        },
+        is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
     )

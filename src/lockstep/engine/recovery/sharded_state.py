@@ -29,7 +29,7 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
     Raises:
         RankFailure: some slice has been lost.
     """
-    found = []
+    roots = []
     for owner in range(num_slices):
         there = [owner, (owner + 1) % num_slices] if with_buddy else [owner]
         left = [members.index(rank) for rank in there if rank in members]
@@ -40,8 +40,8 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
                     "optimizer's state (optimizer.sharded=true); resume from the newest checkpoint"
                 )
             )
-        found.append(left[0])
-    return found
+        roots.append(left[0])
+    return roots
 
 
 def collect(
@@ -98,16 +98,17 @@ def _joined(transport: Transport, train_step: TrainStep, members: Sequence[int])
     Newcomers, whose member is -1, have none yet.
     """
     mine = train_step.flat_optimizer.state()
-    found = transport.gather_json([sorted(mine.flats), mine.scalars, mine.shared])
+    own = {"keys": sorted(mine.flats), "scalars": mine.scalars, "shared": mine.shared}
+    ranks = transport.gather_json(own)
     flats: dict[str, list[torch.Tensor]] = {}
     scalars: Scalars = {}
-    for key in sorted({key for keys, _, _ in found for key in keys}):
+    for key in sorted({key for theirs in ranks for key in theirs["keys"]}):
         flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in train_step.flat.flats]
-    known = [theirs for theirs, member in zip(found, members, strict=True) if member >= 0]
-    for _, theirs, _ in known:
+    known = [theirs for theirs, member in zip(ranks, members, strict=True) if member >= 0]
+    for theirs in known:
         # A slice need not hold a piece of every group.
-        scalars |= theirs
-    return OptimizerState(flats, {}, scalars, _shared([theirs for _, _, theirs in known]))
+        scalars |= theirs["scalars"]
+    return OptimizerState(flats, {}, scalars, _shared([theirs["shared"] for theirs in known]))
 
 
 def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -25,17 +25,14 @@ from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
+from lockstep.engine.step.header import STOP_REASONS, Header, num_values
 from lockstep.engine.step.microbatch import Backward, Compute, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import lr_factor
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.timing import Stopwatch
+from lockstep.engine.timing import Stopwatch, Times
 from lockstep.parallel.layout import Range
-
-STOP_REASONS = ("", "interrupted", "terminated", "preempted")
-_FAILED, _STOP, _GROW, _TIMES = 0, 1, 2, 3
-_NUM_FIXED = 7
 
 
 class StepResult(NamedTuple):
@@ -47,10 +44,15 @@ class StepResult(NamedTuple):
     grad_norm: float
     stop_reason: str
     """Why the run should end now, the same on all ranks; empty if it should not."""
-    times: list[list[float]]
-    """For each rank, the seconds of its stopwatch when it sent them."""
+    times: list[Times]
+    """For each rank, where its time had gone when it sent its header."""
     grows: bool
     """Whether a new process waits to be taken in, the same on all ranks."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StepResult:
+        """The inverse of `_asdict`, after a journey as JSON."""
+        return cls(**values | {"times": [Times(*times) for times in values["times"]]})
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Summed:
     """
 
     scalars: list[float]
-    headers: list[list[float]]
+    headers: list[Header]
     result: StepResult | None = None
 
 
@@ -154,7 +156,7 @@ class TrainStep:
             self.state,
             ranges,
             num_scalars=self._num_scalars,
-            num_header=_NUM_FIXED + self.state.num_counters,
+            num_header=num_values(self.state.num_counters),
             with_buddy=self.with_buddy,
         )
 
@@ -250,15 +252,18 @@ class TrainStep:
         self.workspace.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 
-    def _reduce(self, error: Raised | None, counters: list[float]) -> list[list[float]]:
+    def _reduce(self, error: Raised | None, counters: list[float]) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header."""
-        reason = self._runtime.stop_reason()
-        stop = STOP_REASONS.index(reason) if reason else 0
-        grow = float(self._runtime.transport.has_newcomer)
-        header = [float(error is not None), stop, grow, *self.watch.values(), *counters]
-        self.workspace.reduction.header.copy_(_float64(header))
+        header = Header(
+            has_failed=error is not None,
+            stop_reason=self._runtime.stop_reason() or "",
+            grows=self._runtime.transport.has_newcomer,
+            times=self.watch.times(),
+            counters=tuple(counters),
+        )
+        self.workspace.reduction.header.copy_(_float64(header.pack()))
         self.workspace.reduction.reduce()
-        headers: list[list[float]] = self.workspace.reduction.headers().tolist()
+        headers = [Header.unpack(v) for v in self.workspace.reduction.headers().tolist()]
         self.watch.communication_s += self.watch.lap()
         return headers
 
@@ -298,33 +303,31 @@ class TrainStep:
             summed.scalars,
             self.flat_optimizer.base_lr * factor,
             norm,
-            STOP_REASONS[int(max(h[_STOP] for h in summed.headers))],
-            [h[_TIMES:_NUM_FIXED] for h in summed.headers],
-            any(h[_GROW] for h in summed.headers),
+            max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
+            [h.times for h in summed.headers],
+            any(h.grows for h in summed.headers),
         )
         return summed.result
 
-    def _commit_buffers(self, weight: float, headers: list[list[float]]) -> None:
+    def _commit_buffers(self, weight: float, headers: list[Header]) -> None:
         if not self.state.flat.tensors and not self.state.num_counters:
             return
         sums = [
             self.state.flat.view(self.workspace.buffer_sums, e) for e in self.state.flat.entries
         ]
-        counters = [
-            int(max(column)) for column in zip(*(h[_NUM_FIXED:] for h in headers), strict=True)
-        ]
+        counters = [int(max(column)) for column in zip(*(h.counters for h in headers), strict=True)]
         self.state.commit(sums, weight, counters)
 
     def _check(
         self,
         step: int,
         error: Raised | None,
-        headers: list[list[float]],
+        headers: list[Header],
         scalars: list[float],
         losses: dict[int, float],
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
-        if any(h[_FAILED] for h in headers):
+        if any(h.has_failed for h in headers):
             self._backward.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None

@@ -1,0 +1,88 @@
+"""Which rank computes which microbatches, and the stream of those of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from lockstep.config import TrainConfig
+from lockstep.engine.assembly import Parts
+from lockstep.engine.checkpoint.optimizer_state import OptimizerState
+from lockstep.engine.progress import Progress
+from lockstep.engine.recovery.balance import Balancer, Proposal
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.timing import Times
+from lockstep.parallel.layout import Range
+from lockstep.parallel.mesh import Mesh
+
+
+class Microbatches:
+    """Deals microbatches out to the ranks; the result does not depend on how.
+
+    Attributes:
+        stream: yields the step, the number and the batch of each microbatch of this rank, from the
+            present step on.
+    """
+
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, parts: Parts, progress: Progress
+    ) -> None:
+        """Begin with the microbatches that the mesh gives this rank.
+
+        Args:
+            config: of the run.
+            runtime: the group of ranks.
+            parts: of the run.
+            progress: of the run; the stream begins at its step.
+        """
+        self._num_microbatches = config.num_microbatches
+        self._transport = runtime.transport
+        self._parts = parts
+        self._balancer = Balancer(config.balance_every, self._mesh.microbatches)
+        self.stream = self._open(progress.step)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(self._num_microbatches, self._transport.size)
+
+    def regroup(self, step: int, state: OptimizerState | None) -> None:
+        """Deal everything out to a new group of ranks.
+
+        Args:
+            step: the next one.
+            state: of the optimizer, whole, if it is sharded.
+        """
+        self._balancer.restart(self._mesh.microbatches)
+        self._deal_out(self._balancer.ranges, step, state)
+
+    def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
+        """Deal microbatches out by measured speed, if that gains enough; what was done then.
+
+        Args:
+            step: the next one.
+            times: for each rank, where its time has gone so far.
+        """
+        proposal = self._balancer.propose(times)
+        if proposal is not None:
+            self._deal_out(proposal.ranges, step)
+        return proposal
+
+    def fetch_anew(self, step: int) -> None:
+        """Fetch from a step on, with other worker processes if there are any."""
+        self.stream.close()  # exceptions may refer to it for long, and so keep its workers alive
+        self.stream = self._open(step)
+
+    def close(self) -> None:
+        """Fetch no more."""
+        self.stream.close()
+
+    def _deal_out(
+        self, ranges: Sequence[Range], step: int, state: OptimizerState | None = None
+    ) -> None:
+        self._parts.train_step.deal_out(ranges, state)
+        self._balancer.use(ranges)
+        self.fetch_anew(step)
+
+    def _open(self, step: int) -> Generator[Any, None, None]:
+        microbatches = self._balancer.ranges[self._transport.rank]
+        return self._parts.loader.stream(microbatches, step, self._parts.total_steps)

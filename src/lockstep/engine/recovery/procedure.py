@@ -1,0 +1,170 @@
+"""How the ranks that are left of a broken group go on, and new processes take part.
+
+`Recovery.run` is the whole procedure, from top to bottom. It may be broken off anywhere by a
+further loss, and then begins anew: nothing in it is done twice, and nothing that one rank has
+committed is lost while that rank lives.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from lockstep.comm.transport import GroupBroken
+from lockstep.config import TrainConfig
+from lockstep.engine.assembly import Parts
+from lockstep.engine.checkpoint.checkpointer import Checkpointer
+from lockstep.engine.checkpoint.optimizer_state import OptimizerState
+from lockstep.engine.checkpoint.restore import copy_state
+from lockstep.engine.microbatches import Microbatches
+from lockstep.engine.progress import Progress
+from lockstep.engine.recovery.positions import (
+    NOWHERE,
+    Lead,
+    Origin,
+    find_lead,
+    find_origin,
+    refuse_strangers,
+)
+from lockstep.engine.recovery.sharded_state import collect
+from lockstep.engine.reporter import Reporter
+from lockstep.engine.run_state import RunState
+from lockstep.engine.runtime import Runtime, on_first
+
+TOO_FEW_RANKS = "too few ranks left"
+
+
+class Recovery:
+    """Brings the ranks of a new group to one state.
+
+    Attributes:
+        is_new: whether this process has no state yet, since others began to train before it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        runtime: Runtime,
+        parts: Parts,
+        state: RunState,
+        microbatches: Microbatches,
+        checkpointer: Checkpointer,
+        reporter: Reporter,
+        is_new: bool,
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._transport = runtime.transport
+        self._parts = parts
+        self._state = state
+        self._microbatches = microbatches
+        self._checkpointer = checkpointer
+        self._reporter = reporter
+        self.is_new = is_new
+        transport = runtime.transport
+        # Where this rank was, and in a group of which size, when slices were last dealt out.
+        self._dealt = (NOWHERE, 0) if is_new else (transport.rank, transport.size)
+
+    def run(self) -> None:
+        """Regroup, agree on the last committed step, and be ready to do the next one again.
+
+        Raises:
+            LockstepError: nobody is left who has the state; on all ranks.
+        """
+        started = perf_counter()
+        former = NOWHERE if self.is_new else self._transport.rank
+        row = self._reporter.own_row()
+        while True:
+            try:
+                origin = self._regroup(former, row)
+                lead = self._agree_on_lead()
+                optimizer = self._finish_interrupted_step(origin, lead)
+                self._copy_from(lead)
+                self._commit_like(lead)
+                break
+            except GroupBroken:
+                continue
+        self._microbatches.regroup(self._state.progress.step, optimizer)
+        self._dealt = (self._transport.rank, self._transport.size)
+        self.is_new = False
+        self._checkpointer.regroup()
+        if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
+            self._state.is_save_overdue = True
+        seconds = perf_counter() - started
+        self._reporter.regroup(self._state.progress, origin, lead.is_ahead, seconds)
+        if self._transport.size < self._config.min_ranks:
+            self._state.stop_reason = TOO_FEW_RANKS
+
+    def _regroup(self, former: int, row: dict[str, Any]) -> Origin:
+        """Meet those that are left and those that are new; the latter only with the same facts.
+
+        Raises:
+            GroupBroken: somebody was lost, or was refused.
+        """
+        step = self._state.progress.step
+        self._runtime.at("regroup", step)
+        self._transport.regroup(takes_in=True)
+        on_first(self._transport, self._runtime.take_over)
+        self._runtime.at("catch_up", step)
+        origin = find_origin(self._transport, former, *self._dealt, row, self._parts.facts)
+        refuse_strangers(self._runtime, origin, step)
+        return origin
+
+    def _agree_on_lead(self) -> Lead:
+        """Give up what an interrupted step has left, and find out who has come furthest."""
+        state, train_step = self._state, self._parts.train_step
+        train_step.give_up()
+        return find_lead(
+            self._transport, state.progress, state.result, train_step.applied, self.is_new
+        )
+
+    def _finish_interrupted_step(self, origin: Origin, lead: Lead) -> OptimizerState | None:
+        """With a sharded optimizer, apply the step that some rank has applied, and share slices.
+
+        Before any rank applies a step, all have what it takes to apply it (`TrainStep.run`). So
+        those that have not applied it do so from what they hold.
+
+        Returns:
+            The optimizer's whole state if it is sharded.
+        """
+        if not self._config.optimizer.sharded:
+            return None
+        progress, train_step = self._state.progress, self._parts.train_step
+        if lead.result is not None and not self.is_new and progress.step < lead.step:
+            train_step.follow(progress.step, progress.decays, lead.result)
+        # Who has committed has whole parameters, changed by the task since they were stepped.
+        return collect(
+            self._transport,
+            train_step,
+            origin.members,
+            origin.num_members,
+            with_parameters=lead.committed < lead.step,
+        )
+
+    def _copy_from(self, lead: Lead) -> None:
+        """Bring ranks that are behind, and new ones, into the state of the one that leads."""
+        if not lead.is_ahead:
+            self._transport.agree()
+            return
+        state, parts = self._state, self._parts
+        meta = copy_state(
+            parts.train_step,
+            parts.model,
+            state.progress,
+            {"run": state.state_dict()},
+            self._transport,
+            lead.rank,
+        )
+        if self.is_new:
+            state.progress = Progress.from_state_dict(meta["progress"])
+            state.load_state_dict(meta["run"])
+
+    def _commit_like(self, lead: Lead) -> None:
+        """Commit here what the leading rank has committed, or has applied and is to commit."""
+        state = self._state
+        if state.progress.step < lead.step:
+            assert lead.result is not None
+            # What its task did after that step came with its state, if it had committed it.
+            state.commit(lead.result, with_task=lead.committed < lead.step)
+        if state.progress.evaluated < lead.evaluated:
+            state.commit_evaluation("val", lead.metrics, 0.0)

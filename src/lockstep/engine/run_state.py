@@ -1,0 +1,122 @@
+"""What a run has come to, and how steps and evaluations are committed to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.config import TrainConfig
+from lockstep.engine.after_step import AfterStep
+from lockstep.engine.assembly import Parts
+from lockstep.engine.events import Evaluated, Improved
+from lockstep.engine.progress import Progress
+from lockstep.engine.reporter import Reporter
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.train_step import StepResult
+
+
+class RunState:
+    """The history of a run as far as this rank knows it.
+
+    Ranks differ by one step at most, since the sums of a step need all of them.
+
+    Attributes:
+        progress: what checkpoints keep of it.
+        result: of the newest step that was committed in this sitting.
+        stop_reason: why this sitting ends before the run does; empty while it does not.
+        failed_step: the newest step that the task's code has failed in; -1 if there is none.
+        is_save_overdue: whether the newest checkpoint may have been lost with the rank that was
+            writing it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        runtime: Runtime,
+        parts: Parts,
+        after_step: AfterStep,
+        reporter: Reporter,
+        progress: Progress,
+    ) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._parts = parts
+        self._after_step = after_step
+        self._reporter = reporter
+        self.progress = progress
+        self.result: StepResult | None = None
+        self.stop_reason = ""
+        self.failed_step = -1
+        self.is_save_overdue = False
+
+    def commit(self, result: StepResult, with_task: bool = True) -> None:
+        """Count in a step, which from now on is not done again.
+
+        Args:
+            result: of the step.
+            with_task: whether what the task does after a step is still to be done.
+        """
+        self.result = result
+        self.progress.step += 1
+        if with_task:
+            self._after_step.run(self.progress.step, self._parts.train_step.state)
+        self.stop_reason = self.stop_reason or result.stop_reason
+        # What is evaluated or saved has its step's row before it, in all files.
+        self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
+        self._runtime.transport.pulse.arm()
+        self._runtime.at("committed", self.progress.step)
+
+    def commit_evaluation(self, split_name: str, metrics: dict[str, float], seconds: float) -> None:
+        """Take note of an evaluation; that of the validation split may end training."""
+        progress, config, emit = self.progress, self._config, self._runtime.emit
+        progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
+        emit(Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds))
+        if split_name != "val":
+            return
+        if progress.judge(config, metrics):
+            value = metrics[config.watch]
+            emit(Improved(step=progress.step, metric=config.watch, value=value))
+        progress.finished = progress.finished or progress.exhausted(config)
+
+    def is_over(self) -> bool:
+        """Whether the run or this sitting ends here; notes why in `progress` or `stop_reason`."""
+        progress, stop = self.progress, self._config.stop_at_step
+        if progress.step >= self._parts.total_steps and not progress.finished:
+            progress.finished = "all steps done"
+        if not progress.finished and stop is not None and progress.step >= stop:
+            self.stop_reason = self.stop_reason or f"stop_at_step={stop}"
+        return bool(progress.finished or self.stop_reason)
+
+    def is_save_due(self) -> bool:
+        """Whether a checkpoint is to be written after this step."""
+        due = self.progress.step > 0 and self._is_due(self._config.checkpoint.every)
+        return due or self.is_over() or self.is_save_overdue
+
+    def is_evaluation_due(self) -> bool:
+        """Whether the validation split is to be evaluated after this step."""
+        if self.progress.step == 0:
+            return False
+        # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
+        last = self.progress.step == self._parts.total_steps
+        return "val" in self._parts.evaluations and (last or self._is_due(self._config.eval_every))
+
+    def is_digest_due(self) -> bool:
+        """Whether the replicas are to be compared after this step."""
+        every = self._config.digest_every
+        return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a process that joins later must know beside the checkpointed state, as JSON."""
+        return {
+            "stop_reason": self.stop_reason,
+            "failed_step": self.failed_step,
+            "reporter": self._reporter.state_dict(),
+        }
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        """Go on from what `state_dict` said on another rank."""
+        self.stop_reason, self.failed_step = values["stop_reason"], values["failed_step"]
+        self._reporter.load_state_dict(values["reporter"])
+
+    def _is_due(self, every: int) -> bool:
+        """Every so many steps, or, for 0, at the end of an epoch."""
+        return self.progress.step % (every or self._parts.sampler.steps_per_epoch) == 0
