@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from lockstep.errors import LaunchError
@@ -69,7 +71,8 @@ def script(job: BatchJob) -> str:
         "",
         *_setting(job),
         "",
-        _BANNER.format(
+        _filled(
+            "banner.sh.in",
             ranks=ranks,
             threads=job.threads,
             tasks=job.resources.tasks_per_node,
@@ -77,13 +80,11 @@ def script(job: BatchJob) -> str:
             title=shlex.quote(job.title),
         ),
     ]
+    command = _wrapped(job.command)
     if not job.trains:
-        return "\n".join([*parts, f"{_wrapped(job.command)} </dev/null", ""])
-    parts += [
-        _START.format(command=_wrapped(job.command), patience=job.resources.patience_s),
-        _END,
-    ]
-    return "\n".join(parts)
+        return "\n".join([*parts, f"{command} </dev/null", ""])
+    patience = job.resources.patience_s
+    return "\n".join([*parts, _filled("training.sh.in", command=command, patience=patience)])
 
 
 def _directives(job: BatchJob) -> list[str]:
@@ -134,107 +135,16 @@ def _setting(job: BatchJob) -> list[str]:
     return lines
 
 
-_BANNER = """\
-say() {{
-    echo "== $(date '+%Y-%m-%dT%H:%M:%S%z') $*"
-}}
-say "job $job (start $((${{SLURM_RESTART_COUNT:-0}} + 1)))" \\
-    "on ${{SLURM_JOB_NUM_NODES:-1}} node(s): ${{SLURM_JOB_NODELIST:-$(hostname)}}"
-say "{ranks} rank(s), {tasks} a node with {cpus} CPU(s) each, {threads} thread(s) each;" \\
-    "run directory: $run_dir"
-say "what:" {title}
-say "master address and port: ${{MASTER_ADDR:-none}} ${{MASTER_PORT:-none}} (mpirun needs none)"
-"""
+class _Template(string.Template):
+    """Text with `@{name}` in it, since shells have a use for `$`."""
 
-_START = """\
-newest_checkpoint() {{
-    ls -1 "$run_dir/checkpoints" 2>/dev/null | grep '^step_[0-9]*$' | sort -V | tail -n 1
-}}
-result() {{
-    sed -n "s/^  \\"$1\\": \\"\\{{0,1\\}}\\([^\\",]*\\)\\"\\{{0,1\\}},\\{{0,1\\}}\\$/\\1/p" \\
-        "$run_dir/result.json" 2>/dev/null
-}}
-# What an earlier start of this job ended with must not be taken for how this one ends.
-rm -f "$run_dir/result.json"
-newest_before=$(newest_checkpoint)
-fruitless=$run_dir/.told_to_stop_too_early
+    delimiter = "@"
 
-# mpirun passes SIGUSR1 and SIGUSR2 on to all ranks, which stop at the next step boundary with a
-# checkpoint. Its own answer to SIGTERM would be to end them.
-noticed= cancelled= patience= ranks=
-on_notice() {{
-    [ -n "$noticed" ] && return
-    noticed=yes
-    say "notice of the end (SIGUSR1): the ranks stop at the next step boundary"
-    kill -s USR1 "$ranks" 2>/dev/null
-    {{ sleep {patience}; kill -s TERM "$ranks"; }} >/dev/null 2>&1 &
-    patience=$!
-}}
-on_cancel() {{
-    [ -n "$cancelled" ] && return
-    cancelled=yes
-    say "SIGTERM: the ranks are asked to stop, unless SLURM ends them itself"
-    kill -s USR2 "$ranks" 2>/dev/null
-}}
-trap on_notice USR1
-trap on_cancel TERM
 
-{command} </dev/null &
-ranks=$!
-# A trapped signal ends `wait` early.
-while kill -0 "$ranks" 2>/dev/null; do
-    wait "$ranks"
-done
-wait "$ranks"
-code=$?
-[ -n "$patience" ] && kill "$patience" 2>/dev/null
-"""
-
-_END = """\
-status=$(result status)
-reason=$(result reason)
-told=$(result exit_code)
-[ -n "$status" ] && code=${told:-$code}
-# mpirun that lost a node's daemon says so, and exits with 0.
-[ -z "$status" ] && [ "$code" = 0 ] && code=1
-say "ended: ${status:-no result}, exit code $code"
-
-newest=$(newest_checkpoint)
-progress= late=
-[ "$newest" != "$newest_before" ] && progress=yes
-[ -n "$noticed" ] && [ -z "$status" ] && late=yes
-if [ -n "$cancelled" ]; then
-    exit "$code"
-elif [ "$reason" = preempted ]; then
-    why="stopped with a checkpoint because of the notice"
-elif [ -n "$late" ] && [ -n "$progress" ]; then
-    why="did not stop in time; the newest checkpoint is used"
-elif [ -n "$late" ] && [ "$(cat "$fruitless" 2>/dev/null)" != "after ${newest:-none}" ]; then
-    # Once only from the same checkpoint: what takes longer to start than it may run, always will.
-    mkdir -p "$run_dir" && echo "after ${newest:-none}" > "$fruitless"
-    why="was told to stop before it had written a checkpoint; tried once more"
-elif [ -n "$late" ]; then
-    say "was told to stop before it had written a checkpoint, for the second time: not requeued;" \\
-        "give it more time (--time, --signal-before) or set checkpoint.every to fewer steps"
-    exit "$code"
-elif [ "$code" != 0 ] && [ "$code" != 2 ] && [ "${status:-failed}" = failed ] \\
-    && [ -n "$progress" ]; then
-    # Only after progress: what fails at the same step every time is not tried for ever.
-    why="lost a rank or a node; the newest checkpoint is used"
-else
-    exit "$code"
-fi
-
-if [ -z "${SLURM_JOB_ID:-}" ] || ! command -v scontrol >/dev/null; then
-    say "$why. There is no job or no scontrol here to requeue it with: run" \\
-        "'scontrol requeue ${SLURM_JOB_ID:-JOB}' where there is, or 'lockstep resume $run_dir'"
-    exit "$code"
-fi
-say "$why: requeueing job $job"
-scontrol requeue "$SLURM_JOB_ID" ||
-    say "SLURM does not requeue it: 'lockstep resume $run_dir' goes on"
-exit "$code"
-"""
+def _filled(name: str, **values: object) -> str:
+    """A template of this folder, with these values."""
+    text = resources.files(__package__).joinpath(name).read_text()
+    return _Template(text).substitute(values)
 
 
 def _wrapped(words: Sequence[str]) -> str:
