@@ -393,6 +393,22 @@ def test_names_that_others_use_are_understood(key: str, meant: str) -> None:
     assert refused(f"{key}=1").endswith(f"unknown key {key!r}; did you mean {meant}?")
 
 
+class OtherRate(TrainConfig):
+    lr: float = 0.5
+
+
+class YetAnotherRate(OtherRate):
+    lr: float = 0.25
+
+
+@pytest.mark.parametrize("kind", [OtherRate, YetAnotherRate])
+@pytest.mark.parametrize("value", ["-1", ".inf", ".nan", "01e9995"])
+def test_a_key_that_is_declared_again_keeps_its_limits(kind: type[TrainConfig], value: str) -> None:
+    assert kind().lr == kind.model_fields["lr"].default
+    with pytest.raises(ConfigError, match="lr="):
+        override(kind(), [f"lr={value}"], "key=value")
+
+
 def test_a_section_and_a_key_of_it() -> None:
     config = override(TrainConfig(), ["optimizer={name: sgd}", "optimizer.betas=[0.5, 0.9]"])
     assert (config.optimizer.name, config.optimizer.betas) == ("sgd", (0.5, 0.9))

@@ -58,6 +58,19 @@ class Section(BaseModel, metaclass=_Checked):
 
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A key that a subclass declares again, for another default, keeps its limits."""
+        kept = False
+        for base in cls.__bases__:
+            for name, field in getattr(base, "model_fields", {}).items():
+                own = cls.model_fields[name]
+                if own.annotation == field.annotation and field.metadata and not own.metadata:
+                    own.metadata = field.metadata
+                    kept = True
+        if kept:
+            cls.model_rebuild(force=True)
+
 
 class OptimizerConfig(Section):
     """The default optimizer. A Task with its own ignores all but `sharded` and `buddy`."""

@@ -19,6 +19,7 @@ from lockstep.config import OptimizerConfig
 from lockstep.engine.checkpoint.resumable import _is_state
 from lockstep.engine.events import Finished
 from lockstep.engine.step.optimizer import ELEMENTWISE
+from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
 from lockstep.front import Sitting, run
 
@@ -130,6 +131,7 @@ def old(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]]
         (set_to("optimizer_scalars", value=None), "optimizer_scalars=None"),
         (old(set_to("optimizer_scalars", value={})), "is of another optimizer"),
         (set_to("optimizer_scalars", "0", value=[]), "optimizer_scalars"),
+        (set_to("optimizer_scalars", "0", value={"step": 3.0}), "is of another optimizer"),
         (old(set_to("optimizer_scalars", "0", value={})), "is of another optimizer"),
         (old(set_to("optimizer_scalars", "9", value={"step": SCALAR})), "is of another optimizer"),
         (old(set_to("optimizer_scalars", "0", "more", value=1)), "is of another optimizer"),
@@ -162,6 +164,25 @@ def test_a_field_that_cannot_be_is_named(
         sign(folder, change)
     except TypeError:  # the entry of a file is no longer one
         sign_as_it_is(folder, change)
+    assert reason in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (set_to("optimizer_scalars", value={}), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", value={}), "is of another optimizer"),
+        (set_to("optimizer_scalars", "0", "step", "value", value=2.0), "step=2.0: cannot be"),
+    ],
+)
+def test_an_optimizer_that_nobody_else_changes_has_done_all_steps(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[dict[str, Any]], object],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(Everything, "after_step", Task.after_step)
+    sign(folder, change)
     assert reason in refusal(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, NUM_COLUMNS, NUM_ROWS, good, values
 
 from lockstep.errors import DataError
+from lockstep.recipes.ufs.fields import patience
 from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
 from lockstep.recipes.ufs.fields.classic import Damaged, check_whole
 from lockstep.recipes.ufs.fields.rows import Rows, gather
@@ -80,3 +82,29 @@ def test_the_padding_at_the_end_may_be_missing(tmp_path: Path) -> None:
     path.write_bytes(values[:-1])
     with pytest.raises(Damaged, match="bytes alone needs the first"):
         check_whole(path)
+
+
+def test_a_library_that_never_comes_back_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "MOST_CPU_S", 0.05)
+    monkeypatch.setattr(patience, "_LOOK_S", 0.02)
+    over = threading.Event()
+
+    def circle() -> None:
+        while not over.is_set():
+            pass
+
+    try:
+        with pytest.raises(patience.Endless):
+            patience.within_patience(circle)
+    finally:
+        over.set()
+    assert patience.within_patience(lambda: time.sleep(0.2) or 7) == 7  # waiting is no computing
+    with pytest.raises(KeyError):
+        patience.within_patience(lambda: {}["a"])
+
+
+def test_the_librarys_first_questions_are_asked_beforehand(tmp_path: Path) -> None:
+    good(tmp_path / "good.nc", "grid")
+    assert patience._library() is not None
+    patience.check_opens(str(tmp_path / "good.nc"))
+    patience.check_opens(str(tmp_path / "missing.nc"))

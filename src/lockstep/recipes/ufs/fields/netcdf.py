@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.recipes.ufs.fields.classic import check_whole
 from lockstep.recipes.ufs.fields.decode import KEYS, Masked, Unusable, decoded
+from lockstep.recipes.ufs.fields.patience import check_opens, within_patience
 
 MOST_VALUES = 1 << 24
 """In one piece that is read; a band of the grid is far smaller."""
@@ -45,7 +46,10 @@ class NetcdfFile:
                 raise DataError(f"{path}: {what}")
             check_whole(path)
             # The library takes a name that begins like a URL for one.
-            self._data = netcdf4().Dataset(os.path.abspath(path), "r")
+            name = os.path.abspath(path)
+            dataset = netcdf4().Dataset
+            check_opens(name)
+            self._data = dataset(name, "r")
             self._data.set_auto_maskandscale(False)
             self._data.set_auto_chartostring(False)
 
@@ -106,7 +110,7 @@ class NetcdfFile:
                 "the size of a dim is wrong"
             )
         with _readable(self.path, name):
-            stored = np.asarray(variable[index])
+            stored = within_patience(lambda: np.asarray(variable[index]))
         try:
             return decoded(stored, self._attributes(name, KEYS))
         except Unusable as error:
