@@ -326,5 +326,7 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
 def _section(kind: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
     """The class of a section of a config class, if there is such a section."""
     field = kind.model_fields.get(name) if kind else None
-    found = field.annotation if field else None
-    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+    annotation = field.annotation if field else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )

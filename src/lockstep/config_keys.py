@@ -69,5 +69,5 @@ def _nearest(known: list[str], key: str) -> str | None:
         return difflib.get_close_matches(plain, same, n=1, cutoff=0.0)[0]
     # A key is often given without its section.
     names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k: k for k in known}
-    found = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
+    return names[matches[0]] if matches else None

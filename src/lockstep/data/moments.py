@@ -32,12 +32,12 @@ class Moments:
     def of(cls, values: npt.NDArray[np.float32]) -> Moments:
         """Of finite float32 numbers, in one dim."""
         assert values.dtype == np.float32
-        found = cls()
+        moments = cls()
         for first in range(0, len(values), _CHUNK):
             chunk = values[first : first + _CHUNK].astype(np.float64)
             # The square of a 24-bit number has 48 bits: exact in float64.
-            found += cls(len(chunk), _exact_sum(chunk), _exact_sum(chunk * chunk))
-        return found
+            moments += cls(len(chunk), _exact_sum(chunk), _exact_sum(chunk * chunk))
+        return moments
 
     def __add__(self, other: Moments) -> Moments:
         """Of both sets of numbers together."""

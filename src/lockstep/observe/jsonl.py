@@ -147,14 +147,14 @@ def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
     try:
         if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
-        found = open_to_read(path)
+        newest = open_to_read(path)
     except FileNotFoundError:
         return file
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
     if file is not None:
         file.close()
-    return found
+    return newest
 
 
 def _lines_from(path: Path, file: BinaryIO | None, start: int) -> Iterator[bytes]:

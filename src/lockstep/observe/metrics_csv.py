@@ -138,11 +138,11 @@ class MetricsCsv(Sink):
             return
         self._step, self._splits = -1, set()
         try:
-            found, kept = self._read(last_step)
+            header, kept = self._read(last_step)
         except (UnicodeDecodeError, csv.Error) as error:
             raise RunDirectoryError(f"{self._path}: is damaged: {error}; move it away") from error
-        columns = [*COLUMNS, *(name for name in found if name not in COLUMNS)]
-        if columns != found or not all(kept):
+        columns = [*COLUMNS, *(name for name in header if name not in COLUMNS)]
+        if columns != header or not all(kept):
             self._rewrite(columns, keep=lambda row: int(row["step"]) <= last_step)
         self._columns = columns
 

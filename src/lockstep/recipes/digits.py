@@ -139,13 +139,13 @@ def embedded_digits() -> Labelled:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise ConfigError(
             "data_dir is not set, and the built-in digits need scikit-learn: "
             'pip install "lockstep-train[recipes]"'
         )
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():  # to import scikit-learn takes 30 times as long as to read its file
         rows = torch.from_numpy(np.loadtxt(file, delimiter=","))
         return rows[:, :-1].view(-1, 8, 8).to(torch.uint8), rows[:, -1].long()

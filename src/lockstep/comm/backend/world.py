@@ -154,15 +154,15 @@ def create_store(comm: MPI.Intracomm, timeout: timedelta) -> Store:
 def own_addresses() -> list[str]:
     """The addresses under which other machines may know this one, most likely first."""
     name = socket.gethostname()
-    found = [name]
+    addresses = [name]
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(name)[2]
+        addresses += socket.gethostbyname_ex(name)[2]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing; it only selects the outgoing interface.
         probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
+        addresses.append(probe.getsockname()[0])
     # A loopback address leads every other machine back to itself.
-    return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
 
 
 def first_reachable(addresses: Sequence[str], port: int) -> str:

@@ -148,7 +148,7 @@ class ElasticTransport(GroupTransport):
             GenerationLost: a rank was lost.
         """
         self._connections.begin()
-        found: list[Any] = []
+        built: list[Any] = []
         errors: list[Exception] = []
         former, self.group = [self.group], None
 
@@ -158,7 +158,7 @@ class ElasticTransport(GroupTransport):
                 store = PrefixStore(
                     f"lockstep/{generation}", TCPStore(*self._store_address, timeout=_BUILD_TIME)
                 )
-                found.append(self._new_group(store, rank, len(members)))
+                built.append(self._new_group(store, rank, len(members)))
             except Exception as error:
                 errors.append(error)
             self._supervision.notify()
@@ -167,14 +167,14 @@ class ElasticTransport(GroupTransport):
         builder = threading.Thread(target=build, name="builder", daemon=True)
         self._builders = [b for b in self._builders if b.is_alive()] + [builder]
         builder.start()
-        if not self._supervision.wait(lambda: bool(found or errors)):
+        if not self._supervision.wait(lambda: bool(built or errors)):
             raise GenerationLost("a rank died while the group was built")
         if errors:
             if self._supervision.is_lost(_NOTICE_S):
                 raise GenerationLost(str(errors[0]))
             raise errors[0]
         self._connections.end()
-        return found[0]
+        return built[0]
 
     def _new_group(self, store: Any, rank: int, size: int) -> Any:
         if self.name == "nccl":

@@ -46,18 +46,18 @@ class Connections:
 
         A descriptor alone may be that of another socket by the time it is used.
         """
-        found = set()
+        connections = set()
         for name in os.listdir(_TABLE) if _TABLE.exists() else ():
             with contextlib.suppress(OSError):
                 fd, status = int(name), os.stat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and self._is_connection(fd):
-                    found.add((fd, status.st_ino))
-        return found
+                    connections.add((fd, status.st_ino))
+        return connections
 
     def _is_connection(self, fd: int) -> bool:
-        with socket.socket(fileno=os.dup(fd)) as found:
-            if found.family != socket.AF_INET or found.type != socket.SOCK_STREAM:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            if duplicate.family != socket.AF_INET or duplicate.type != socket.SOCK_STREAM:
                 return False
             # A library may never recover from losing the socket that it listens on.
-            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return not listens and found.getsockname()[0] == self._host
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return not listens and duplicate.getsockname()[0] == self._host

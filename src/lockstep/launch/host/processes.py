@@ -23,13 +23,13 @@ _POLL_S = 0.02
 def marked(mark: str) -> list[int]:
     """The living processes of this host that carry a launch's mark (none where /proc is not)."""
     entry = f"{MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             pid = int(folder.name)
             if entry in (folder / "environ").read_bytes().split(b"\0") and is_alive(pid):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def is_alive(pid: int) -> bool:
@@ -68,11 +68,11 @@ def _state(pid: int) -> str:
 
 def children(pid: int) -> list[int]:
     """The living direct children of a process (none where /proc is not)."""
-    found = []
+    pids = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in path.read_text().split()]
-    return [child for child in found if is_alive(child)]
+            pids += [int(child) for child in path.read_text().split()]
+    return [child for child in pids if is_alive(child)]
 
 
 def send(pids: Iterable[int], signum: signal.Signals) -> None:

@@ -95,12 +95,12 @@ class _Rank:
 
     def read(self) -> list[dict[str, Any]]:
         """What it has sent by now."""
-        found = []
+        messages = []
         with contextlib.suppress(OSError):
             while data := self.line.recv(_MESSAGE_BYTES):
-                found.append(json.loads(data))
+                messages.append(json.loads(data))
             self.is_silent = True
-        return found
+        return messages
 
 
 class Supervisor:

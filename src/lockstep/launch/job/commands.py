@@ -188,8 +188,8 @@ def find_mpirun() -> Path:
         if os.access(folder / "mpirun", os.X_OK):
             return folder / "mpirun"
     for name in ("mpirun", "mpiexec"):
-        if found := shutil.which(name):
-            return Path(found)
+        if program := shutil.which(name):
+            return Path(program)
     raise LaunchError(
         f"no mpirun beside {sys.executable} or on the PATH; install one with `{_INSTALL}`, "
         "or start ranks with torchrun"

@@ -91,19 +91,19 @@ def first_host(nodelist: str) -> str:
 
 
 def _parsed(nodelist: str) -> list[_Hosts]:
-    found = []
+    entries = []
     if _LIST.fullmatch(nodelist):
         for host in re.finditer(_HOST, nodelist, re.ASCII):
             texts = re.split(_GROUP, host[0], flags=re.ASCII)
             groups = [_group(g) for g in re.findall(_GROUP, host[0], re.ASCII)]
-            found.append(_Hosts(texts, groups))
-    if not found or any(r.size < 1 for hosts in found for g in hosts.groups for r in g):
+            entries.append(_Hosts(texts, groups))
+    if not entries or any(r.size < 1 for hosts in entries for g in hosts.groups for r in g):
         shown = nodelist if len(nodelist) <= _SHOWN else f"{nodelist[:_SHOWN]}…"
         raise EnvironError(
             f"node list {shown!r} is malformed: expected hosts like n1 or n[01-03,07], "
             "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
         )
-    return found
+    return entries
 
 
 def _group(text: str) -> list[_Numbers]:

@@ -124,9 +124,9 @@ def _setting(job: BatchJob) -> list[str]:
         "# Sums depend on the number of threads, so it belongs to the config (threads=…).",
     ]
     for name, value in job.env.items():
-        before, found, after = value.partition(json.dumps(RUN_DIR))
+        before, separator, after = value.partition(json.dumps(RUN_DIR))
         text = _quoted(value)
-        if found:
+        if separator:
             # The suffix consists of harmless characters: what is JSON before it is JSON after it.
             text = f"{shlex.quote(before + json.dumps(str(base))[:-1])}{suffix}"
             text += shlex.quote('"' + after)

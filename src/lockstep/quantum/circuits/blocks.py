@@ -49,9 +49,9 @@ class BlockMatrices:
         """Matrices [B, C, K, K] of each block, from angles [B, gates]; B is 1 without angles."""
         matrices: list[Tensor | None] = [None] * self._count
         for group in self._groups:
-            found = group(angles)
+            own = group(angles)
             for place, member in enumerate(group.members):
-                matrices[member] = found[:, place]
+                matrices[member] = own[:, place]
         return [m for m in matrices if m is not None]
 
 
@@ -172,7 +172,7 @@ class _Runs:
         constant, cosine, sine = self._terms
         matrices = phase.cos()[..., None, None] * cosine + constant
         matrices = torch.addcmul(matrices, phase.sin()[..., None, None].to(sine.dtype), sine)
-        found: list[Tensor | None] = [None] * self._count
+        products: list[Tensor | None] = [None] * self._count
         first = 0
         for length, members in self._lengths.items():
             last = first + length * len(members)
@@ -181,9 +181,9 @@ class _Runs:
             )
             product = reduce(lambda before, matrix: matrix @ before, own_gates.unbind(2))
             for member, matrix in zip(members, product.unbind(2), strict=True):
-                found[member] = matrix
+                products[member] = matrix
             first = last
-        return [matrix for matrix in found if matrix is not None]
+        return [matrix for matrix in products if matrix is not None]
 
 
 def _gate_matrix(gate: Gate, angles: Tensor, dtype: torch.dtype) -> Tensor:

@@ -245,10 +245,10 @@ class Circuit:
 
     @cached_property
     def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
-        found = [g.angle for g in self.with_angle if g.angle is not None]
-        index = torch.tensor([a.index or 0 for a in found], dtype=torch.int64)
-        scale = [0.0 if a.index is None else a.scale for a in found]
-        offset = [a.offset for a in found]
+        angles = [g.angle for g in self.with_angle if g.angle is not None]
+        index = torch.tensor([a.index or 0 for a in angles], dtype=torch.int64)
+        scale = [0.0 if a.index is None else a.scale for a in angles]
+        offset = [a.offset for a in angles]
         as_tensor = partial(torch.tensor, dtype=torch.float64)
         return index, as_tensor(scale), as_tensor(offset)
 

@@ -137,7 +137,7 @@ class _Fusion:
         controls = [c for c in gate.controls if c not in wide]
         self._put([*before, own], wide, controls)
 
-    def _put(self, found: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
+    def _put(self, gates: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
         qubits = [*targets, *controls]
         touching = [i for i, block in enumerate(self._blocks) if block.touches(qubits)]
         for block in self._blocks[max(touching, default=0) :]:
@@ -146,12 +146,12 @@ class _Fusion:
             outside = [c for c in others if c not in every]
             most = max(MAX_CONTROLS, len(block.controls))
             room = self._max_targets
-            if all(number < 0 for _, number in found):  # its matrix is computed only once
+            if all(number < 0 for _, number in gates):  # its matrix is computed only once
                 room = max(room, len(block.targets))
             if len(every) <= room and len(outside) <= most:
-                block.take(found, every, outside)
+                block.take(gates, every, outside)
                 return
-        self._blocks.append(Block(found, targets, controls))
+        self._blocks.append(Block(gates, targets, controls))
 
 
 def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
@@ -159,17 +159,17 @@ def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
 
     What then lies side by side can be multiplied together once and for all.
     """
-    found: list[tuple[Gate, int]] = []
+    ordered: list[tuple[Gate, int]] = []
     for own in gates:
-        place = len(found)
+        place = len(ordered)
         if own[1] >= 0:
             qubits = {*own[0].every_qubit}
-            while place and found[place - 1][1] < 0:
-                if qubits & {*found[place - 1][0].every_qubit}:
+            while place and ordered[place - 1][1] < 0:
+                if qubits & {*ordered[place - 1][0].every_qubit}:
                     break
                 place -= 1
-        found.insert(place, own)
-    return found
+        ordered.insert(place, own)
+    return ordered
 
 
 def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:

@@ -50,7 +50,7 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
 
 def expanded(circuit: Circuit) -> Circuit:
     """The circuit with gates in place of matrices, the same to rounding and its phase included."""
-    gates = [found for gate in circuit.gates for found in _expanded(gate)]
+    gates = [part for gate in circuit.gates for part in _expanded(gate)]
     return Circuit(circuit.num_qubits, gates, circuit.num_parameters)
 
 

@@ -96,9 +96,9 @@ class _Reader:
             elif isinstance(operation, (Barrier, Delay)):
                 continue
             elif places:
-                for found in self._operation(operation, places):
-                    self._check_measured(found, operation)
-                    yield found
+                for part in self._operation(operation, places):
+                    self._check_measured(part, operation)
+                    yield part
             elif qubits:
                 for angle in self._phases(operation):
                     yield from phase(angle, qubits[0])
@@ -156,8 +156,8 @@ class _Reader:
         """An instruction under as many controls as there are bits, which come first."""
         controls, targets = places[: len(bits)], places[len(bits) :]
         if targets:
-            for found in self._operation(base, targets):
-                yield found.controlled(*controls, state=bits)
+            for part in self._operation(base, targets):
+                yield part.controlled(*controls, state=bits)
         else:
             for angle in self._phases(base):
                 yield from _phase_of_controls(angle, controls, bits)
@@ -176,8 +176,8 @@ class _Reader:
         elif float(modifier.power).is_integer():
             for _ in range(abs(int(modifier.power))):
                 self._count(operation)
-                found = self._operation(base, places)
-                yield from _inverse(found) if modifier.power < 0 else found
+                parts = self._operation(base, places)
+                yield from _inverse(parts) if modifier.power < 0 else parts
         elif len(places) <= _WIDEST_MATRIX:
             yield unitary(torch.from_numpy(np.array(operation.to_matrix())), *places)
         else:
@@ -214,10 +214,10 @@ class _Reader:
             offset = float(value.bind(dict.fromkeys(parameters, 0.0)) if parameters else value)
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise _not_linear(value, name) from error
-        found = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
-        if not found:
+        terms = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
+        if not terms:
             return [Angle(offset)] if offset else []
-        return [Angle(offset, found[0].index, found[0].scale), *found[1:]]
+        return [Angle(offset, terms[0].index, terms[0].scale), *terms[1:]]
 
     def _count(self, operation: Any) -> None:
         self._num_read += 1
@@ -227,8 +227,8 @@ class _Reader:
                 "instructions when all definitions are taken apart"
             )
 
-    def _check_measured(self, found: Gate, operation: Any) -> None:
-        late = self._measured.intersection(found.every_qubit)
+    def _check_measured(self, part: Gate, operation: Any) -> None:
+        late = self._measured.intersection(part.every_qubit)
         if late:
             raise ConfigError(
                 f"a measurement in the middle: qubit {min(late)} is measured and then used by "
@@ -247,15 +247,15 @@ def _phase_of_controls(
 ) -> Iterator[Gate]:
     """A phase where all of these qubits are as their bits say."""
     *others, last = controls
-    found = gate("p", last, angle=angle)
+    phase_gate = gate("p", last, angle=angle)
     flips = [] if bits[-1] else [gate("x", last)]
     yield from flips
-    yield found.controlled(*others, state=bits[:-1]) if others else found
+    yield phase_gate.controlled(*others, state=bits[:-1]) if others else phase_gate
     yield from flips
 
 
 def _inverse(gates: Iterable[Gate]) -> Iterator[Gate]:
-    return (found.inverse() for found in reversed(list(gates)))
+    return (each.inverse() for each in reversed(list(gates)))
 
 
 def _permutation(pattern: Iterable[int], places: Sequence[int]) -> Iterator[Gate]:

@@ -105,10 +105,10 @@ class Evolve(torch.autograd.Function):
             return *_by_autograd(ctx, gradient), None, None
         angles, start, _ = ctx.saved_tensors
         with torch.no_grad():
-            found = _adjoint(ctx, gradient)
+            gradients = _adjoint(ctx, gradient)
         one, two = (
             None if own is None else only_once(own, OVER_RANKS, gradient, angles, start)
-            for own in found
+            for own in gradients
         )
         return one, two, None, None
 
@@ -151,13 +151,15 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         bra.move_back(block.moves)
     ket.release()
     bra.release()
-    found = None
+    angle_gradient = None
     if wants_angles:
-        found = torch.zeros_like(ctx.variable)
+        angle_gradient = torch.zeros_like(ctx.variable)
         if outputs:
-            (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
-        found = added_up(found.flatten(), part.transport).view_as(found)
-    return found, bra.states if wants_start else None
+            (angle_gradient,) = torch.autograd.grad(
+                outputs, ctx.variable, gradients, retain_graph=True
+            )
+        angle_gradient = added_up(angle_gradient.flatten(), part.transport).view_as(angle_gradient)
+    return angle_gradient, bra.states if wants_start else None
 
 
 def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -180,11 +182,11 @@ def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | No
     wanted = [own for own, is_needed in zip((angles, start), needed, strict=True) if is_needed]
     last = evolve(start, laid_out, matrices(angles))
     if last.requires_grad:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             last, wanted, gradient, create_graph=True, materialize_grads=True
         )
     else:  # no gate depends on a parameter
-        found = tuple(torch.zeros_like(own) for own in wanted)
-    each = iter(found)
+        gradients = tuple(torch.zeros_like(own) for own in wanted)
+    each = iter(gradients)
     one, two = (next(each) if is_needed else None for is_needed in needed)
     return one, two

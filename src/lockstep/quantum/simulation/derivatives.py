@@ -61,8 +61,8 @@ def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
     Returns:
         The gradient; a `ConfigError` is raised when it is differentiated.
     """
-    found: Tensor = _OnlyOnce.apply(gradient, message, *causes)  # type: ignore[no-untyped-call]
-    return found
+    guarded: Tensor = _OnlyOnce.apply(gradient, message, *causes)  # type: ignore[no-untyped-call]
+    return guarded
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -78,8 +78,8 @@ class _OnlyOnce(torch.autograd.Function):
 
 def differentiable_once(tensor: Tensor, message: str) -> Tensor:
     """The same tensor, whose second derivatives raise a `ConfigError` with this message."""
-    found: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
-    return found
+    guarded: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
+    return guarded
 
 
 class _DifferentiableOnce(torch.autograd.Function):

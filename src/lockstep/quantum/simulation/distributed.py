@@ -32,7 +32,7 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
     num_qubits = simulator.circuit.num_qubits
     PauliSum(terms).check(num_qubits)
     plain = {s: c for s, c in terms.items() if not set(s) & set("XY")}
-    found = [_local_sum(simulator, state, plain)] if plain else []
+    sums = [_local_sum(simulator, state, plain)] if plain else []
     for string, coefficient in terms.items():
         if string not in plain:
             turned = Simulator(
@@ -43,8 +43,8 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
             )
             letters = string.replace("X", "Z").replace("Y", "Z")
             own = turned.state(initial=state)
-            found.append(_local_sum(simulator, own, {letters: coefficient}))
-    total: Tensor = sum(found[1:], start=found[0])
+            sums.append(_local_sum(simulator, own, {letters: coefficient}))
+    total: Tensor = sum(sums[1:], start=sums[0])
     return simulator.add_up(total.view(1))[0]
 
 

@@ -214,17 +214,17 @@ def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     batch, (count, size) = len(ket), matrix.shape[1:3]
     after = bra.view(batch, size, count, -1)
     before = ket.view(batch, count, -1, size)
-    found = torch.empty_like(matrix)
+    gradient = torch.empty_like(matrix)
     for value in range(count):
         # As (ket braᴴ)ᴴ: BLAS conjugates only what it transposes.
         left, right = before[:, value].mT, after[:, :, value].mH
         if batch == 1:
-            found[0, value] = (left[0] @ right[0]).mH
+            gradient[0, value] = (left[0] @ right[0]).mH
         elif len(matrix) == 1:
-            found[0, value] = (left @ right).sum(0).mH
+            gradient[0, value] = (left @ right).sum(0).mH
         else:
-            found[:, value] = (left @ right).mH
-    return found
+            gradient[:, value] = (left @ right).mH
+    return gradient
 
 
 def added_up(local: Tensor, transport: Transport | None) -> Tensor:

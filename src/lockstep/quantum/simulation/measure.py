@@ -166,8 +166,8 @@ class _Diagonal(torch.autograd.Function):
         weighted = states * diagonal
         ctx.save_for_backward(states, diagonal, weighted)
         left, right = (torch.view_as_real(t).flatten(-2) for t in (states, weighted))
-        found: Tensor = torch.linalg.vecdot(left, right)
-        return found
+        values: Tensor = torch.linalg.vecdot(left, right)
+        return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -62,8 +62,8 @@ def shifted(
     simulator.circuit.check_parameters(parameters)
     angles = simulator.circuit.angles(parameters)
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
-    found = _measured(rows, simulator, measure, only)
-    return found.view(*angles.shape[:-1], -1)
+    measured = _measured(rows, simulator, measure, only)
+    return measured.view(*angles.shape[:-1], -1)
 
 
 def share(count: int, part: int, num_parts: int) -> Tensor:
@@ -84,8 +84,8 @@ def _measured(
     angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
 ) -> Tensor:
     """What `measure` finds [B, M] at angles [B, G] of all gates."""
-    found: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
-    return found
+    measured: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
+    return measured
 
 
 class _Shift(torch.autograd.Function):
@@ -95,18 +95,18 @@ class _Shift(torch.autograd.Function):
     ) -> Tensor:
         ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
         ctx.save_for_backward(angles)
-        found = measure(simulator.state_at(angles))
-        if not isinstance(found, Tensor) or found.shape[:-1] != (len(angles),):
+        measured = measure(simulator.state_at(angles))
+        if not isinstance(measured, Tensor) or measured.shape[:-1] != (len(angles),):
             raise ConfigError(
-                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(found)}"
+                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(measured)}"
             )
-        return found
+        return measured
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (angles,) = ctx.saved_tensors
         places, coefficients, shifts = _terms(ctx.simulator, ctx.only)
-        found = torch.zeros_like(angles)
+        angle_gradient = torch.zeros_like(angles)
         chunk = max(1, _AMPLITUDES >> ctx.simulator.circuit.num_qubits)
         for row in range(len(angles)):
             for first in range(0, len(places), chunk):
@@ -115,10 +115,12 @@ class _Shift(torch.autograd.Function):
                 moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
                 measured = _measured(moved, ctx.simulator, ctx.measure, ctx.only)
                 values = measured @ gradient[row]
-                found[row].index_add_(0, places[own], values * coefficients[own].to(values))
+                angle_gradient[row].index_add_(
+                    0, places[own], values * coefficients[own].to(values)
+                )
         if torch.is_grad_enabled() and ctx.only is not None:
-            found = only_once(found.detach(), _OF_SOME, gradient, angles)
-        return found, None, None, None
+            angle_gradient = only_once(angle_gradient.detach(), _OF_SOME, gradient, angles)
+        return angle_gradient, None, None, None
 
 
 def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -131,8 +131,8 @@ class Simulator:
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
-        found: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
-        return found.view(*lead, -1)
+        states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
+        return states.view(*lead, -1)
 
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
@@ -160,8 +160,8 @@ class Simulator:
 
         Differentiable: the gradient goes to all of them.
         """
-        found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
-        return found
+        total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        return total
 
 
 def statevector(

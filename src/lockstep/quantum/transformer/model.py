@@ -212,7 +212,7 @@ class QuantumTransformer(nn.Module):
             counts = torch.binomial(torch.full_like(exact, shots), exact.clamp(0, 1))
             return counts / shots
 
-        found = []
+        probabilities = []
         rows = zip(
             batch.words.tolist(), batch.transitions.tolist(), batch.parts.tolist(), strict=True
         )
@@ -220,10 +220,10 @@ class QuantumTransformer(nn.Module):
             simulator = self._simulator(tuple(words[: count + 1]))
             if shift:
                 only = share(angles.shape[1], part, num_parts) if num_parts > 1 else None
-                found.append(shifted(simulator, angles, measure, only)[:, 0])
+                probabilities.append(shifted(simulator, angles, measure, only)[:, 0])
             else:
-                found.append(measure(simulator.state(angles))[:, 0])
-        return torch.stack(found, dim=1)
+                probabilities.append(measure(simulator.state(angles))[:, 0])
+        return torch.stack(probabilities, dim=1)
 
     def circuit(self, words: Sequence[int]) -> Circuit:
         """The superposition circuit of a sentence, given as rows of the embeddings.

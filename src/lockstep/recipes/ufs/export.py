@@ -109,9 +109,9 @@ def export_net(
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path, load in ((paths[0], load_script), (paths[1], load_program)):
-        found, wanted = load(path)(trial), net.predict(trial)
-        if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-            gap = float((found - wanted).abs().max())
+        predicted, wanted = load(path)(trial), net.predict(trial)
+        if not torch.allclose(predicted, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            gap = float((predicted - wanted).abs().max())
             raise DataError(f"{path}: predicts otherwise when read back, by up to {gap:.3g}")
     return paths
 

@@ -91,7 +91,7 @@ class SeaIceNet(nn.Module):
         """The statistics it was made with: of the inputs, then the outputs."""
         mean = torch.cat([self.input_mean, self.output_mean])
         deviation = torch.cat([self.input_deviation, self.output_deviation])
-        return Scale(*(found.double().cpu().numpy() for found in (mean, deviation)))
+        return Scale(*(statistic.double().cpu().numpy() for statistic in (mean, deviation)))
 
     def _inside(self, y: Tensor) -> Tensor:
         """Where between their bounds outputs are, in [0, 1]."""

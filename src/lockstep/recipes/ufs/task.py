@@ -85,8 +85,8 @@ class Ufs(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Squared, absolute or Huber error of normalised outputs."""
         x, y = batch[:2]
-        found: Tensor = model(x)
-        return Loss(_LOSSES[self.config.loss](found, y, reduction="sum"), y.numel())
+        predicted: Tensor = model(x)
+        return Loss(_LOSSES[self.config.loss](predicted, y, reduction="sum"), y.numel())
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """The loss, errors in physical units, and figures of the tracked rows' Jacobians."""
@@ -160,10 +160,10 @@ class Ufs(Task):
         num_columns = first.shape[1]
         first.close()
         group = blocks(rows, num_columns, config.split_block_cells)
-        found = split(rows, group, config.split, config.val_fraction, config.test_fraction)
+        parts = split(rows, group, config.split, config.val_fraction, config.test_fraction)
         spread = {
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
-            for name, part in found.items()
+            for name, part in parts.items()
         }
         return spread, digest(rows)
 

@@ -132,8 +132,8 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state ^= state >> np.uint64(31)
-    found: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return found
+    numbers: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
@@ -176,19 +176,19 @@ def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
     try:
         with safe_open(path, framework="numpy") as file:
             checksums = file.metadata() or {}
-            found = [file.get_tensor(name) for name in names]
+            arrays = [file.get_tensor(name) for name in names]
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: is damaged ({error}); remove it") from error
-    for name, array in zip(names, found, strict=True):
+    for name, array in zip(names, arrays, strict=True):
         if checksums.get(name) != checksum(array):
             raise DataError(f"{path}: is damaged ({name} has another checksum); remove it")
-    return found
+    return arrays
 
 
 def checksum(array: npt.NDArray[Any]) -> str:
     """CRC-32 of an array's type, shape and values."""
-    found = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
-    return f"{zlib.crc32(np.ascontiguousarray(array).data, found):08x}"
+    header = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
+    return f"{zlib.crc32(np.ascontiguousarray(array).data, header):08x}"
 
 
 class _Opened:
@@ -237,8 +237,8 @@ def _keep(
 
 def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     """Coordinates of all cells; NaN where they are missing."""
-    found: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
-    return found
+    flat: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
+    return flat
 
 
 def _ranges(scene: Scene) -> Iterator[slice]:

@@ -55,7 +55,7 @@ class PairScene(Scene):
         files, (atmosphere, ocean) = self._files, self.paths
         axes = {kind: _axes(file) for kind, file in files.items()}
         self.says_degrees = all(f.unit(n) is not None for f in files.values() for n in _AXES)
-        sizes = {kind: tuple(len(axis) for axis in found) for kind, found in axes.items()}
+        sizes = {kind: tuple(len(axis) for axis in pair) for kind, pair in axes.items()}
         if sizes["atmosphere"] != sizes["ocean"]:
             shown = " and ".join(f"{a}x{b}" for a, b in sizes.values())
             raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
@@ -93,8 +93,8 @@ class PairScene(Scene):
         """Where the ocean's uppermost cell has a thickness above 0 and at most 500 m."""
         file = self._files["ocean"]
         thickness = file.read(THICKNESS, (rows, slice(None), self._index(file, THICKNESS)))
-        found: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
-        return found
+        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
+        return is_ocean
 
     def coordinates(self, rows: slice) -> Places:
         """The axes, spread over the cells."""

@@ -117,11 +117,11 @@ class _Header:
 
     def _dims(self) -> list[int]:
         """The lengths of all dims; 0 is the record dim's."""
-        found = []
+        lengths = []
         for _ in range(self._list_of(_DIMS)):
             self._name()
-            found.append(self._count())
-        return found
+            lengths.append(self._count())
+        return lengths
 
     def _variable(self, dims: list[int]) -> _Stored:
         name = self._name()
@@ -182,10 +182,10 @@ class _Header:
         self._file.seek(end)
 
     def _read(self, num_bytes: int) -> bytes:
-        found = self._file.read(num_bytes)
-        if len(found) < num_bytes or self._file.tell() > _LONGEST_HEADER:
+        content = self._file.read(num_bytes)
+        if len(content) < num_bytes or self._file.tell() > _LONGEST_HEADER:
             raise Damaged("its header ends too early or does not end")
-        return found
+        return content
 
 
 def _check_apart(stored: list[_Stored]) -> None:

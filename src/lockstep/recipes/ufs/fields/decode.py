@@ -108,13 +108,13 @@ def _valid_range(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[A
                 "first"
             )
         return both[0], both[1]
-    found = []
+    limits = []
     for key in ("valid_min", "valid_max"):
         limit = _fitting(key, attributes[key], dtype) if key in attributes else None
         if limit is not None and (limit.size != 1 or np.isnan(limit[0])):
             raise Unusable(f"{key}={shown(attributes[key])}: must be one number")
-        found.append(None if limit is None else limit[0])
-    return found[0], found[1]
+        limits.append(None if limit is None else limit[0])
+    return limits[0], limits[1]
 
 
 def _fitting(key: str, value: Any, dtype: np.dtype[Any]) -> Numbers:
@@ -156,5 +156,5 @@ def shown(value: Any) -> str:
 
 
 def _array(values: Any) -> Numbers:
-    found: Numbers = np.asarray(values)
-    return found
+    array: Numbers = np.asarray(values)
+    return array

@@ -78,16 +78,16 @@ class NetcdfFile:
                 numbers, has a dim twice, or its chunks are too large to be read.
         """
         variable = self._variable(name)
-        found = dict(zip(variable.dimensions, map(int, variable.shape), strict=True))
-        if len(found) < variable.ndim:
+        sizes = dict(zip(variable.dimensions, map(int, variable.shape), strict=True))
+        if len(sizes) < variable.ndim:
             names = ", ".join(map(printable, variable.dimensions))
             raise DataError(f"{self.path}: {name}: has one dim twice: ({names})")
-        return found
+        return sizes
 
     def unit(self, name: str) -> str | None:
         """A variable's `units` attribute, None if it has none."""
-        found = self._attributes(name, ("units",))
-        return str(found["units"]) if found else None
+        attributes = self._attributes(name, ("units",))
+        return str(attributes["units"]) if attributes else None
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> Masked:
         """A piece of a variable, unpacked; missing values are masked, NaN is not.

@@ -92,5 +92,5 @@ def _direction(values: npt.NDArray[Any]) -> float:
 def _filled(axis: Masked) -> npt.NDArray[Any]:
     """Values as floats, NaN where they are missing."""
     floats = axis if axis.dtype.kind == "f" else axis.astype(np.float64)
-    found: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
-    return found
+    filled: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
+    return filled

@@ -70,11 +70,11 @@ def gather(paths: Sequence[Path], most: int) -> Rows:
 
 def digest(rows: Rows) -> str:
     """SHA-256 of all rows."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for array in vars(rows).values():
-        found.update(f"{array.dtype.str}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+        sha256.update(f"{array.dtype.str}{array.shape}".encode())
+        sha256.update(np.ascontiguousarray(array).data)
+    return sha256.hexdigest()
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -86,8 +86,8 @@ def joined(parts: Sequence[Rows]) -> Rows:
 def blocks(rows: Rows, num_columns: int, size: int) -> Ints:
     """The number of each row's block: `size` x `size` cells of the grid, at all times."""
     across = -(-num_columns // size)
-    found: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
-    return found
+    numbers: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
+    return numbers
 
 
 def split(
@@ -131,10 +131,10 @@ def split(
             f"split={by}: val_fraction={val} and test_fraction={test} leave nothing to train on: "
             f"the {len(rows)} rows are of {len(units)} {what}"
         )
-    found = {
+    splits = {
         name: rows.take(label[index] == number) for number, name in enumerate(("train", *_SPLITS))
     }
-    return {name: part for name, part in found.items() if len(part)}
+    return {name: part for name, part in splits.items() if len(part)}
 
 
 def first_spread(rows: Rows, count: int) -> Rows:

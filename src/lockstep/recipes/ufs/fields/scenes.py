@@ -78,12 +78,12 @@ class Scene(ABC):
         """
         height, width = self.shape
         stride = math.ceil(math.sqrt(height * width / most))
-        found = []
+        places = []
         for row in range(0, height, stride):
             one = slice(row, row + 1)
             place = np.stack([np.ma.filled(a, np.nan).reshape(-1) for a in self.coordinates(one)])
-            found.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
-        cells = np.concatenate(found, axis=1).T.astype(np.float32)
+            places.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
+        cells = np.concatenate(places, axis=1).T.astype(np.float32)
         known: Floats = cells[np.isfinite(cells).all(axis=1)]
         return known
 
@@ -96,7 +96,7 @@ class Scene(ABC):
         height, width = self.shape
         if min(height, width) < 2:
             return np.ones(height * width)
-        found = []
+        strips = []
         for start in range(0, height, _STRIP):
             first, last = max(start - 1, 0), min(start + _STRIP + 1, height)
             first = min(first, height - 2)
@@ -115,8 +115,8 @@ class Scene(ABC):
             down, across = np.gradient(points, axis=(0, 1))
             area = np.linalg.norm(np.cross(down, across), axis=-1)
             own = slice(start - first, min(start + _STRIP, height) - first)
-            found.append(np.stack([area[own], np.cos(latitude[own])]).reshape(2, -1))
-        area, cosine = np.concatenate(found, axis=1)
+            strips.append(np.stack([area[own], np.cos(latitude[own])]).reshape(2, -1))
+        area, cosine = np.concatenate(strips, axis=1)
         known = np.isfinite(area)
         scale = area[known].sum() / cosine[known].sum() if known.any() else 1.0
         filled: npt.NDArray[np.float64] = np.where(known, area, scale * cosine)
@@ -150,11 +150,11 @@ class Scene(ABC):
         """
         variable = VARIABLES[name]
         file, stored_name, stored_unit = self._place(variable)
-        found = self._read(variable, rows)
+        stored = self._read(variable, rows)
         there = np.ones(len(cells), bool)
-        if np.ma.is_masked(found):
-            there = ~np.ma.getmaskarray(found).reshape(-1)[cells]
-        values = found.data.reshape(-1)[cells].astype(np.float32, copy=False)
+        if np.ma.is_masked(stored):
+            there = ~np.ma.getmaskarray(stored).reshape(-1)[cells]
+        values = stored.data.reshape(-1)[cells].astype(np.float32, copy=False)
         shift = to_unit(variable.unit, stored_unit)
         if shift:
             values = values + np.float32(shift)
@@ -199,8 +199,8 @@ def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: 
 
 def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
     """The message for a variable with other dims than it must have."""
-    found = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
-    return f"{file.path}: {name}: has dims ({found}); must be {wanted}"
+    dims = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
+    return f"{file.path}: {name}: has dims ({dims}); must be {wanted}"
 
 
 def check_unit(file: NetcdfFile, name: str, unit: str) -> None:

@@ -45,8 +45,8 @@ class Source:
         Files are known by path, inode, size, and the times of the last change of their content
         and, since programs can set that one, of anything.
         """
-        found = [(str(path.resolve()), path.stat()) for path in self.paths]
-        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found]
+        stats = [(str(path.resolve()), path.stat()) for path in self.paths]
+        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats]
         return [files, self.time, self.level]
 
 
@@ -109,8 +109,8 @@ def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
     paths = []
     for pattern in patterns:
         name = os.path.expanduser(pattern)
-        found = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
-        if not found:
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not matches:
             raise DataError(f"{key}={pattern}: no file has such a name")
-        paths += [Path(path) for path in found]
+        paths += [Path(path) for path in matches]
     return paths

@@ -39,8 +39,8 @@ def _jacobians(function: Callable[[Tensor], Tensor], x: Tensor, num_outputs: int
         pull = vjp(function, x)[1]
         chosen = torch.eye(num_outputs, dtype=x.dtype, device=x.device)
         cotangents = chosen[:, None].expand(-1, len(x), -1)
-        (found,) = vmap(pull)(cotangents)
-    transposed: Tensor = found.transpose(0, 1)
+        (by_output,) = vmap(pull)(cotangents)
+    transposed: Tensor = by_output.transpose(0, 1)
     return transposed.contiguous()
 
 
@@ -77,15 +77,15 @@ class BalanceOperator:
     def apply(self, change: Tensor) -> Tensor:
         """J δx: changes of the inputs [N, in] to changes of the outputs [N, out], both physical."""
         with torch.no_grad():
-            found = jvp(self._net.predict, (self._background,), (change,))
-        result: Tensor = found[1]
+            value_and_change = jvp(self._net.predict, (self._background,), (change,))
+        result: Tensor = value_and_change[1]
         return result
 
     def apply_adjoint(self, change: Tensor) -> Tensor:
         """Jᵀ δy: [N, out] to [N, in], both in physical units."""
         with torch.no_grad():
-            (found,) = vjp(self._net.predict, self._background)[1](change)
-        result: Tensor = found
+            (gradient,) = vjp(self._net.predict, self._background)[1](change)
+        result: Tensor = gradient
         return result
 
 
@@ -97,12 +97,12 @@ def describe(jacobian: Tensor) -> dict[str, float]:
         of the entries' magnitudes, and `jacobian_condition` (greatest by least singular value of
         the matrix that all rows make together).
     """
-    found = jacobian.double()
-    magnitude = found.abs()
-    singular = torch.linalg.svdvals(found.flatten(0, 1))
+    entries = jacobian.double()
+    magnitude = entries.abs()
+    singular = torch.linalg.svdvals(entries.flatten(0, 1))
     ratio = float(singular[-1] / singular[0]) if float(singular[0]) > 0 else 0.0
     return {
-        "jacobian_norm": float(found.flatten(1).norm(dim=1).mean()),
+        "jacobian_norm": float(entries.flatten(1).norm(dim=1).mean()),
         "jacobian_mean": float(magnitude.mean()),
         "jacobian_std": float(magnitude.std(correction=0)),
         "jacobian_max": float(magnitude.max()),

@@ -76,14 +76,14 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
 def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
     """Which points are in a region."""
     south, north = REGIONS[region]
-    found: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
-    return found
+    is_inside: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
+    return is_inside
 
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
     """Which points are at the ice edge."""
-    found: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
-    return found
+    is_edge: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
+    return is_edge
 
 
 def relative_error(found: Floats, true: Floats) -> float:

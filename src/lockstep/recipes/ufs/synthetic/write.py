@@ -71,12 +71,12 @@ def write_synthetic(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for time in range(num_times):
-            found = fields(latitude, longitude, time, seed)
+            by_name = fields(latitude, longitude, time, seed)
             written.append(folder / f"iceh.{time:03}.nc")
-            _history(written[-1], latitude, longitude, on_land, found, time)
+            _history(written[-1], latitude, longitude, on_land, by_name, time)
             for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
                 written.append(folder / f"{stem}.{time:03}.nc")
-                _cf_file(written[-1], kind, latitude, longitude, on_land, found, time)
+                _cf_file(written[-1], kind, latitude, longitude, on_land, by_name, time)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return written
@@ -107,8 +107,8 @@ def write_history(
         ConfigError: the netCDF4 package is not installed.
     """
     latitude, longitude = grid(num_latitudes, num_longitudes)
-    found = fields(latitude, longitude, time, seed)
-    _history(path, latitude, longitude, land(latitude, longitude, seed), found, time)
+    by_name = fields(latitude, longitude, time, seed)
+    _history(path, latitude, longitude, land(latitude, longitude, seed), by_name, time)
 
 
 def _history(
@@ -116,7 +116,7 @@ def _history(
     latitude: npt.NDArray[Any],
     longitude: npt.NDArray[Any],
     on_land: npt.NDArray[np.bool_],
-    found: Fields,
+    by_name: Fields,
     time: int,
 ) -> None:
     """A CICE history file of one time."""
@@ -132,7 +132,7 @@ def _history(
         ):
             _put(data, name, ("nj", "ni"), values.astype(np.float32), {"units": unit})
         for variable in VARIABLES.values():
-            values = np.where(on_land, np.float32(1e30), found[variable.name])[None]
+            values = np.where(on_land, np.float32(1e30), by_name[variable.name])[None]
             _put(
                 data, variable.cice_name, ("time", "nj", "ni"), values,
                 {"units": variable.unit, "missing_value": np.float32(1e30)}, fill=1e30,
@@ -145,7 +145,7 @@ def _cf_file(
     latitude: npt.NDArray[Any],
     longitude: npt.NDArray[Any],
     on_land: npt.NDArray[np.bool_],
-    found: Fields,
+    by_name: Fields,
     time: int,
 ) -> None:
     """The atmosphere's or the ocean's file of a CF pair."""
@@ -161,7 +161,7 @@ def _cf_file(
         _put(data, "model_levels", ("levels",), np.arange(1, upper + 1, dtype=np.int32), {})
         for variable in VARIABLES.values():
             if variable.cf_file == kind:
-                _put_field(data, variable, kind, found[variable.name], on_land)
+                _put_field(data, variable, kind, by_name[variable.name], on_land)
         if kind == "ocean":
             values = np.where(on_land, 0, 10).astype(np.float32)[..., None]
             dims = ("latitude", "longitude", "dummy_surface_levels")
