@@ -32,9 +32,9 @@ class BlockMatrices:
         """Sort blocks by what they hold.
 
         Args:
-            blocks: of a plan.
-            dtype: complex64 or complex128.
-            device: where matrices are to be.
+            blocks: the blocks of a plan, in the order in which they act.
+            dtype: dtype of the matrices, complex64 or complex128.
+            device: device on which the matrices are computed.
         """
         groups: dict[object, list[int]] = {}
         for number, block in enumerate(blocks):

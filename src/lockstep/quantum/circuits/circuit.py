@@ -53,12 +53,12 @@ class Gate:
     """One gate.
 
     Attributes:
-        name: a key of `gates.KINDS`, or `unitary`.
-        qubits: it acts on; the first is the low bit of its matrix.
-        angle: of gates that have one.
-        controls: it acts only where these qubits are as `control_state` says.
-        control_state: for each control, 0 or 1.
-        matrix: of a `unitary`: [2^qubits, 2^qubits], complex128.
+        name: name of the gate, a key of `gates.KINDS` or `unitary`.
+        qubits: qubits it acts on; the first is the low bit of its matrix.
+        angle: angle of the gate; None if its kind has none.
+        controls: control qubits: the gate acts only where they are as `control_state` says.
+        control_state: for each control, the value 0 or 1 that it must have.
+        matrix: matrix of a `unitary`, [2^qubits, 2^qubits], complex128; None for other gates.
     """
 
     name: str
@@ -164,9 +164,10 @@ class Circuit:
     """Gates in turn, on `num_qubits` qubits that start as |0…0>.
 
     Attributes:
-        num_qubits: at least 1.
-        gates: in the order in which they act.
-        num_parameters: that its angles depend on; the highest index and one, if left out.
+        num_qubits: number of qubits, from 1 to `MAX_QUBITS`.
+        gates: the gates in the order in which they act.
+        num_parameters: number of parameters that angles may depend on; by default, the highest
+            index used plus one.
     """
 
     num_qubits: int
@@ -212,7 +213,7 @@ class Circuit:
         """The angles of all gates that have one.
 
         Args:
-            parameters: [..., num_parameters], real.
+            parameters: real tensor [..., num_parameters].
 
         Returns:
             [..., len(with_angle)].

@@ -38,12 +38,13 @@ class Block:
     """Gates that are applied together.
 
     Attributes:
-        gates: with their numbers among the gates that have an angle, or -1.
-        targets: qubits, from the back of the state's axes, high bit first.
-        controls: qubits, from the front, high bit first.
-        after: the targets in the order in which they come to lie in front.
-        moves: of the state's axes before the block is applied.
-        rank_controls: bits of the rank's number, from the high one, that are the first controls.
+        gates: each gate with its number among the gates that have an angle, or -1 without one.
+        targets: target qubits, high bit first; their axes are the last of the state.
+        controls: control qubits, high bit first; their axes are the first of the state.
+        after: the targets in the order in which their axes come to lie in front.
+        moves: moves of the state's axes before the block is applied.
+        rank_controls: bits of the rank's number, counted from the high one, that are the first
+            controls.
     """
 
     gates: list[tuple[Gate, int]] = field(default_factory=list)
@@ -68,8 +69,8 @@ class Plan:
     """A circuit as blocks.
 
     Attributes:
-        blocks: in the order in which they act.
-        moves: of the axes after the last block, to the usual order.
+        blocks: the blocks in the order in which they act.
+        moves: moves of the axes after the last block, which restore the usual order.
     """
 
     blocks: list[Block]
@@ -85,10 +86,10 @@ def plan(
     """Fuse a circuit's gates and find the order of axes for each block.
 
     Args:
-        circuit: to plan.
-        max_targets: of a fused block.
-        num_rank_axes: the state is split over 2^num_rank_axes ranks.
-        from_zero: the state begins as |0…0>, without local axes; else it has all of them.
+        circuit: circuit whose gates are fused.
+        max_targets: greatest number of target qubits of a fused block.
+        num_rank_axes: base-2 logarithm of the number of ranks that the state is split over.
+        from_zero: whether the state begins as |0…0>, without local axes; else it has all of them.
 
     Raises:
         ConfigError: there are too many ranks for so few qubits.
@@ -203,8 +204,8 @@ class _Axes:
     """Where each qubit's axis is, and the moves that brought it there.
 
     Attributes:
-        ranks: the qubits whose bits make up the rank's number, high bit first.
-        local: the axes of each rank's part of the state.
+        ranks: qubits whose bits make up the rank's number, high bit first.
+        local: qubits whose axes each rank's part of the state has, in the order of these axes.
         absent: local qubits that no block has touched, and that have no axis yet.
     """
 

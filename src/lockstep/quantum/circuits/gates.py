@@ -28,11 +28,13 @@ class Kind:
     """What gates of one name do.
 
     Attributes:
-        num_targets: qubits it acts on, controls aside.
-        constant: [2^targets, 2^targets], complex128; the whole matrix of a gate without angle.
-        cosine: what cos(frequency · φ) is multiplied with; None without an angle.
-        sine: the same for the sine.
-        frequency: s.
+        num_targets: number of qubits it acts on, without controls.
+        constant: constant term, [2^targets, 2^targets], complex128; the whole matrix of a gate
+            without angle.
+        cosine: coefficient of cos(frequency · φ), of the same shape and dtype; None without an
+            angle.
+        sine: coefficient of sin(frequency · φ), of the same shape and dtype; None without an angle.
+        frequency: the factor s of the angle φ; 0 without an angle.
     """
 
     num_targets: int

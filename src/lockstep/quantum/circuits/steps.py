@@ -19,12 +19,13 @@ class Step:
     """Constant matrices, or gates with angles in turn on the same local qubits.
 
     Attributes:
-        bits: local target bits it acts on, low bit first; none for a constant on all of them.
-        controls: (local target bit, value) that it needs.
+        bits: local target bits it acts on, low bit first; empty for a constant on all of them.
+        controls: (local target bit, value) of each control inside the block.
         selected: for each value of the block's controls, whether it acts.
-        constant: [C, K, K], where there are no gates.
-        gates: kinds are the same in all blocks of the batch.
-        numbers: for each gate, its place among the angles of a block.
+        constant: the product of gates without angles, [C, K, K]; None where there are `gates`.
+        gates: gates with angles, applied one after the other; of the same kinds in all blocks of a
+            group.
+        numbers: for each gate, the position of its angle among those of a block.
     """
 
     bits: Places

@@ -26,8 +26,9 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
     """The circuit as OpenQASM; version 2 has no parameters, so all angles must be numbers.
 
     Args:
-        circuit: to be written.
-        version: 2 or 3. In version 3, parameter i is the i-th input, `theta_i`.
+        circuit: circuit to write.
+        version: version of OpenQASM, 2 or 3. In version 3, parameter i is the i-th input,
+            `theta_i`.
 
     Raises:
         ConfigError: version 2 and there are parameters, another version, or Qiskit is not

@@ -67,7 +67,7 @@ class _Reader:
     """Reads a circuit's instructions in turn.
 
     Args:
-        numbers: of the circuit's parameters.
+        numbers: number of each of the circuit's Qiskit parameters.
     """
 
     def __init__(self, numbers: Mapping[Any, int]) -> None:

@@ -30,8 +30,8 @@ class Program(NamedTuple):
     """What is done to a state.
 
     Attributes:
-        plan: the blocks.
-        matrices: what makes their matrices.
+        plan: the blocks, with the moves of axes between them.
+        matrices: function from angles to the matrices of all blocks.
     """
 
     plan: Plan
@@ -42,9 +42,10 @@ class StatePart:
     """What part of a state this rank has, and the memory for it.
 
     Args:
-        num_local: qubits whose axes are here; the others are the bits of the rank's number.
-        rank: of this part.
-        transport: to other ranks; None where the state is whole.
+        num_local: number of qubits whose axes are on this rank; the others are the bits of the
+            rank's number.
+        rank: number of the part of the state that this rank has.
+        transport: transport to the ranks that have the other parts; None where the state is whole.
     """
 
     def __init__(self, num_local: int, rank: int, transport: Transport | None) -> None:

@@ -24,9 +24,9 @@ def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
     """The states after all blocks, differentiable any number of times.
 
     Args:
-        states: [B, 2^m], with the axes with which the plan begins.
-        plan: of one rank.
-        matrices: [B or 1, C, K, K] of each block.
+        states: [B, 2^m], complex, with the axes with which the plan begins.
+        plan: plan of an unsplit state: none of its moves is between ranks.
+        matrices: matrices of each block, [B or 1, C, K, K], complex.
 
     Returns:
         [B, 2^n].
@@ -54,9 +54,9 @@ def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
     """A gradient whose own derivatives are an error, instead of silently 0.
 
     Args:
-        gradient: or anything else that was computed outside of autograd.
-        message: of the error.
-        causes: what the gradient depends on.
+        gradient: tensor of any shape that was computed outside of autograd, such as a gradient.
+        message: message of the error.
+        causes: tensors that the gradient depends on.
 
     Returns:
         The gradient; a `ConfigError` is raised when it is differentiated.

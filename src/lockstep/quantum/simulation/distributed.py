@@ -18,9 +18,9 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
     such a string.
 
     Args:
-        simulator: that made the state.
-        state: [2^n / ranks], this rank's part.
-        terms: as for `PauliSum`.
+        simulator: simulator that computed the state.
+        state: this rank's part of the state, [2^n / ranks], complex.
+        terms: coefficient of each Pauli string, as for `PauliSum`.
 
     Returns:
         A real scalar, differentiable in the state. After `backward` on all ranks, each has the

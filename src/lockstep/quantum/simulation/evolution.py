@@ -21,7 +21,7 @@ class Pool:
     The first touch of memory that comes from the system costs as much as a block.
 
     Args:
-        most: bytes to hold at most.
+        most: greatest number of bytes to keep.
     """
 
     def __init__(self, most: int) -> None:
@@ -56,7 +56,7 @@ class Moving:
     """States [B, 2^m] that blocks act on in turn, between two pieces of memory.
 
     Attributes:
-        states: the present ones. Those given are not changed.
+        states: the present states, [B, 2^m]. Those given are not changed.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Moving:
         """Go on from some states.
 
         Args:
-            states: [B, 2^m].
-            num_axes: the greatest m there will be.
-            transport: to the ranks that have the other parts of the states, if there are any.
-            pool: where memory comes from and goes to.
+            states: states to begin with, [B, 2^m], complex.
+            num_axes: greatest m that is reached.
+            transport: transport to the ranks that have the other parts of the states, if there are
+                any.
+            pool: memory for new states; memory that is no longer needed goes back to it.
         """
         self.states = states
         self._size = len(states) << num_axes
@@ -207,9 +208,9 @@ def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     """The gradient in a block's matrix [b, C, K, K], b of 1 or B.
 
     Args:
-        matrix: the block's.
-        ket: [B, C R K], what it was applied to.
-        bra: [B, K C R], the gradient of what came out.
+        matrix: matrices of the block, [b, C, K, K].
+        ket: states before the block, [B, C R K].
+        bra: gradient of the states after the block, [B, K C R].
     """
     batch, (count, size) = len(ket), matrix.shape[1:3]
     after = bra.view(batch, size, count, -1)

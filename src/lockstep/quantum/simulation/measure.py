@@ -19,8 +19,8 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
     """How likely each outcome is.
 
     Args:
-        states: [..., 2^n], complex.
-        qubits: that are measured, the first being the low bit of an outcome; all if left out.
+        states: complex tensor [..., 2^n].
+        qubits: qubits that are measured, the first being the low bit of an outcome; all by default.
 
     Returns:
         [..., 2^len(qubits)], real.
@@ -62,9 +62,9 @@ class PauliSum:
     The last letter is for qubit 0, as in Qiskit.
 
     Attributes:
-        num_qubits: letters of a string.
-        coefficients: one for each string.
-        strings: of I, X, Y and Z.
+        num_qubits: number of letters of each string.
+        coefficients: coefficient of each string.
+        strings: strings of the letters I, X, Y and Z.
     """
 
     def __init__(self, terms: Mapping[str, float]) -> None:
@@ -123,9 +123,9 @@ class PauliSum:
         """The mean of `shots` measurements of each string, weighted and added up: [...].
 
         Args:
-            states: [..., 2^n].
-            shots: for each string.
-            generator: of the noise; torch's own if left out.
+            states: complex tensor [..., 2^n].
+            shots: number of measurements of each string, at least 1.
+            generator: generator of the measurement noise; torch's global one if None.
 
         Raises:
             ConfigError: there are no shots, or the states are of another number of qubits.
@@ -200,9 +200,9 @@ def sample_frequencies(
     """How often each outcome came in `shots` measurements, divided by `shots`.
 
     Args:
-        likely: [..., outcomes], probabilities.
-        shots: number of measurements.
-        generator: of the noise; torch's own if left out.
+        likely: probabilities of the outcomes, real, [..., outcomes].
+        shots: number of measurements, at least 1.
+        generator: generator of the measurement noise; torch's global one if None.
 
     Raises:
         ConfigError: there are no shots, or these are no probabilities.

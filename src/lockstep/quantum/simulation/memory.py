@@ -24,8 +24,8 @@ def memory_bytes(device: torch.device | str = "cpu", root: Path = Path("/")) -> 
     control groups. What others use at the moment does not count: all ranks find the same.
 
     Args:
-        device: whose memory.
-        root: where the file systems `/proc` and `/sys` are.
+        device: device whose memory counts.
+        root: folder in which the file systems `/proc` and `/sys` are.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -48,12 +48,12 @@ def check_memory(
     """Refuse states that do not fit.
 
     Args:
-        num_qubits: of the circuit.
-        dtype: of the amplitudes.
+        num_qubits: number of qubits of the circuit.
+        dtype: dtype of the amplitudes.
         batch: number of states.
         gradients: whether there will be a backward pass.
-        num_ranks: the state is split over.
-        available: bytes of a rank; of this machine, if left out.
+        num_ranks: number of ranks that the state is split over.
+        available: memory of a rank in bytes; by default, that of this machine.
 
     Raises:
         ConfigError: says how many bytes are needed, and how many ranks of this size would do.
@@ -76,10 +76,10 @@ def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice:
     """Refuse what needs more memory than there is.
 
     Args:
-        what: begins the message.
-        need: bytes.
-        device: whose memory.
-        advice: ends the message.
+        what: what needs the memory; begins the message.
+        need: memory needed, in bytes.
+        device: device whose memory counts.
+        advice: what the user can do; ends the message.
 
     Raises:
         ConfigError: says how many bytes are needed, and how many there are.

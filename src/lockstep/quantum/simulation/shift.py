@@ -39,12 +39,13 @@ def shifted(
     a controlled rotation.
 
     Args:
-        simulator: of the circuit.
-        parameters: [..., num_parameters].
-        measure: linear in the density matrix; may sample.
-        only: [num_parameters], bool, the parameters that get a gradient; all if left out. The
-            gradient of some can't be differentiated again: derivatives of second order are no sum
-            over parts.
+        simulator: simulator of the circuit.
+        parameters: real tensor [..., num_parameters].
+        measure: function from states [B, 2^n] to values [B, M] that are linear in the density
+            matrix; it may sample.
+        only: bool tensor [num_parameters], True for the parameters that get a gradient; all by
+            default. The gradient of some cannot be differentiated again: derivatives of second
+            order are no sum over parts.
 
     Returns:
         [..., M], differentiable in the parameters, any number of times by shifts of shifts.

@@ -21,19 +21,20 @@ class Simulator:
     """A circuit, ready to be run many times.
 
     Args:
-        circuit: to simulate.
-        dtype: complex64 or complex128.
-        device: where to compute.
-        max_targets: qubits of a fused block; 1 fuses only gates on one qubit.
-        transport: to other ranks, a power of two of them, that each hold an equal part of the
-            state: rank r has the amplitudes whose index has r for its high bits. All of them must
-            do the same. Without it, the state is whole.
+        circuit: circuit to simulate.
+        dtype: dtype of the amplitudes, complex64 or complex128.
+        device: device on which the state is computed.
+        max_targets: greatest number of target qubits of a fused block; 1 fuses only gates on one
+            qubit.
+        transport: transport to other ranks, a power of two of them, that each hold an equal part of
+            the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
+            make the same calls. Without a transport, the state is whole.
 
     Attributes:
-        transport: to other ranks; None where the state is whole.
-        num_ranks: that hold the state.
-        rank: of this part.
-        part: of the state that this rank has.
+        transport: transport to other ranks; None where the state is whole.
+        num_ranks: number of ranks that hold the state.
+        rank: number of the part of the state that this rank holds.
+        part: description of that part, and the memory for it.
 
     Raises:
         ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
@@ -88,8 +89,9 @@ class Simulator:
         """The state after the circuit.
 
         Args:
-            parameters: [..., num_parameters], real; may be left out where there are none.
-            initial: [..., 2^n], complex, instead of |0…0>; this rank's part of it.
+            parameters: real tensor [..., num_parameters]; may be left out where there are none.
+            initial: initial state instead of |0…0>, complex, [..., 2^n]; with several ranks, this
+                rank's part of it.
 
         Returns:
             [..., 2^n], complex, differentiable in both; with several ranks, this one's part of

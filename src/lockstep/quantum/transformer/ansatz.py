@@ -50,7 +50,7 @@ def rotations(angles: Tensor) -> Tensor:
     """RZ(angles[2]) RY(angles[1]) RX(angles[0]) as matrices.
 
     Args:
-        angles: [..., 3], real.
+        angles: angles of RX, RY and RZ in radians, real, [..., 3].
 
     Returns:
         [..., 2, 2], complex.
@@ -68,8 +68,8 @@ def unitaries(angles: Tensor, num_qubits: int) -> Tensor:
     """The ansatz as matrices.
 
     Args:
-        angles: [..., *angle_shape(num_qubits, layers)], real.
-        num_qubits: of the register, at least 1.
+        angles: angles in radians, real, [..., *angle_shape(num_qubits, layers)].
+        num_qubits: number of qubits of the register, at least 1.
 
     Returns:
         [..., 2^num_qubits, 2^num_qubits], complex.

@@ -22,8 +22,9 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
     """Columns whose outer products add up to ρ of a corpus.
 
     Args:
-        states: [S, L, d], real, of the words of S sentences.
-        transitions: [S], int64. Each sentence counts 1 / S, each of its T transitions 1 / (S T).
+        states: states of the words of S sentences, real, [S, L, d].
+        transitions: number T of transitions of each sentence, [S], int64. A sentence counts 1 / S,
+            each of its transitions 1 / (S T).
 
     Returns:
         [r, d, d] with r ≤ d (d + 1) / 2.
@@ -65,9 +66,9 @@ def fubini_study(angles: Tensor, num_qubits: int, root: Tensor) -> Tensor:
     """g_jk = Re(<∂_j Φ|∂_k Φ> - <∂_j Φ|Φ><Φ|∂_k Φ>) (Stokes et al. 2020, equation 4).
 
     Args:
-        angles: [2, *angle_shape], V and W, of P elements.
-        num_qubits: of a register.
-        root: from `context_root`.
+        angles: angles of V and W, [2, *angle_shape], P elements in all.
+        num_qubits: number of qubits of one register.
+        root: the result of `context_root`, [r, d, d].
 
     Returns:
         [P, P], real and symmetric.

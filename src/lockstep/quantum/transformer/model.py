@@ -43,9 +43,9 @@ class Sentences(NamedTuple):
     """A batch of B sentences.
 
     Attributes:
-        words: [B, L], int64, rows of the embeddings; anything beyond a sentence's end.
-        transitions: [B], int64, number of words less one.
-        parts: [B], int64, which part of the work is wanted.
+        words: rows of the embeddings, [B, L], int64; entries beyond a sentence's end are not used.
+        transitions: number of words of each sentence minus one, [B], int64.
+        parts: number of the part of the work on each sentence that is wanted, [B], int64.
     """
 
     words: Tensor
@@ -57,9 +57,11 @@ class QuantumTransformer(nn.Module):
     """V and W of one or more restarts, and the fixed vectors of words.
 
     Attributes:
-        angles: [restarts, 2, *angle_shape], V and W; flat, those of a restart are 48L for d = 4.
-        embeddings: [words, d], drawn once from the seed and kept in checkpoints.
-        vocabulary: the words as bytes, one a line, so that a checkpoint says what its rows are.
+        angles: angles of V and W, [restarts, 2, *angle_shape]; 48 L in each restart for d = 4.
+        embeddings: vectors of the words, [words, d], drawn once from the seed and kept in
+            checkpoints.
+        vocabulary: the words as bytes, uint8 [bytes], one word a line, so that a checkpoint says
+            what its rows are.
     """
 
     angles: nn.Parameter
@@ -79,12 +81,13 @@ class QuantumTransformer(nn.Module):
         """Draw embeddings from the seed, and angles from torch's generator.
 
         Args:
-            words: the vocabulary.
-            dim: of a word's state, a power of two from 2 on.
-            num_layers: of the ansatz.
-            restarts: independent sets of angles.
-            seed: of the embeddings.
-            dtype: of angles and embeddings; amplitudes are complex numbers of twice the bytes.
+            words: words of the vocabulary, each of one line.
+            dim: dimension d of a word's state, a power of two, at least 2.
+            num_layers: number of layers of the ansatz, at least 1.
+            restarts: number of independent sets of angles, at least 1.
+            seed: seed of the embeddings, from 0 to 2^64 - 1.
+            dtype: dtype of angles and embeddings, float32 or float64; amplitudes are complex
+                numbers of twice the bytes.
 
         Raises:
             ConfigError: a number is not usable, a word is none, or the model does not fit into
@@ -190,12 +193,13 @@ class QuantumTransformer(nn.Module):
         """As `forward`, by simulating each sentence's superposition circuit.
 
         Args:
-            batch: the sentences.
-            shift: gradients by the parameter-shift rule instead of adjoint differentiation.
-            shots: estimate each probability by so many measurements, with torch's generator;
-                needs `shift`.
-            num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
-                only, p·N/P .. (p + 1)·N/P of N.
+            batch: sentences to simulate.
+            shift: whether to compute gradients by the parameter-shift rule instead of adjoint
+                differentiation.
+            shots: number of measurements, drawn with torch's global generator, that estimate each
+                probability; None is exact. Needs `shift`.
+            num_parts: number P of parts of the gradient, with `shift`: part p has gradients in the
+                angles p·N/P .. (p + 1)·N/P of a restart's N only.
 
         Raises:
             ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
@@ -253,9 +257,9 @@ class QuantumTransformer(nn.Module):
         """|A|² of the prefix followed by each candidate.
 
         Args:
-            prefix: rows of the embeddings, at least one.
-            candidates: [C], int64.
-            restart: whose angles.
+            prefix: rows of the embeddings for the words of the prefix, at least one.
+            candidates: rows of the embeddings for the candidates, [C], int64.
+            restart: number of the restart whose angles are used.
 
         Returns:
             [C], in the order of the candidates.

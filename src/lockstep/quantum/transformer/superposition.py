@@ -27,8 +27,8 @@ def superposition(states: Tensor, num_layers: int) -> Circuit:
     """The circuit of a sentence.
 
     Args:
-        states: [T + 1, d], real and of norm 1, of its words; d = 2^n.
-        num_layers: of the ansatz.
+        states: states of the sentence's words, real and of norm 1, [T + 1, d] with d = 2^n.
+        num_layers: number of layers of the ansatz.
 
     Returns:
         A circuit on 2n qubits (first register, then second) and as many controls as T needs. Its

@@ -39,19 +39,20 @@ class Emulator(nn.Module):
     """What is exported: inputs [N, in] to outputs [N, out], both in physical units.
 
     Attributes:
-        input_names: CF names of the inputs.
-        output_names: CF names of the outputs.
-        inputs: their short names.
-        outputs: their short names.
-        input_units: in which the inputs are.
-        cf_units: in which CF files have them.
-        spellings: what a `units` attribute may say for each of `input_units`, with `|` between.
-        cf_spellings: the same for `cf_units`.
-        cf_shifts: what is added to a value in `cf_units` to have it in `input_units`.
-        low: the least plausible value of each input.
-        high: the greatest.
+        input_names: CF name of each input.
+        output_names: CF name of each output.
+        inputs: short name of each input.
+        outputs: short name of each output.
+        input_units: unit in which the emulator takes each input.
+        cf_units: unit in which CF files store each input.
+        spellings: spellings that a `units` attribute may have for each of `input_units`, separated
+            by `|`.
+        cf_spellings: the same for each of `cf_units`.
+        cf_shifts: number to add to a value in `cf_units` to have it in `input_units`.
+        low: least plausible value of each input, in `input_units`.
+        high: greatest plausible value of each input, in `input_units`.
         levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
-        metadata: JSON with all of these, units and versions.
+        metadata: JSON text with names, units, levels and versions.
     """
 
     def __init__(self, net: SeaIceNet, metadata: Mapping[str, Any]) -> None:
@@ -84,10 +85,11 @@ def export_net(
     """Write a network in all forms; each is read back and compared.
 
     Args:
-        net: trained, on the CPU.
-        level: that upper-air inputs are from; None is the lowest in height.
-        about: more for the metadata, JSON values.
-        folder: where to write; it exists.
+        net: trained network on the CPU.
+        level: number of the model level that upper-air inputs are from; None is the lowest in
+            height.
+        about: further entries of the metadata, JSON values.
+        folder: folder to write to; it exists.
 
     Returns:
         What was written.

@@ -36,11 +36,11 @@ class SeaIceNet(nn.Module):
         """Make one.
 
         Args:
-            inputs: short names.
-            outputs: short names.
+            inputs: short names of the input variables.
+            outputs: short names of the output variables.
             hidden: widths of the hidden layers.
-            scale: of the inputs, then the outputs.
-            squash: keep outputs that have bounds within them.
+            scale: statistics of the inputs, then the outputs, [in + out].
+            squash: whether to keep outputs that have bounds within them.
         """
         super().__init__()
         self.inputs = tuple(inputs)

@@ -41,10 +41,12 @@ class Selection:
     """What is read, and which cells of it.
 
     Attributes:
-        names: of the variables, short names.
-        mask_mode: `sea_ice` (more ice than `min_concentration`), `ocean` (not more) or `both`.
-        min_concentration: of ice.
-        thin_fraction: part of the cells that are kept, drawn by their place and time.
+        names: short names of the variables.
+        mask_mode: which ocean cells: `sea_ice` (more ice than `min_concentration`), `ocean` (not
+            more) or `both`.
+        min_concentration: concentration of ice, in [0, 1), above which a cell counts as ice for
+            `mask_mode`.
+        thin_fraction: part of the cells, in (0, 1], that is kept, drawn by their place and time.
     """
 
     names: tuple[str, ...]
@@ -63,12 +65,12 @@ class Band:
     """The chosen cells of some rows of one scene, N of them.
 
     Attributes:
-        values: [len(names), N], float32, in the variables' units.
-        cell: [N], int64: the number of each cell in the grid, row by row.
-        time: [N], int32: the number of its scene.
-        place: [2, N], float32: latitude and longitude in degrees.
-        counts: [5], int64: cells, those in the ocean, of these with all values, of these chosen by
-            the ice in them, of these kept in thinning out.
+        values: values in the variables' units, [len(names), N], float32.
+        cell: number of each cell in the grid, row by row, [N], int64.
+        time: number of each cell's scene, [N], int32.
+        place: latitude and longitude in degrees, [2, N], float32.
+        counts: number of cells, of those in the ocean, of these with all values, of these chosen by
+            the ice in them, and of these kept in thinning out, [5], int64.
     """
 
     values: npt.NDArray[np.float32]
@@ -84,11 +86,11 @@ def read_band(
     """Read one band.
 
     Args:
-        scene: an open scene.
-        number: of the scene.
-        rows: of its grid.
-        selection: what to read.
-        like: an open scene of another file whose cells must be at the same places.
+        scene: open scene to read from.
+        number: number of the scene.
+        rows: rows of the scene's grid that make up the band.
+        selection: variables to read and cells to keep.
+        like: open scene of another file whose cells must be at the same places.
 
     Raises:
         DataError: the file is damaged, has values that cannot be right, or is on another grid.
@@ -141,8 +143,8 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
 
     Args:
         sources: the scenes, at least one.
-        selection: what to read.
-        cache: a folder, best one that all processes share.
+        selection: variables to read and cells to keep.
+        cache: folder for the files, preferably shared by all processes.
 
     Raises:
         DataError: a file is not what it should be, or no cell is left.

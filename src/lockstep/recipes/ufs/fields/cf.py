@@ -34,10 +34,10 @@ class PairScene(Scene):
         """Open both.
 
         Args:
-            atmosphere: the file of the atmosphere.
-            ocean: the file of ocean and ice.
-            level: the number of the model level of upper-air fields; None is the greatest one,
-                which is the lowest in height.
+            atmosphere: file with the fields of the atmosphere.
+            ocean: file with the fields of ocean and ice.
+            level: number of the model level of upper-air fields; None is the greatest one, which is
+                the lowest in height.
 
         Raises:
             DataError: a file is damaged, has no such level, or they are on different grids or of

@@ -60,10 +60,10 @@ class _Stored:
     """A variable's place in the file.
 
     Attributes:
-        name: of the variable.
-        is_record: whether its first dim is the record dim.
-        begin: where its first value is.
-        num_bytes: of its values; of one record, if `is_record`.
+        name: name of the variable.
+        is_record: whether the variable's first dim is the record dim.
+        begin: offset of the first value in the file, in bytes.
+        num_bytes: size of the values in bytes; of one record, if `is_record`.
     """
 
     name: str

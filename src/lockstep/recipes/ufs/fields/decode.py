@@ -45,8 +45,8 @@ def decoded(stored: Numbers, attributes: Mapping[str, Any]) -> Masked:
     not of the unpacked values.
 
     Args:
-        stored: integers or floats.
-        attributes: those of `KEYS` that the variable has.
+        stored: integers or floats of any shape, as the file stores them.
+        attributes: those attributes of `KEYS` that the variable has, by name.
 
     Returns:
         `stored * scale_factor + add_offset`, missing values masked; NaN is not masked unless it is

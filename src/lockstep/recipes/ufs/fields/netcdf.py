@@ -28,7 +28,7 @@ class NetcdfFile:
     """A NetCDF file that is open for reading.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -27,8 +27,8 @@ def check_degrees(path: Path, places: Places, said: bool) -> None:
     """See that places can be in degrees.
 
     Args:
-        path: of their file, for the message.
-        places: of cells, or the two axes of a grid.
+        path: path of the places' file, for the message.
+        places: latitude and longitude of cells, or the two axes of a grid.
         said: whether the file says that they are in degrees.
 
     Raises:
@@ -57,10 +57,10 @@ def check_same(first: Path, expected: Places, other: Path, found: Places) -> Non
     """See that cells are at the same places in two files; missing places are not compared.
 
     Args:
-        first: the file of `expected`.
-        expected: places of some cells.
-        other: the file of `found`.
-        found: places of the same cells.
+        first: path of the file of `expected`.
+        expected: places of some cells, in degrees.
+        other: path of the file of `found`.
+        found: places of the same cells in the other file, of the same shape.
 
     Raises:
         DataError: they are not.

@@ -29,10 +29,10 @@ class Rows:
     """Cells with their values, N of them; columns as in the `Selection`.
 
     Attributes:
-        values: [N, variables], float32, in the variables' units.
-        cell: [N], int64: which cell of the grid.
-        time: [N], int32: which scene.
-        place: [N, 2], float32: latitude and longitude in degrees.
+        values: values in the variables' units, [N, variables], float32.
+        cell: number of each row's cell in the grid, [N], int64.
+        time: number of each row's scene, [N], int32.
+        place: latitude and longitude in degrees, [N, 2], float32.
     """
 
     values: npt.NDArray[np.float32]
@@ -54,8 +54,8 @@ def gather(paths: Sequence[Path], most: int) -> Rows:
     The files are gone through twice, so that memory holds the chosen rows and one band.
 
     Args:
-        paths: from `keep_bands`.
-        most: rows to keep; a drawn part of a larger number, from everywhere alike.
+        paths: the files of all bands, from `keep_bands`.
+        most: greatest number of rows; of more, this many are drawn, from everywhere alike.
     """
     drawn = [draw(*load(path, "cell", "time")) for path in paths]
     whole = np.concatenate(drawn)
@@ -96,11 +96,11 @@ def split(
     """Training, validation and test rows; neighbours stay together.
 
     Args:
-        rows: all of them.
-        group: [N], the block of each, used by `blocks`.
+        rows: all rows, N of them.
+        group: number of each row's block, [N], int64; used by `blocks`.
         by: `blocks` takes whole blocks in an order that looks random, `time` the last scenes.
         val: part of the rows for validation, 0 for none.
-        test: part for testing, 0 for none.
+        test: part of the rows for testing, 0 for none.
 
     Returns:
         Rows by `train`, `val` and `test`; only those that are to be there.
@@ -151,8 +151,9 @@ class Scale:
     """Mean and population standard deviation of each variable.
 
     Attributes:
-        mean: [variables], float64.
-        deviation: [variables], float64; 1 for a variable that does not vary.
+        mean: mean of each variable in its unit, [variables], float64.
+        deviation: standard deviation of each variable in its unit, [variables], float64; 1 for one
+            that does not vary.
     """
 
     mean: npt.NDArray[np.float64]

@@ -41,11 +41,11 @@ class Scene(ABC):
     """Fields on one grid at one time.
 
     Attributes:
-        paths: its files.
-        when: the time as the files give it, empty if they do not.
-        shape: rows and columns of the grid.
-        says_degrees: whether the files give units of places.
-        chunk_rows: rows stored together: to read fewer at a time is to read them twice.
+        paths: paths of the scene's files.
+        when: the time as the files give it; empty if they do not.
+        shape: number of rows and columns of the grid.
+        says_degrees: whether the files give the units of places.
+        chunk_rows: number of rows stored together: to read fewer at a time is to read them twice.
     """
 
     paths: tuple[Path, ...]
@@ -138,9 +138,9 @@ class Scene(ABC):
         """A variable in some cells.
 
         Args:
-            name: its short name.
-            rows: of the grid.
-            cells: [N], numbers of cells in these rows, all of them ocean.
+            name: short name of the variable.
+            rows: rows of the grid to read.
+            cells: numbers of N cells within these rows, all of them ocean, [N], int64.
 
         Returns:
             Values [N] in its unit, float32, and whether they are there [N].

@@ -20,9 +20,9 @@ class Source:
     """A scene that can be opened.
 
     Attributes:
-        paths: a history file, or the atmosphere's and the ocean's file.
-        time: which of a history file's times.
-        level: of upper-air fields, see `PairScene`.
+        paths: path of a history file, or of the atmosphere's and the ocean's file.
+        time: number of the scene's time in a history file, from 0.
+        level: number of the model level of upper-air fields, see `PairScene`.
     """
 
     paths: tuple[Path, ...]
@@ -57,9 +57,9 @@ def find_sources(
 
     Args:
         history: names or patterns (`*`) of CICE history files.
-        atmosphere: the same of the atmosphere's files of CF pairs.
-        ocean: the same of the ocean's files, one for each of the atmosphere's.
-        level: of upper-air fields, see `PairScene`.
+        atmosphere: names or patterns of the atmosphere's files of CF pairs.
+        ocean: names or patterns of the ocean's files, one for each of the atmosphere's.
+        level: number of the model level of upper-air fields, see `PairScene`.
 
     Raises:
         ConfigError: both formats are given, or half of a pair.

@@ -37,14 +37,15 @@ class Variable:
     """One physical quantity.
 
     Attributes:
-        name: its short name, as config keys and outputs have it.
-        unit: what values are in once they are read.
+        name: short name, as config keys and outputs have it.
+        unit: unit of values once they are read.
         low: the least plausible value, in `unit`.
         high: the greatest plausible value.
-        cf_name: its CF name, which exported models carry.
+        cf_name: CF name, which exported models carry.
         cf_file: which file of the CF pair has it: `atmosphere`, `ocean`, or empty for neither.
-        cice_name: its name in CICE history files; empty if it is not there.
-        bounds: values it cannot leave, if there are such.
+        cice_name: name in CICE history files; empty if it is not there.
+        bounds: least and greatest value that is possible at all, in `unit`; None if there are no
+            such bounds.
     """
 
     name: str

@@ -23,9 +23,9 @@ def jacobians(function: Callable[[Tensor], Tensor], x: Tensor, num_outputs: int)
     another row's inputs.
 
     Args:
-        function: [N, in] to [N, out].
-        x: [N, in].
-        num_outputs: out.
+        function: function from inputs [N, in] to outputs [N, out] that treats each row by itself.
+        x: inputs, [N, in].
+        num_outputs: number of outputs.
 
     Returns:
         [N, out, in], without gradient.
@@ -68,8 +68,9 @@ class BalanceOperator:
         """Linearise.
 
         Args:
-            net: of the dtype of `background`; float64 (`net.double()`) for tests of the adjoint.
-            background: [N, in], in physical units.
+            net: network of the dtype of `background`; float64 (`net.double()`) for tests of the
+                adjoint.
+            background: background state in physical units, [N, in].
         """
         self._net = net
         self._background = background

@@ -41,9 +41,9 @@ class Ground:
     """What a report has to know of the grid.
 
     Attributes:
-        when: the time of the fields, as text, may be empty.
-        land: [M, 2], latitude and longitude of cells without ocean.
-        area: [cells], relative areas of all cells.
+        when: time of the fields, as text; may be empty.
+        land: latitude and longitude in degrees of cells without ocean, [M, 2].
+        area: relative areas of all cells, [cells].
     """
 
     when: str
@@ -60,10 +60,11 @@ class Report:
         """Predict.
 
         Args:
-            net: trained.
+            net: trained network on the CPU.
             splits: all rows there are, by split.
-            split: the one that figures are about.
-            ground: what is known of the grid, at the time that maps are of: the split's first.
+            split: name of the split that figures are about.
+            ground: what is known of the grid at the time that maps show, the first one of the
+                split.
         """
         self._net = net
         self._ground = ground
@@ -75,9 +76,9 @@ class Report:
         """Write `report.json` and pictures; lines for people.
 
         Args:
-            folder: where to.
-            run_dir: with the `metrics.csv` of the training.
-            law_is_known: whether the data are synthetic, so that true Jacobians are at hand.
+            folder: folder to write to; it exists.
+            run_dir: run directory with the `metrics.csv` of the training.
+            law_is_known: whether the data are synthetic, so that true Jacobians are known.
 
         Raises:
             DataError: the folder cannot be written, or the run has no curves.

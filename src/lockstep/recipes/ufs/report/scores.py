@@ -29,15 +29,16 @@ class Score:
     """Of one variable in one region, in its unit.
 
     Attributes:
-        count: cells and times.
-        rmse: root of the mean squared error.
-        mae: mean absolute error.
-        bias: mean error.
-        correlation: Pearson's r; NaN where one of both does not vary.
-        slope: of the least-squares line of predicted over true values; NaN as above.
-        edge_error: for ice concentration, else NaN: the area where prediction and truth disagree
-            on whether there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1),
-            as a part of the area with ice.
+        count: number of values compared: cells times times.
+        rmse: root of the mean squared error, in the variable's unit.
+        mae: mean absolute error, in the variable's unit.
+        bias: mean error, in the variable's unit.
+        correlation: Pearson's r; NaN where predicted or true values do not vary.
+        slope: slope of the least-squares line of predicted over true values; NaN where true values
+            do not vary.
+        edge_error: for ice concentration, the area where prediction and truth disagree on whether
+            there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1), as a part of
+            the area with ice; NaN for other variables.
     """
 
     count: int
@@ -53,9 +54,9 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
     """Compare values [N], N at least 1.
 
     Args:
-        predicted: by the emulator.
-        true: in the files.
-        area: of the cells, in any unit.
+        predicted: values by the emulator, [N].
+        true: values in the files, [N].
+        area: area of each value's cell in any unit, [N].
         is_ice: whether the variable is ice concentration.
     """
     error = predicted - true

@@ -37,10 +37,10 @@ def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
     """All variables [latitude, longitude] by short name, in their units (temperatures in °C).
 
     Args:
-        latitude: [num_latitudes], degrees.
-        longitude: [num_longitudes], degrees.
-        time: number of the time; neighbouring times share their large-scale patterns.
-        seed: of all noise.
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        time: number of the time, from 0; neighbouring times share their large-scale patterns.
+        seed: seed of all noise.
     """
 
     def smooth(name: str) -> Floats:

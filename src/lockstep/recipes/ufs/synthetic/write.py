@@ -45,11 +45,11 @@ def write_synthetic(
     """Write files of all times in both formats, `iceh.000.nc`, `atm.000.nc`, `ocn.000.nc`, ….
 
     Args:
-        folder: where to; created if it is not there.
-        num_latitudes: of the grid.
-        num_longitudes: of the grid.
-        num_times: a history file, or a CF pair, for each.
-        seed: of the noise.
+        folder: folder to write to; created if it is not there.
+        num_latitudes: number of the grid's rows, at least 1.
+        num_longitudes: number of the grid's columns, at least 1.
+        num_times: number of times, at least 1; each has a history file and a CF pair.
+        seed: seed of the noise, at least 0.
 
     Returns:
         What was written.
