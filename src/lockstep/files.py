@@ -28,8 +28,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow_links: bool = F
     """A file descriptor of a regular file; it never waits.
 
     Args:
-        path: the file.
-        flags: of `os.open`; `O_CREAT` makes a file with the permissions of the umask.
+        path: path of the file.
+        flags: flags of `os.open`; `O_CREAT` makes a file with the permissions of the umask.
         follow_links: whether `path` may be a symbolic link; the folders above it may always be.
 
     Raises:
@@ -76,9 +76,9 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = 
     """The content of a regular file.
 
     Args:
-        path: the file.
-        limit: the most bytes it may hold.
-        follow_links: as in `open_regular`.
+        path: path of the file.
+        limit: greatest number of bytes that it may hold.
+        follow_links: whether `path` may be a symbolic link, as in `open_regular`.
 
     Raises:
         OSError: as `open_regular`, or the file is larger.

@@ -101,8 +101,9 @@ def as_type(kind: type[T], value: Any) -> T:
     """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
 
     Args:
-        kind: a dataclass, or built of lists, tuples, dicts, unions, literals, numbers and texts.
-        value: its fields as an object, tuples as lists.
+        kind: a dataclass, or a type built of lists, tuples, dicts, unions, literals, numbers and
+            texts.
+        value: value as JSON has it: objects for dataclasses, lists for tuples.
 
     Raises:
         ValueError: names the first field that is missing, unknown or does not fit.

@@ -65,12 +65,12 @@ class Transport(ABC):
     can, or leave: the others may be waiting for it in another collective.
 
     Attributes:
-        name: of what carries the bytes.
+        name: name of what carries the bytes.
         rank: position of this process in the present group.
-        size: number of processes in it.
+        size: number of processes in the present group.
         can_regroup: whether the group can go on without ranks that die.
-        failures: what a collective raises when a rank is lost.
-        pulse: of this process.
+        failures: kinds of exception that a collective raises when a rank is lost.
+        pulse: sign of life of this process, for its watchdog.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Transport(ABC):
         If it is interrupted, `out` may hold anything, also where `own` was a part of it.
 
         Args:
-            own: `counts[rank]` elements; may be its own place inside `out`.
-            out: `sum(counts)` elements.
-            counts: elements of each rank.
+            own: this rank's `counts[rank]` elements; may be their own place inside `out`.
+            out: memory for `sum(counts)` elements.
+            counts: number of elements of each rank.
         """
 
     @abstractmethod

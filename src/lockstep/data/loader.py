@@ -89,8 +89,8 @@ class Loader:
     """Microbatches in the order in which a rank computes them.
 
     Attributes:
-        dataset: that the samples come from.
-        num_workers: processes that fetch; 0 fetches in this one.
+        dataset: dataset that the samples come from.
+        num_workers: number of processes that fetch; 0 fetches in this one.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ class Moments:
     """Count, sum and sum of squares of numbers, without any rounding.
 
     Attributes:
-        count: how many numbers.
-        total: their sum.
-        squares: the sum of their squares.
+        count: number of numbers.
+        total: exact sum of the numbers.
+        squares: exact sum of their squares.
     """
 
     count: int = 0

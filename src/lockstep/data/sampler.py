@@ -18,7 +18,8 @@ class ElasticSampler:
     """Deals out every sample once an epoch, in an order drawn anew for each epoch.
 
     Attributes:
-        steps_per_epoch: the last one of an epoch may be smaller; no sample is dropped.
+        steps_per_epoch: number of steps in an epoch; the last one may be smaller, no sample is
+            dropped.
     """
 
     def __init__(

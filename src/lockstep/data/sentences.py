@@ -35,8 +35,8 @@ def split_sentences(lines: Iterable[str], source: str) -> list[Sentence]:
     """The words of each line that has any.
 
     Args:
-        lines: of text.
-        source: what errors call them.
+        lines: lines of text.
+        source: name of the text in error messages.
 
     Raises:
         DataError: as `read_sentences`.

@@ -23,10 +23,10 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
     All must be able to lock files in `folder` (record locks, which network file systems have too).
 
     Args:
-        folder: where the files are; created if it is not there. Its file `lock` is used for locks.
-        names: of the files.
-        make: called with a number and a path to write file `names[number]` to; the file takes its
-            name when that has returned, so no one sees half of it.
+        folder: folder of the files; created if it is not there. Its file `lock` is used for locks.
+        names: names of the files.
+        make: function of a number and a path that writes file `names[number]` to that path; the
+            file gets its name when the function has returned, so no process sees half of it.
 
     Returns:
         The files, all of them there.

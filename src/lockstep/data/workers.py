@@ -28,8 +28,8 @@ def fetched(loader: DataLoader[Any], user: object) -> Generator[Any, None, None]
     """The batches of a loader that has worker processes.
 
     Args:
-        loader: of the batches.
-        user: who is to call `release` when no more batches will be fetched.
+        loader: loader of the batches.
+        user: object that is passed to `release` when no more batches will be fetched.
 
     Raises:
         RuntimeError: a worker has died.
@@ -57,7 +57,7 @@ class _Deferred:
     """A handler of a signal that passes it on to another handler only while it is let in.
 
     Attributes:
-        users: ids of those who fetch.
+        users: ids of the objects that fetch.
     """
 
     def __init__(self, handler: Any) -> None:

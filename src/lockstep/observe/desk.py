@@ -15,7 +15,7 @@ class Desk:
     write again what has been.
 
     Args:
-        open_sinks: opens everything that shows and stores events.
+        open_sinks: function that opens everything that shows and stores events.
     """
 
     def __init__(self, open_sinks: Callable[[], Sinks]) -> None:

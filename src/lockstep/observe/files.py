@@ -58,7 +58,7 @@ class AppendFile:
     very byte where the disk stopped: no row is lost, torn or doubled.
 
     Args:
-        path: the file; it and its directory are made if need be.
+        path: path of the file; it and its directory are created if they are not there.
 
     Raises:
         OSError: the file cannot be opened.

@@ -51,8 +51,8 @@ class EventsJsonl(Sink):
     written it.
 
     Args:
-        path: the file; made if need be, else continued.
-        clock: gives unix seconds.
+        path: path of the file; created if it is not there, else continued.
+        clock: function that returns the Unix time in seconds.
 
     Raises:
         RunDirectoryError: the file cannot be opened.
@@ -118,9 +118,10 @@ def follow_events(
     A file that is moved or deleted is read on, until there is another one in its place.
 
     Args:
-        path: the file; it need not be there yet.
-        stop: True when nothing more will be written; rows written before are still yielded.
-        start: bytes to skip, see `end_of_events`.
+        path: path of the file; it need not be there yet.
+        stop: function that returns True when nothing more will be written; rows written before are
+            still yielded.
+        start: number of bytes to skip, see `end_of_events`.
         poll_s: seconds between two looks at the file.
 
     Raises:

@@ -49,7 +49,7 @@ class MetricsCsv(Sink):
     after a fault gives the same values; nor is one of a step before the last.
 
     Args:
-        path: the file; made if need be, else continued.
+        path: path of the file; created if it is not there, else continued.
 
     Raises:
         RunDirectoryError: the file cannot be opened, or is not a metrics file.

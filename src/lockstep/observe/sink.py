@@ -38,8 +38,8 @@ class Sinks(Sink):
     exceptions are bugs and fly.
 
     Args:
-        sinks: in the order they get events and are closed. The one that shows warnings to the
-            user comes last, so that it hears of troubles at closing.
+        sinks: sinks in the order in which they get events and are closed. The one that shows
+            warnings to the user comes last, so that it also gets those about closing the others.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:

@@ -31,7 +31,7 @@ class Exchange(ABC):
     """Turns the nodes in every rank's arena into one sum.
 
     Attributes:
-        total: the sum; the same tensors in every step.
+        total: sum of all nodes; the same tensors in every step.
     """
 
     total: Row

@@ -22,7 +22,7 @@ class Fold:
     """A stack of partial sums in an arena's rows: a binary counter of flat gradients.
 
     Attributes:
-        nodes: the nodes in the rows 0, 1, … once all leaves are in.
+        nodes: nodes of the canonical tree in the rows 0, 1, … once all leaves are in.
     """
 
     def __init__(
@@ -35,10 +35,11 @@ class Fold:
         """Prepare to fold `microbatches` into `arena`.
 
         Args:
-            arena: at least `rows_needed` rows.
-            places: for each segment, the (offset, shape) of each tensor of a leaf.
-            microbatches: this rank's range.
-            num_microbatches: of the whole global batch.
+            arena: memory with at least `rows_needed` rows.
+            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
+                elements.
+            microbatches: range of microbatches of this rank.
+            num_microbatches: number of microbatches of the whole global batch.
         """
         self._arena = arena
         self._merges, self.nodes = merges(leaves(microbatches), num_microbatches)
@@ -54,8 +55,8 @@ class Fold:
         """Add the next leaf.
 
         Args:
-            tensors: in the order of `places`; None counts as zeros.
-            scalars: float64, as many as the arena's rows hold.
+            tensors: tensors of the leaf in the order of `places`; None counts as zeros.
+            scalars: sums of the leaf's scalars, float64 [num_scalars].
         """
         count = self._merges[self._next]
         self._next += 1

@@ -55,7 +55,7 @@ def share(total: int, speeds: Sequence[float]) -> list[Range]:
 
     Args:
         total: number of items.
-        speeds: items for each unit of time, of each part; positive.
+        speeds: speed of each part, in items for each unit of time; positive.
     """
     counts = [0] * len(speeds)
     for _ in range(total):
@@ -78,7 +78,7 @@ def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node
 
     Args:
         nodes: nodes that follow one another without a gap, from left to right.
-        num_leaves: leaves of the whole tree.
+        num_leaves: number of leaves of the whole tree.
 
     Returns:
         How many additions follow each node, and the nodes that are left. All the leaves of the

@@ -41,10 +41,10 @@ class OrderedReduction:
     For each step: `restart`, then `fold.add` for each of this rank's microbatches, then `reduce`.
 
     Attributes:
-        fold: takes this rank's leaves.
-        header: float64 values of this rank that every rank gets to see.
-        total: after `reduce`, the sum over all microbatches (just the slices this rank owns, if
-            not `gather`). The same tensors in every step.
+        fold: sum of this rank's leaves, to which they are added.
+        header: values of this rank that every rank gets to see, float64 [num_header].
+        total: after `reduce`, the sum over all microbatches (just the slices this rank owns, if not
+            `gather`). The same tensors in every step.
         slices: for each segment, the range of elements each rank owns.
     """
 
@@ -65,15 +65,17 @@ class OrderedReduction:
         """Lay out the memory.
 
         Args:
-            transport: carries the bytes.
-            segments: the flat gradient, one segment a dtype.
-            places: for each segment, (offset, shape) of each tensor of a leaf.
-            num_scalars: float64 sums beside the gradient.
-            num_header: float64 values of each rank.
-            num_microbatches: leaves of the tree.
-            ranges: the microbatches of each rank, in order, without gaps.
-            device: where the gradients lie.
-            bucket_bytes: most bytes of gradient to receive at a time.
+            transport: transport between the ranks.
+            segments: dtype and number of elements of each segment of the flat gradient, one for
+                each dtype.
+            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
+                elements.
+            num_scalars: number of float64 sums beside the gradient.
+            num_header: number of float64 values in each rank's header.
+            num_microbatches: number of leaves of the tree.
+            ranges: range of microbatches of each rank, in order, without gaps.
+            device: device on which the gradients lie.
+            bucket_bytes: greatest number of bytes of gradient to receive at a time.
             gather: whether every rank needs the whole sum, or just the slice it owns.
         """
         rank, size = transport.rank, transport.size

@@ -29,7 +29,7 @@ class MpiWorld:
     of them, shrink one, and pass the result to `init_process_group`.
 
     Args:
-        base: the communicator whose ranks are the global ranks; it is used but not owned.
+        base: communicator whose ranks are the global ranks; it is used but not owned.
     """
 
     def __init__(self, base: MPI.Intracomm) -> None:
@@ -53,8 +53,8 @@ class MpiWorld:
         """A communicator of some ranks, in that order; collective over those only.
 
         Args:
-            ranks: of `base`.
-            name: equal on all members; keeps groups made in several threads apart.
+            ranks: ranks of `base`, in the order of the new group.
+            name: name that is equal on all members; keeps groups made in several threads apart.
 
         Raises:
             mpi4py.MPI.Exception: MPI reported an error.

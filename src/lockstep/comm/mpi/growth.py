@@ -27,7 +27,7 @@ class Newcomer:
     `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
 
     Args:
-        argv: what to run.
+        argv: program and arguments to run.
 
     Attributes:
         is_ready: whether it can be taken in now.
@@ -55,7 +55,7 @@ class Newcomer:
         """Tell it to come: a group of this process and the new one, in this order.
 
         Args:
-            num_taken: newcomers that the group has taken in before.
+            num_taken: number of newcomers that the group has taken in before.
 
         Raises:
             mpi4py.MPI.Exception: it has died.
@@ -78,9 +78,9 @@ def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | Non
     """A group of all ranks of `comm` and, behind them, the newcomer of rank 0; collective.
 
     Args:
-        comm: of the others.
-        newcomer: on rank 0.
-        num_taken: how many were taken in before.
+        comm: communicator of the ranks there are.
+        newcomer: process to take in, on rank 0; None on the other ranks.
+        num_taken: number of newcomers that the group has taken in before.
 
     Returns:
         None on all ranks if it has failed on one of them; `comm` may then be revoked.

@@ -25,10 +25,11 @@ class Growth:
     """How lost ranks are replaced.
 
     Attributes:
-        size: the number of ranks to come back to.
-        most: how many newcomers there may be.
-        argv: what the newcomer of a number, counted from 0, runs.
-        joins: whether this process is one of them.
+        size: number of ranks to come back to.
+        most: greatest number of newcomers.
+        argv: function from the number of a newcomer, from 0, to the program and arguments that it
+            runs.
+        joins: whether this process is a newcomer itself.
     """
 
     size: int
@@ -41,10 +42,10 @@ class MpiTransport(Transport):
     """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
 
     Args:
-        growth: how lost ranks are replaced, if they are.
+        growth: how many lost ranks are replaced, and by which command; None replaces none.
 
     Attributes:
-        comm: the present communicator.
+        comm: communicator of the present group.
 
     Raises:
         GroupBroken: from any method, when a process of the group has died and MPI can tell.

@@ -32,13 +32,13 @@ class ElasticTransport(GroupTransport):
     The NCCL half of this has never run on more than one GPU.
 
     Args:
-        backend: `gloo` or `nccl`.
+        backend: name of torch's backend, `gloo` or `nccl`.
         store_address: host and port of the supervisor's store.
-        supervisor_fd: the inherited socket to the supervisor.
+        supervisor_fd: file descriptor of the inherited socket to the supervisor.
         slot: lifelong number of this process.
-        timeout_s: how long a collective may wait for others.
-        device: where this rank's tensors lie; host memory by default.
-        joins: whether this process comes later than the others.
+        timeout_s: seconds that a collective may wait for others.
+        device: device on which this rank's tensors lie; host memory by default.
+        joins: whether this process joins ranks that began without it.
     """
 
     can_regroup = True

@@ -17,7 +17,8 @@ class Connections:
     Where /proc is not, there are none.
 
     Args:
-        host: the address of this process's end; others are none of our business.
+        host: address of this process's end of the connections; those of other addresses do not
+            count.
     """
 
     def __init__(self, host: str) -> None:

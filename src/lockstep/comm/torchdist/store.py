@@ -36,8 +36,8 @@ def host_store(port: int, timeout: timedelta) -> TCPStore:
     For a script's further trainings it is the same one.
 
     Args:
-        port: to listen on; 0 for a free one.
-        timeout: of waiting for keys.
+        port: TCP port to listen on; 0 for a free one.
+        timeout: time to wait for a key.
 
     Raises:
         OSError: something else listens on the port.
@@ -63,11 +63,11 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
     Where the address is a loopback one, so are those that gloo and NCCL will listen on.
 
     Args:
-        host: of rank 0.
-        port: of the store.
-        rank: of this process.
+        host: name or address of rank 0's host.
+        port: TCP port of the store.
+        rank: rank of this process.
         size: number of ranks.
-        timeout: of waiting for rank 0, and for keys.
+        timeout: time to wait for rank 0, and for a key.
     """
     if not is_loopback(host):
         store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))

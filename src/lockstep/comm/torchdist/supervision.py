@@ -21,8 +21,9 @@ class Supervision:
     """Asks and hears the supervisor; a thread of its own listens, whatever this process waits for.
 
     Args:
-        fd: the inherited socket; stays open.
-        on_loss: called in that thread as soon as the present generation is known to be broken.
+        fd: file descriptor of the inherited socket; stays open.
+        on_loss: function called in that thread as soon as the present generation is known to be
+            broken.
 
     Attributes:
         has_newcomer: whether another process waits for the next generation.
@@ -46,7 +47,7 @@ class Supervision:
         """Wait for the next generation: its number, and its members' slots in order.
 
         Args:
-            takes_in: whether newcomers may be among them.
+            takes_in: whether newcomers may be among the members.
         """
         known = self._generation
         self._say("meet", takes_in=takes_in)

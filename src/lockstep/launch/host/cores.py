@@ -50,10 +50,10 @@ def usable_cores(
     quota, and what SLURM gives (`SLURM_CPUS_ON_NODE`, or `SLURM_CPUS_PER_TASK` for each rank).
 
     Args:
-        env: the environment variables; `os.environ` by default.
+        env: environment variables; `os.environ` by default.
         local_ranks: number of ranks on this host.
-        pids: of the ranks on this host, where known.
-        root: where the file systems `/proc` and `/sys` are.
+        pids: process ids of the ranks on this host, where known.
+        root: folder in which the file systems `/proc` and `/sys` are.
     """
     env = os.environ if env is None else env
     limits = [_affinity(pids), _quota(root)]

@@ -53,12 +53,13 @@ class _Rank:
     """A process, and what is known of it.
 
     Attributes:
-        place: of the ranks that were started first, the one whose share of the host it has.
+        place: rank, among those that were started first, whose local rank it takes.
+            cores it has.
         phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
             `lost`.
-        is_alive: until its end has been taken note of.
-        is_silent: whether it has closed its end of the line.
-        is_new: while it has not been taken in by those that were started first.
+        is_alive: whether the process has not ended, as far as the supervisor has noticed.
+        is_silent: whether it has closed its end of the socket.
+        is_new: whether it has yet to be taken into a group by the ranks that were started first.
         takes_in: whether it waits for a group that may have newcomers.
     """
 
@@ -110,9 +111,9 @@ class Supervisor:
     it, and *broken* as soon as a member is lost or has given it up.
 
     Args:
-        num_ranks: how many to start.
-        argv: what each runs.
-        replacements: how many processes may be started in the place of killed ones.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
+        replacements: greatest number of processes to start in the place of killed ones.
     """
 
     def __init__(self, num_ranks: int, argv: Sequence[str], replacements: int = 0) -> None:

@@ -19,8 +19,8 @@ def torchrun(num_ranks: int, argv: Sequence[str]) -> None:
     """Run `argv` on each rank; ends the process as torchrun does.
 
     Args:
-        num_ranks: how many to start.
-        argv: what each runs.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
     """
     from torch.distributed.run import main
 

@@ -59,18 +59,19 @@ class Job:
     """A running command and what is known of its ranks.
 
     Args:
-        command: what to run.
-        env: all environment variables for it.
-        stderr: the file for standard error.
-        notify: told what the user should know.
-        start_timeout_s: how long the ranks may take to meet each other.
-        has_met: whether the ranks have written that they have met, which `note` may not know yet.
+        command: command to run.
+        env: all environment variables of the command.
+        stderr: file that gets the command's standard error.
+        notify: function that gets each message for the user.
+        start_timeout_s: seconds that the ranks may take to meet each other.
+        has_met: function that returns whether the ranks have written that they have met, which
+            `note` may not know yet.
 
     Attributes:
-        ended: set when all processes are gone.
-        failure: why the ranks were ended before they had met, if they were.
-        last: the last `Failed` or `Finished` row.
-        stopped_by: the first signal that asked for a stop.
+        ended: event that is set when all processes are gone.
+        failure: reason why the ranks were ended before they had met, if they were.
+        last: row of the last `Failed` or `Finished` event, if there was one.
+        stopped_by: first signal that asked for a stop, if there was one.
         met: whether all ranks have met each other.
     """
 

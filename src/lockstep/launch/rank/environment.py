@@ -34,18 +34,19 @@ class Environment:
     """One process's place.
 
     Attributes:
-        launcher: who started the ranks; `torchrun` stands for everyone who sets its variables.
-        rank: of this process.
+        launcher: launcher that started the ranks; `torchrun` stands for all that set its variables.
+        rank: rank of this process.
         world_size: number of ranks.
-        local_rank: number of this process among those on its host.
+        local_rank: number of this process among those on its host, from 0.
         local_world_size: number of ranks on its host.
-        node_rank: number of the host, where the launcher tells it.
-        master_addr: host of rank 0, where ranks meet over TCP; None where they don't.
-        master_port: port on that host.
-        job_id: the SLURM job, if this is one.
-        joins: whether the others began without this process.
-        replacements: how many killed ranks may be replaced by the ranks themselves.
-        supervisor_fd: the inherited socket to Lockstep's own supervisor, if that started the ranks.
+        node_rank: number of the host; None where the launcher does not tell it.
+        master_addr: host of rank 0, where ranks meet over TCP; None where they do not.
+        master_port: TCP port on that host; None where there is none.
+        job_id: id of the SLURM job; None outside of one.
+        joins: whether this process joins ranks that began without it.
+        replacements: greatest number of killed ranks that the ranks replace themselves.
+        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None if
+            that did not start the ranks.
     """
 
     launcher: Launcher = "python"

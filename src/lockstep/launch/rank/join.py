@@ -23,9 +23,9 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
     One process on its own needs nobody, whoever launched it: it gets a `LocalTransport`.
 
     Args:
-        environment: where this process is.
-        device: where the tensors to move lie.
-        timeout_s: how long to wait for others, where the transport has a timeout.
+        environment: place of this process among the ranks.
+        device: device on which the tensors to move lie.
+        timeout_s: seconds to wait for other ranks, where the transport has a timeout.
 
     Raises:
         EnvironError: the ranks that MPI knows are not those the launcher started, or the name of

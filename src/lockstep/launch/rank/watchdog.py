@@ -34,9 +34,9 @@ class Watchdog:
     """Watches this process, while it is entered as a context manager.
 
     Args:
-        pulse_fd: of the memory that holds the pulse.
-        timeout_s: how long a rank may stand still; longer if it has been slow before.
-        report: the file to write what was found to.
+        pulse_fd: file descriptor of the memory that holds the pulse; -1 if there is none.
+        timeout_s: seconds that a rank may stand still; more if it has paused for long before.
+        report: path of the JSON file for the reason and the Python stacks.
     """
 
     def __init__(self, pulse_fd: int, timeout_s: float, report: Path) -> None:

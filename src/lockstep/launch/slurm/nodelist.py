@@ -38,8 +38,8 @@ class _Hosts:
     """One host of a list with its bracket groups, of which the last varies fastest.
 
     Attributes:
-        texts: before, between and after the groups.
-        groups: each a list of ranges.
+        texts: texts before, between and after the groups.
+        groups: ranges of numbers in each pair of brackets.
     """
 
     texts: list[str]

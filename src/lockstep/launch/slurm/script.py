@@ -28,15 +28,16 @@ class BatchJob:
     """A job that trains.
 
     Attributes:
-        name: of the job.
-        resources: what it asks for.
-        command: starts the ranks; `RUN_DIR` in it stands for the run directory.
-        env: environment variables of the ranks; `RUN_DIR` stands for the same.
-        threads: each rank computes with.
-        run_dir: an absolute path; None puts it below `work_dir`, named after job and number.
-        work_dir: the absolute path of the folder to run in.
-        log: the absolute path of the job's log, with SLURM's `%j` for the job's number.
-        title: what is trained, for the log.
+        name: name of the job.
+        resources: resources that it asks for.
+        command: command that starts the ranks; `RUN_DIR` in it stands for the run directory.
+        env: environment variables of the ranks; `RUN_DIR` in them stands for the run directory.
+        threads: number of threads of each rank.
+        run_dir: absolute path of the run directory; None puts it below `work_dir`, named after the
+            job and its number.
+        work_dir: absolute path of the folder to run in.
+        log: absolute path of the job's log, with SLURM's `%j` for the job's number.
+        title: description of what is trained, for the log.
         trains: whether the command trains: such a job stops in time and is requeued.
     """
 
