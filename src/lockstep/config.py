@@ -38,7 +38,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Checked(_ModelMetaclass):
-    """Makes what a config class is called with a `ConfigError` where it does not fit."""
+    """Turns pydantic's errors about a config class's arguments into a `ConfigError`."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:

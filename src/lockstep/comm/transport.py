@@ -28,7 +28,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class GroupBroken(Exception):
     """A collective was not completed: a rank has died, or another one has given the group up.
 
-    Not an error for the user: who catches it calls `Transport.regroup` and goes on.
+    Not an error for the user: the engine catches it, calls `Transport.regroup` and goes on.
     """
 
 
@@ -103,9 +103,14 @@ class Transport(ABC):
         recv: Tensor,
         recv_counts: Sequence[int],
     ) -> None:
-        """Send to rank r `send[send_offsets[r]:][:send_counts[r]]`.
+        """Send a part of `send` to each rank, and receive one from each.
 
-        `recv` gets what came from ranks 0, 1, … one behind the other, `recv_counts[r]` each.
+        Args:
+            send: elements to send; rank r gets `send[send_offsets[r]:][:send_counts[r]]`.
+            send_counts: number of elements for each rank.
+            send_offsets: index in `send` of the first element for each rank.
+            recv: memory for `sum(recv_counts)` elements, those of ranks 0, 1, … in order.
+            recv_counts: number of elements from each rank.
         """
 
     @abstractmethod
@@ -129,7 +134,7 @@ class Transport(ABC):
         return False
 
     def regroup(self, takes_in: bool = False) -> None:
-        """Leave dead ranks behind: `rank` and `size` change.
+        """Go on without dead ranks: `rank` and `size` change.
 
         A collective of the survivors, who keep their order; newcomers get the highest ranks.
 
@@ -149,7 +154,7 @@ class Transport(ABC):
         return False
 
     def withdraw(self) -> NoReturn:
-        """End this process, a newcomer the others do not want; they see it die and regroup."""
+        """End this process, a newcomer that the others refuse; they see it die and regroup."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("is dead")
 

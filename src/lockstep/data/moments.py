@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float32]) -> Moments:
-        """Of finite float32 numbers, in one dim."""
+        """The moments of finite numbers [N], float32."""
         assert values.dtype == np.float32
         moments = cls()
         for first in range(0, len(values), _CHUNK):
@@ -40,7 +40,7 @@ class Moments:
         return moments
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both sets of numbers together."""
+        """The moments of both sets of numbers together."""
         return Moments(
             self.count + other.count, self.total + other.total, self.squares + other.squares
         )

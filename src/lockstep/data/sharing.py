@@ -1,8 +1,8 @@
 """Work that must be done once, shared out among all processes that need its results.
 
-Nobody deals it out: each process takes what no other has taken, and in the end waits for the rest.
-So it does not matter how many there are, nor whether they know of each other; what a process that
-dies was at is taken by another one.
+No process assigns it: each takes what no other has taken, and in the end waits for the rest. So it
+does not matter how many there are, nor whether they know of each other. What a process was making
+when it died is made by another one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
 def _make(
     lock: IO[bytes], number: int, path: Path, make: Callable[[int, Path], None], wait: bool
 ) -> None:
-    """Make one file, unless another process is at it, or (after waiting for it) has made it."""
+    """Make one file, unless another process is making it, or (with `wait`) has made it."""
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
     except (BlockingIOError, PermissionError):  # which of both depends on the system

@@ -2,8 +2,9 @@
 
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
-Here the handler waits until the next batch is fetched, where an exception is that of the task. It
-is put back when the training ends, not earlier: signals of workers that were given up come late.
+Here the handler is deferred until the next batch is fetched, where an exception counts as the
+task's. It
+is restored when the training ends, not earlier: signals of workers that were given up come late.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def fetched(loader: DataLoader[Any], user: object) -> Generator[Any, None, None]
 
 
 def release(user: object) -> None:
-    """Put the handler of signals back, unless others still fetch."""
+    """Restore the original handler of SIGCHLD, unless other users still fetch."""
     handler: object = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _Deferred):
         handler.leave(user)
@@ -72,7 +73,7 @@ class _Deferred:
             self._is_pending = True
 
     def leave(self, user: object) -> None:
-        """A user has ended; after the last, the other handler is put back."""
+        """Remove a user; after the last one, restore the original handler."""
         self.users.discard(id(user))
         if self.users or threading.current_thread() is not threading.main_thread():
             return

@@ -1,6 +1,6 @@
 """`events.jsonl`: every event of a run, one strict JSON object a line, as it happens.
 
-A resumed run goes on in the same file, so it also tells the story of interruptions. See
+A resumed run goes on in the same file, so the file also records interruptions. See
 `lockstep.observe.rows` for what a row holds.
 """
 

@@ -63,7 +63,7 @@ class MetricsCsv(Sink):
         self._steps_per_epoch: int | None = None
         self._step = -1
         self._splits: set[str] = set()
-        """That the file's last step, `_step`, has a row for."""
+        """Splits for which the file has a row of its last step, `_step`."""
         with opening(path):
             self._file = AppendFile(path)
             try:
@@ -73,7 +73,7 @@ class MetricsCsv(Sink):
                 raise
 
     def __call__(self, event: Event) -> None:
-        """Append the row of a `StepDone` or `Evaluated`; heed a `RunStarted`."""
+        """Append the row of a `StepDone` or `Evaluated`; with `RunStarted`, remove later steps."""
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
             if not event.continued:

@@ -35,7 +35,7 @@ class Sinks(Sink):
 
     A full or failing disk must not end a training run. So an `OSError` of a sink becomes a
     `Warned` event for the others, once for each sink; it goes on getting events. All other
-    exceptions are bugs and fly.
+    exceptions are bugs and propagate.
 
     Args:
         sinks: sinks in the order in which they get events and are closed. The one that shows

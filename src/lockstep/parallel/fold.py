@@ -13,7 +13,12 @@ from lockstep.parallel.layout import Range, leaves, merges, stack_depth
 
 
 def rows_needed(microbatches: Range, num_microbatches: int) -> int:
-    """Rows of an arena that the fold of these microbatches uses, at least one."""
+    """Rows of an arena that the fold of these microbatches uses, at least one.
+
+    Args:
+        microbatches: range of microbatches of this rank; may be empty.
+        num_microbatches: number of microbatches of the whole global batch.
+    """
     counts, _ = merges(leaves(microbatches), num_microbatches)
     return max(1, stack_depth(counts))
 
@@ -49,6 +54,7 @@ class Fold:
 
     def restart(self) -> None:
         """Forget all leaves."""
+        # Rows need not be cleared: the first leaf of each overwrites what is there.
         self._next = self._height = 0
 
     def add(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
@@ -62,10 +68,12 @@ class Fold:
         self._next += 1
         rows = self._arena.rows
         if count == 0:
+            # A left child, or one without a sibling here, waits in a row until others follow.
             _store(self._views[self._height], tensors, torch._foreach_copy_, _zero)
             rows[self._height].scalars.copy_(scalars)
             self._height += 1
             return
+        # A right sibling is added to the left one at once, so it needs no row of its own.
         _store(self._views[self._height - 1], tensors, torch._foreach_add_, _add_zero)
         rows[self._height - 1].scalars.add_(scalars)
         for _ in range(count - 1):

@@ -3,8 +3,8 @@
 The canonical tree is fixed by the number of microbatches alone. Its leaves are the microbatches
 0..M-1; node (first, size), with `size` a power of two and `first` a multiple of it, is the sum of
 the leaves first..first+size-1. A node whose right child would lie beyond M-1 equals its left
-child. Whoever adds up gradients does it along this tree, so the result has the same bits however
-the leaves are dealt out.
+child. All sums of gradients are made along this tree, so the result has the same bits however the
+leaves are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 def split(total: int, parts: int) -> list[Range]:
-    """`total` items in `parts` contiguous ranges; the first `total % parts` hold one more."""
+    """`total` items in `parts` contiguous ranges; the first `total % parts` have one item more."""
     quotient, remainder = divmod(total, parts)
     ranges = []
     first = 0
@@ -51,7 +51,7 @@ def stepped_slices(slices: Sequence[Range], rank: int, with_buddy: bool) -> list
 
 
 def share(total: int, speeds: Sequence[float]) -> list[Range]:
-    """`total` items in contiguous ranges, dealt out so that the slowest is done as soon as can be.
+    """`total` items in contiguous ranges, such that the slowest part is done as early as possible.
 
     Args:
         total: number of items.
@@ -103,7 +103,11 @@ def leaves(microbatches: Range) -> list[Node]:
 
 
 def stack_depth(counts: Sequence[int]) -> int:
-    """Rows of memory a fold needs, where a leaf that is added at once needs none of its own."""
+    """Rows of memory a fold needs; a leaf that is added at once needs none.
+
+    Args:
+        counts: number of additions that follow each leaf, from `merges`.
+    """
     height = deepest = 0
     for count in counts:
         deepest = max(deepest, height + (count == 0))

@@ -82,6 +82,7 @@ class OrderedReduction:
         self._transport = transport
         self.slices = slice_up(segments, size)
 
+        # The plan depends on the ranges only: made once, it holds until ranks or ranges change.
         nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
         num_nodes = [len(n) for n in nodes]
         plan, left = merges([node for part in nodes for node in part], num_microbatches)
@@ -95,6 +96,7 @@ class OrderedReduction:
         self._exchange: Exchange
         if size == 1:
             self._exchange = Alone(arena)
+        # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
         elif gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES:
             self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
         else:
@@ -120,7 +122,11 @@ class OrderedReduction:
         return self._exchange.headers()
 
     def copy_to_next(self, segment: int) -> None:
-        """Give the next rank the slice of a segment's total that this rank owns."""
+        """Give the next rank the slice of a segment's total that this rank owns.
+
+        With it the next rank can step a second copy of this rank's optimizer state, so that the
+        loss of one rank loses no state (docs/fault-tolerance.md).
+        """
         copy_to_next(self._transport, self.total.segments[segment], self.slices[segment])
 
     def gather(self, segment: int, flat: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Do the sizes of an operation's tensors fit together? Pure arithmetic, free of MPI."""
+"""Checks that the sizes of an operation's tensors fit together: pure arithmetic, without MPI."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Running operations: what `torch.distributed` calls a `Work`, and who drives it.
+"""Running operations: what `torch.distributed` calls a `Work`, and the thread that drives it.
 
-MPI moves large messages only while somebody calls it. Usually that is the thread in `wait`; a
-future has no such thread, so a `Progress` thread polls the operations that have one.
+MPI moves large messages only while it is called. Usually the thread in `wait` calls it; a future
+has no such thread, so a `Progress` thread polls the operations that have one.
 """
 
 from __future__ import annotations

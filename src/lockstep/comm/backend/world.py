@@ -1,4 +1,4 @@
-"""The communicators of one run, and how ranks without any other means find each other."""
+"""The communicators of one run, and how ranks find each other by MPI alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MpiWorld:
         return comm
 
     def _leave(self) -> None:
-        """At exit with groups not shut down: see to it that `MPI_Finalize` will not hang."""
+        """At exit with groups not shut down: make sure that `MPI_Finalize` will not hang."""
         for comm in self._live:
             if _is_damaged(comm):
                 _retire(comm)

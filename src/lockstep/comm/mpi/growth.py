@@ -52,7 +52,7 @@ class Newcomer:
         self.is_ready = True
 
     def invite(self, num_taken: int) -> Comm:
-        """Tell it to come: a group of this process and the new one, in this order.
+        """Tell it to join, and make a group of this process and the new one, in this order.
 
         Args:
             num_taken: number of newcomers that the group has taken in before.
@@ -67,7 +67,7 @@ class Newcomer:
         return pair
 
     def dismiss(self) -> None:
-        """Tell it that it comes too late."""
+        """Tell it that it will not be taken in."""
         self._thread.join(_START_S)
         if self._between is not None:
             with contextlib.suppress(MPI.Exception):
@@ -104,7 +104,7 @@ def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | Non
 
 
 def agreed(comm: Comm, is_well: bool = True) -> bool:
-    """Whether all is well on all ranks, none of which has died: the same on all survivors."""
+    """Whether `is_well` on all ranks and none of them has died: the same on all survivors."""
     try:
         return bool(comm.Agree(int(is_well)))
     except MPI.Exception:
@@ -114,7 +114,7 @@ def agreed(comm: Comm, is_well: bool = True) -> bool:
 def join() -> tuple[Comm, int]:
     """A newcomer's side of `take_in`; returns when it is invited.
 
-    It dies, as a rank that is lost, when it can't be taken in any more.
+    The process kills itself, and so counts as a lost rank, when it can no longer be taken in.
 
     Returns:
         The group, and how many newcomers were taken in, this one counted.

@@ -1,4 +1,4 @@
-"""The network connections of a library that does not tell which ones are its own."""
+"""The network connections of a library that gives no access to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLE = Path("/proc/self/fd")
 class Connections:
     """The TCP connections opened between `begin` and `end`, which can be shut down.
 
-    Where /proc is not, there are none.
+    Without /proc there are none.
 
     Args:
         host: address of this process's end of the connections; those of other addresses do not
@@ -27,11 +27,11 @@ class Connections:
         self._own: set[tuple[int, int]] | None = set()
 
     def begin(self) -> None:
-        """From here on, connections count."""
+        """Count the connections that are opened from now on."""
         self._before, self._own = self._open(), None
 
     def end(self) -> None:
-        """Up to here."""
+        """Count no connections that are opened from now on."""
         self._own = self._open() - self._before
 
     def shut_down(self) -> None:

@@ -1,6 +1,6 @@
 """Key-value stores in which ranks find each other; those of one host listen on loopback only.
 
-Nobody who connects to a store has to say who they are, and torch's own listens on all interfaces.
+A store does not authenticate those who connect, and torch's own listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def is_loopback(host: str) -> bool:
 
 
 def host_store(port: int, timeout: timedelta) -> TCPStore:
-    """Host a store that listens on loopback only, without waiting for anybody.
+    """Host a store that listens on loopback only, without waiting for other ranks.
 
-    For a script's further trainings it is the same one.
+    Further trainings of a script get the same store.
 
     Args:
         port: TCP port to listen on; 0 for a free one.

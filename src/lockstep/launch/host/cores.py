@@ -16,14 +16,14 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""What tells the numerical libraries how many threads to start."""
+"""Environment variables that tell numerical libraries how many threads to start."""
 
 _DIGITS = 10
-"""A number of more digits is no number of cores."""
+"""A number with more digits is taken for no number of cores."""
 
 
 def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
-    """What to tell about `ranks` × `threads` on one host with `cores`."""
+    """Warnings about `ranks` × `threads` on one host with `cores`, if they do not match."""
     wanted = ranks * threads
     load = f"{_count(ranks, 'rank')} x {_count(threads, 'thread')} on {_count(cores, 'core')}"
     if wanted > cores:

@@ -1,8 +1,8 @@
 """The processes of a launch: finding all of them, wherever they have moved, and ending them.
 
 mpirun and torchrun put each rank into a process group of its own, and ranks whose launcher died
-belong to nobody. So a launch marks its processes by an environment variable, which all of them
-inherit, and finds them by it.
+have no parent that ends them. So a launch marks its processes by an environment variable, which
+all of them inherit, and finds them by it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def marked(mark: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is only not yet collected does not."""
+    """Whether a process runs; a zombie, which has ended but was not waited for, does not."""
     return _state(pid) not in "ZX"
 
 
@@ -43,7 +43,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_held(pid: int) -> bool:
-    """Whether a process does nothing more for now: a signal has stopped it, or it has ended."""
+    """Whether a process cannot run at the moment: a signal has stopped it, or it has ended."""
     return _state(pid) in "TtZX"
 
 

@@ -1,4 +1,4 @@
-"""torchrun for the ranks of one host, whose agent listens to nobody.
+"""torchrun for the ranks of one host, with an agent that listens on no network interface.
 
 With `--standalone`, torchrun's agent hosts a key-value store that listens on all interfaces. A file
 does for one host; torch would leave it behind. This file is run as a script that does not import

@@ -49,7 +49,7 @@ _PLACE_PREFIXES = (
 
 
 _SEVERAL_HOSTS = ("PBS_NODEFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE")
-"""What batch systems whose nodes mpirun uses set, other than SLURM."""
+"""Variables of batch systems, other than SLURM, whose nodes mpirun uses."""
 
 
 @dataclass(frozen=True)

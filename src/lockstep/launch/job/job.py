@@ -31,7 +31,7 @@ from lockstep.launch.rank.environment import SLOT
 from lockstep.launch.rank.signals import ASK_STOP, PREEMPTED
 
 GRACE_S = 5.0
-"""How long something that ought to end by itself is given for it."""
+"""Seconds within which something that should end by itself must have ended."""
 
 _LINE_BYTES = 1 << 16
 _HOLD_S = 1.0
@@ -135,7 +135,7 @@ class Job:
             self.last = row
 
     def heed(self, signum: signal.Signals) -> None:
-        """Do what a signal to this process asks for."""
+        """React to a signal that this process has received."""
         if self.ended.is_set():
             return
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
@@ -152,7 +152,7 @@ class Job:
         self._ask_stop(PREEMPTED if signum == PREEMPTED else ASK_STOP)
 
     def look_after(self) -> None:
-        """See whether the command has ended, or must be ended."""
+        """Check whether the command has ended, or must be ended; called every now and then."""
         now = time.monotonic()
         if self.ended.is_set():
             return

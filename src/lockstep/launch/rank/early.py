@@ -24,7 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a process that Ctrl-C has ended."""
 
 _PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "SLURM_STEP_ID")
-"""What the names of the variables begin with by which launchers tell ranks their places."""
+"""Prefixes of the environment variables by which launchers tell ranks their places."""
 
 
 class Interrupted(BaseException):
@@ -84,8 +84,8 @@ def interrupts() -> Iterator[None]:
 def prepare() -> None:
     """Have a script that Ctrl-C or a `LockstepError` ends before it trains say so in one line.
 
-    They are raised as ever, and can be caught. A rank also takes note of a
-    preemption, which would end it otherwise: this way it stops after its first step.
+    They are still raised, and can be caught. A rank also notes a preemption, which would end it
+    otherwise: this way it stops after its first step.
     """
     if not _is_ours():
         return

@@ -27,7 +27,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 3
 _POLL_S = 0.1
 _STACK_S = 0.3
 _FACTOR = 10
-"""A rank may take this many times as long as it ever took."""
+"""A rank may pause this many times as long as it ever did."""
 
 
 class Watchdog:

@@ -59,7 +59,7 @@ class Resources:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """Number of ranks of the whole job."""
         return self.nodes * self.tasks_per_node
 
     @property

@@ -26,10 +26,10 @@ from lockstep.quantum.circuits.steps import (
 
 
 class BlockMatrices:
-    """Makes the matrices of all blocks of a plan."""
+    """Computes the matrices of all blocks of a plan."""
 
     def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> None:
-        """Sort blocks by what they hold.
+        """Group the blocks by the gates they hold.
 
         Args:
             blocks: the blocks of a plan, in the order in which they act.
@@ -46,7 +46,15 @@ class BlockMatrices:
         ]
 
     def __call__(self, angles: Tensor) -> list[Tensor]:
-        """Matrices [B, C, K, K] of each block, from angles [B, gates]; B is 1 without angles."""
+        """The matrices of all blocks.
+
+        Args:
+            angles: the angles in radians of all gates that have one, real, [B, gates].
+
+        Returns:
+            For each block, [B, C, K, K] with C values of its controls and K = 2^targets; B is 1
+            where no gate of the block has an angle.
+        """
         matrices: list[Tensor | None] = [None] * self._count
         for group in self._groups:
             own = group(angles)
@@ -56,7 +64,7 @@ class BlockMatrices:
 
 
 class _Group:
-    """Blocks that differ in the values of their angles only."""
+    """Blocks that differ only in the values of their angles."""
 
     def __init__(
         self, members: list[int], blocks: list[Block], dtype: torch.dtype, device: torch.device
@@ -76,7 +84,7 @@ class _Group:
         self._runs = _Runs([s for s in self._steps if s.is_run], dtype, device)
 
     def __call__(self, angles: Tensor) -> Tensor:
-        """[B, members, C, K, K]."""
+        """The matrices [B, members, C, K, K] of all members, from angles [B, gates]."""
         if self._numbers.numel():
             own = angles[:, self._numbers]
         else:

@@ -25,8 +25,10 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate
 
 MAX_TARGETS = 4
-"""Of a fused block. A pass costs 2^targets products for each amplitude, and one trip to memory."""
+"""Most target qubits of a fused block. A pass over the state costs 2^targets products for each
+amplitude, and one trip to memory."""
 MAX_CONTROLS = 1
+"""Most control qubits of a fused block, unless a single gate has more."""
 
 Move = list[int] | int | None
 """A permutation of the local axes; or the number of qubits in |0> whose axes are added behind them;
@@ -83,7 +85,7 @@ def plan(
     num_rank_axes: int = 0,
     from_zero: bool = True,
 ) -> Plan:
-    """Fuse a circuit's gates and find the order of axes for each block.
+    """Fuse a circuit's gates into blocks, and choose the order of axes for each block.
 
     Args:
         circuit: circuit whose gates are fused.
@@ -158,7 +160,7 @@ class _Fusion:
 def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
     """Gates with angles before those without that they share no qubit with.
 
-    What then lies side by side can be multiplied together once and for all.
+    Gates without angles that then follow one another are multiplied together only once.
     """
     ordered: list[tuple[Gate, int]] = []
     for own in gates:

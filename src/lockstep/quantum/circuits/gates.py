@@ -1,4 +1,4 @@
-"""The gates there are, as matrices and as functions of their angle.
+"""The supported gates, as matrices and as functions of their angle.
 
 A gate has no angle, or one: its matrix is constant + cos(s φ) · cosine + sin(s φ) · sine.
 Controls are no part of a gate's kind: any gate can be controlled by any number of qubits.
@@ -107,10 +107,16 @@ UNITARY = "unitary"
 
 
 def shift_rule(kind: Kind, controlled: bool) -> list[tuple[float, float]]:
-    """(coefficient, shift) with d f/dφ = Σ coefficient · f(φ + shift), f a probability.
+    """The terms (coefficient, shift in radians) of d f/dφ = Σ coefficient · f(φ + shift).
+
+    Here f is a probability, or an expectation value, as a function of the gate's angle φ.
 
     Two terms where f has one frequency (Mitarai et al., Phys. Rev. A 98, 032309 (2018)), four for
     controlled rotations, which have 1/2 and 1 (Anselmetti et al., New J. Phys. 23, 113010 (2021)).
+
+    Args:
+        kind: kind of a gate with an angle.
+        controlled: whether the gate has controls.
     """
     quarter = math.pi / 2
     if not controlled or kind.frequency == 1.0:

@@ -1,4 +1,4 @@
-"""What a fused block does, in local terms: steps on the bits of its targets."""
+"""The steps of a fused block, as operations on the local bits of its targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Constant matrices, or gates with angles in turn on the same local qubits.
+    """Constant matrices, or a sequence of gates with angles on the same local qubits.
 
     Attributes:
         bits: local target bits it acts on, low bit first; empty for a constant on all of them.
@@ -42,7 +42,7 @@ class Step:
 
 
 def signature(block: Block) -> object:
-    """What blocks have in common whose matrices can be computed together."""
+    """A key that is equal for blocks whose matrices can be computed together."""
     places = {q: i for i, q in enumerate(reversed(block.targets))}
     fronts = {q: i for i, q in enumerate(reversed(block.controls))}
 
@@ -64,7 +64,7 @@ def signature(block: Block) -> object:
 
 
 def steps_of(block: Block) -> list[Step]:
-    """The block's gates in turn: those without angles multiplied together, runs gathered."""
+    """The block's gates in order: those without angles multiplied together, runs gathered."""
     places = {q: i for i, q in enumerate(reversed(block.targets))}
     steps: list[Step] = []
     seen = 0
@@ -152,7 +152,7 @@ def row_order(block: Block) -> list[int] | None:
 
 
 def moved(step: Step, dtype: torch.dtype, device: torch.device) -> Step:
-    """The step with its constant in this form and place."""
+    """The step with its constant in this dtype and on this device."""
     if step.constant is None:
         return step
     constant = step.constant.to(device, dtype)

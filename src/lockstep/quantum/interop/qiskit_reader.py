@@ -1,6 +1,6 @@
-"""Circuits from Qiskit: each instruction as gates that are known, or taken apart by its definition.
+"""Circuits from Qiskit: each instruction as known gates, or expanded by its definition.
 
-An instruction is told by its class, never by its name: names are the user's to give.
+An instruction is recognised by its class, never by its name, which users can choose.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, check_num_qu
 from lockstep.quantum.circuits.gates import KINDS, UNITARY
 
 _MOST_INSTRUCTIONS = 1_000_000
-"""Of a circuit, after all definitions have been taken apart."""
+"""Most instructions of a circuit, after all definitions have been expanded."""
 _WIDEST_MATRIX = 10
-"""Qubits of an instruction that has a matrix and no definition."""
+"""Most qubits of an instruction that has a matrix but no definition."""
 
 
 def from_qiskit(source: Any) -> Circuit:
     """A circuit from a `qiskit.QuantumCircuit`; final measurements are left out.
 
-    Parameters are numbered as in `source.parameters`. Gates that are not known are taken apart by
+    Parameters are numbered as in `source.parameters`. Gates that are not known are expanded by
     their definition. The global phase is kept.
+
+    Args:
+        source: a `qiskit.QuantumCircuit` of at least one qubit.
 
     Raises:
         ConfigError: Qiskit is not installed, `source` is no circuit of it, a gate has no definition
@@ -39,7 +42,7 @@ def from_qiskit(source: Any) -> Circuit:
 
 
 def read(source: Any, parameters: Sequence[Any]) -> Circuit:
-    """As `from_qiskit`, with the circuit's parameters in the order in which they are numbered."""
+    """As `from_qiskit`, with the circuit's parameters in the order of their numbers."""
     check_num_qubits(source.num_qubits)
     reader = _Reader({parameter: number for number, parameter in enumerate(parameters)})
     gates = list(reader.gates(source, range(source.num_qubits)))

@@ -21,13 +21,13 @@ from lockstep.quantum.simulation.evolution import Kept, Moving, Pool, added_up, 
 from lockstep.quantum.simulation.memory import check_fits
 
 KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass, on all ranks together."""
+"""Bytes of earlier states kept for the backward pass, on all ranks together."""
 _COPIES_OF_A_BLOCK = 6
 """States in memory for each block whose gradient is to be differentiated."""
 
 
 class Program(NamedTuple):
-    """What is done to a state.
+    """The operations that take a state through a circuit.
 
     Attributes:
         plan: the blocks, with the moves of axes between them.
@@ -39,7 +39,7 @@ class Program(NamedTuple):
 
 
 class StatePart:
-    """What part of a state this rank has, and the memory for it.
+    """The part of a state that this rank has, and the memory for it.
 
     Args:
         num_local: number of qubits whose axes are on this rank; the others are the bits of the
@@ -56,7 +56,7 @@ class StatePart:
         self.pool = Pool(KEPT_BYTES // self.num_ranks)
 
     def matrices_of(self, block: Block) -> slice:
-        """Which of a block's matrices are for this rank."""
+        """The slice of a block's matrices that this rank applies, by the bits of its number."""
         count = 1 << (len(block.controls) - len(block.rank_controls))
         high = self.num_ranks.bit_length() - 2
         value = 0

@@ -29,7 +29,7 @@ def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
         matrices: matrices of each block, [B or 1, C, K, K], complex.
 
     Returns:
-        [B, 2^n].
+        States [B, 2^n], complex.
     """
     for block, matrix in zip(plan.blocks, matrices, strict=True):
         states = _moved(states, block.moves)
@@ -51,7 +51,7 @@ def _moved(states: Tensor, moves: Sequence[Move]) -> Tensor:
 
 
 def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
-    """A gradient whose own derivatives are an error, instead of silently 0.
+    """A gradient that cannot be differentiated: an error, where autograd would give 0 silently.
 
     Args:
         gradient: tensor of any shape that was computed outside of autograd, such as a gradient.

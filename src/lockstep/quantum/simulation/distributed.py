@@ -14,8 +14,8 @@ from lockstep.quantum.simulation.statevector import Simulator
 def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float]) -> Tensor:
     """<ψ|H|ψ>, the same on all ranks, which must all call this.
 
-    Strings of I and Z are read off at once. One with X or Y first takes gates that turn it into
-    such a string.
+    Strings of I and Z are diagonal and are summed in one pass. For one with X or Y, gates first
+    turn the state so that it becomes such a string.
 
     Args:
         simulator: simulator that computed the state.
@@ -49,7 +49,7 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
 
 
 def _local_sum(simulator: Simulator, state: Tensor, terms: Mapping[str, float]) -> Tensor:
-    """What this rank's amplitudes contribute to terms of I and Z."""
+    """The contribution of this rank's amplitudes to terms of I and Z, a real scalar."""
     num_far = simulator.circuit.num_qubits - simulator.num_local
     near: dict[str, float] = {}
     for string, coefficient in terms.items():

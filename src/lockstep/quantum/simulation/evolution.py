@@ -1,4 +1,4 @@
-"""States on their way through a circuit's blocks, and back."""
+"""States that move through a circuit's blocks, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LARGE = 1 << 13
 
 
 class Pool:
-    """Memory of states that are not needed any more, for the next ones.
+    """Memory of states that are no longer needed, for the next ones.
 
-    The first touch of memory that comes from the system costs as much as a block.
+    To touch fresh memory from the system for the first time costs as much as applying a block.
 
     Args:
         most: greatest number of bytes to keep.
@@ -30,11 +30,11 @@ class Pool:
         self._free: list[Tensor] = []
 
     def __reduce__(self) -> tuple[type[Pool], tuple[int]]:
-        """A copy has memory of its own, and none at first."""
+        """A copy or a pickle of a pool is an empty pool of the same size."""
         return Pool, (self._most,)
 
     def take(self, size: int, like: Tensor) -> Tensor:
-        """Memory for `size` amplitudes of the kind of others, with anything in it."""
+        """Uninitialised memory for `size` amplitudes, of the dtype and device of `like`."""
         for place, memory in enumerate(self._free):
             if len(memory) == size:
                 self._room += memory.nbytes
@@ -44,7 +44,7 @@ class Pool:
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def give(self, memory: Tensor) -> None:
-        """Take back memory that nobody looks at any more; the longest there makes room for it."""
+        """Take back memory that is no longer used; the oldest in the pool makes room for it."""
         while self._free and memory.nbytes > self._room:
             self._room += self._free.pop(0).nbytes
         if memory.nbytes <= self._room:
@@ -79,7 +79,7 @@ class Moving:
         self._spare: Tensor | None = None
 
     def apply(self, matrix: Tensor) -> None:
-        """A block on states whose axes lie as it wants them: [B, C R K] becomes [B, K C R]."""
+        """Apply a block to states whose axes are in its order: [B, C R K] becomes [B, K C R]."""
         count, size = matrix.shape[1:3]
         target = self._target()
         before = self.states.view(len(target), count, -1, size)
@@ -176,7 +176,7 @@ class Moving:
 class Kept(dict[int, Tensor]):
     """States on the way through a circuit, by the number of the block that comes next.
 
-    Their memory goes back when the backward pass can't be asked for any more.
+    Their memory goes back to the pool when the graph of the backward pass is freed.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -185,7 +185,7 @@ class Kept(dict[int, Tensor]):
         self._memory: list[Tensor] = []
 
     def add(self, number: int, moving: Moving) -> None:
-        """Keep the present states."""
+        """Keep the present states, and with them their memory."""
         self[number], memory = moving.keep()
         if memory is not None:
             self._memory.append(memory)
@@ -205,7 +205,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
-    """The gradient in a block's matrix [b, C, K, K], b of 1 or B.
+    """The gradient with respect to a block's matrices [b, C, K, K], b being 1 or B.
 
     Args:
         matrix: matrices of the block, [b, C, K, K].

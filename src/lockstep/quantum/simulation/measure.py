@@ -1,4 +1,4 @@
-"""What is measured of a state: probabilities, expectation values of Pauli sums, and samples."""
+"""Measurements of a state: probabilities, expectation values of Pauli sums, and samples."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lockstep.quantum.circuits.circuit import as_integer, kind_of
 
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
-    """How likely each outcome is.
+    """The probability of each outcome.
 
     Args:
         states: complex tensor [..., 2^n].
         qubits: qubits that are measured, the first being the low bit of an outcome; all by default.
 
     Returns:
-        [..., 2^len(qubits)], real.
+        Probabilities [..., 2^len(qubits)], real; differentiable.
 
     Raises:
-        ConfigError: the states are none, or a qubit is not one of theirs.
+        ConfigError: `states` is no such tensor, or a qubit is not one of its n.
     """
     num_qubits = qubits_of(states)
     squares = torch.view_as_real(states).square().sum(-1)
@@ -47,7 +47,7 @@ def qubits_of(states: Tensor) -> int:
     """The number of qubits of states [..., 2^n].
 
     Raises:
-        ConfigError: they are no complex tensor of such a shape.
+        ConfigError: `states` is not a complex tensor of such a shape.
     """
     if isinstance(states, Tensor) and states.is_complex() and states.dim():
         size = states.shape[-1]
@@ -120,15 +120,18 @@ class PauliSum:
         return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
 
     def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
-        """The mean of `shots` measurements of each string, weighted and added up: [...].
+        """An estimate of the expectation value by `shots` measurements of each string.
 
         Args:
             states: complex tensor [..., 2^n].
             shots: number of measurements of each string, at least 1.
             generator: generator of the measurement noise; torch's global one if None.
 
+        Returns:
+            The sum of the strings' mean values with their coefficients, [...], real.
+
         Raises:
-            ConfigError: there are no shots, or the states are of another number of qubits.
+            ConfigError: `shots` is less than 1, or the states are of another number of qubits.
         """
         _check_shots(shots)
         likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
@@ -136,7 +139,7 @@ class PauliSum:
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
 
     def check(self, num_qubits: int) -> None:
-        """Refuse states of another number of qubits.
+        """Check that the strings fit states of a number of qubits.
 
         Raises:
             ConfigError: the strings have more or fewer letters.
@@ -197,15 +200,18 @@ def _string_value(states: Tensor, string: str) -> Tensor:
 def sample_frequencies(
     likely: Tensor, shots: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """How often each outcome came in `shots` measurements, divided by `shots`.
+    """The relative frequency of each outcome in `shots` measurements.
 
     Args:
         likely: probabilities of the outcomes, real, [..., outcomes].
         shots: number of measurements, at least 1.
         generator: generator of the measurement noise; torch's global one if None.
 
+    Returns:
+        Frequencies [..., outcomes], real, of sum 1; without gradient.
+
     Raises:
-        ConfigError: there are no shots, or these are no probabilities.
+        ConfigError: `shots` is less than 1, or `likely` is not a real tensor.
     """
     _check_shots(shots)
     if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():

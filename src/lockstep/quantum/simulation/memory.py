@@ -1,4 +1,4 @@
-"""How much memory there is, and refusals of what does not fit, before it is asked for."""
+"""How much memory there is, and errors for what does not fit, before it is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def memory_bytes(device: torch.device | str = "cpu", root: Path = Path("/")) -> 
     """Bytes of memory that this process may use at most, or of a GPU.
 
     The least of what this machine has and of the limits of the process's address space and of its
-    control groups. What others use at the moment does not count: all ranks find the same.
+    control groups. What other processes use at the moment does not count, so that all ranks get
+    the same number.
 
     Args:
         device: device whose memory counts.
@@ -45,7 +46,7 @@ def check_memory(
     num_ranks: int = 1,
     available: int | None = None,
 ) -> None:
-    """Refuse states that do not fit.
+    """Check that states fit into memory.
 
     Args:
         num_qubits: number of qubits of the circuit.
@@ -56,7 +57,7 @@ def check_memory(
         available: memory of a rank in bytes; by default, that of this machine.
 
     Raises:
-        ConfigError: says how many bytes are needed, and how many ranks of this size would do.
+        ConfigError: they do not; says how many bytes are needed, and how many ranks would do.
     """
     have = memory_bytes() if available is None else available
     need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
@@ -73,7 +74,7 @@ def check_memory(
 
 
 def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice: str = "") -> None:
-    """Refuse what needs more memory than there is.
+    """Check that no more memory is needed than there is.
 
     Args:
         what: what needs the memory; begins the message.
@@ -82,7 +83,7 @@ def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice:
         advice: what the user can do; ends the message.
 
     Raises:
-        ConfigError: says how many bytes are needed, and how many there are.
+        ConfigError: it is; says how many bytes are needed, and how many there are.
     """
     if need <= _ALWAYS_FITS:
         return

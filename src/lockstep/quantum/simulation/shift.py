@@ -1,4 +1,4 @@
-"""Gradients by shifted angles: what can be done where only measurements are to be had.
+"""Gradients by shifted angles, as they are computed where only measurements are available.
 
 The rule holds for what is linear in the state's density matrix: probabilities and expectation
 values. Functions of these, such as a logarithm, are differentiated by the chain rule around it.
@@ -33,7 +33,7 @@ Measure = Callable[[Tensor], Tensor]
 def shifted(
     simulator: Simulator, parameters: Tensor, measure: Measure, only: Tensor | None = None
 ) -> Tensor:
-    """What `measure` finds, with a gradient by the parameter-shift rule.
+    """The values of `measure`, with a gradient by the parameter-shift rule.
 
     Two evaluations for each gate with an angle that depends on a parameter; four, where the gate is
     a controlled rotation.
@@ -48,10 +48,10 @@ def shifted(
             order are no sum over parts.
 
     Returns:
-        [..., M], differentiable in the parameters, any number of times by shifts of shifts.
+        Values [..., M], differentiable in the parameters, any number of times by shifts of shifts.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, or what `measure` finds of the wrong shape.
+        ConfigError: an argument has the wrong type or shape, or `measure` returns the wrong shape.
     """
     if not isinstance(simulator, Simulator):
         raise ConfigError(f"shifts need a Simulator, not {kind_of(simulator)}")
@@ -68,13 +68,18 @@ def shifted(
 
 
 def share(count: int, part: int, num_parts: int) -> Tensor:
-    """Which of `count` parameters are those of a part, for `shifted` to find the gradient of.
+    """The parameters of one part of the work: what `only` of `shifted` takes.
+
+    Args:
+        count: number N of parameters.
+        part: number p of the part, from 0.
+        num_parts: number P of parts.
 
     Returns:
-        [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+        Bool tensor [count], True for the parameters p·N/P .. (p + 1)·N/P.
 
     Raises:
-        ConfigError: there is no such part.
+        ConfigError: `part` is not from 0 to `num_parts` less one.
     """
     if not 0 <= as_integer(part, "part") < as_integer(num_parts, "num_parts"):
         raise ConfigError(f"part {part} of {num_parts}: must be from 0 to {num_parts} less one")
@@ -84,7 +89,7 @@ def share(count: int, part: int, num_parts: int) -> Tensor:
 def _measured(
     angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
 ) -> Tensor:
-    """What `measure` finds [B, M] at angles [B, G] of all gates."""
+    """The values [B, M] of `measure` at angles [B, G] of all gates."""
     measured: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
     return measured
 
@@ -125,7 +130,11 @@ class _Shift(torch.autograd.Function):
 
 
 def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """For each evaluation, which angle is shifted, its coefficient and its shift."""
+    """For each of E evaluations, the number of the shifted angle, its coefficient and its shift.
+
+    Returns:
+        Three tensors [E]: int64, float64 and float64.
+    """
     terms = []
     for place, gate in enumerate(simulator.circuit.with_angle):
         index = None if gate.angle is None else gate.angle.index

@@ -18,7 +18,7 @@ from lockstep.quantum.simulation.memory import check_memory, memory_bytes
 
 
 class Simulator:
-    """A circuit, ready to be run many times.
+    """Simulates a circuit, any number of times.
 
     Args:
         circuit: circuit to simulate.
@@ -37,8 +37,8 @@ class Simulator:
         part: description of that part, and the memory for it.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
-            or too great for so few qubits.
+        ConfigError: an argument has the wrong type, or the number of ranks is not a power of two or
+            too great for so few qubits.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Simulator:
                 rank's part of it.
 
         Returns:
-            [..., 2^n], complex, differentiable in both; with several ranks, this one's part of
-            it. Qubit 0 is the lowest bit of an index.
+            State [..., 2^n], of the simulator's dtype, differentiable in both arguments; with
+            several ranks, this rank's part of it. Qubit 0 is the lowest bit of an index.
 
         Raises:
             ConfigError: the parameters or the initial state are no tensor of such a shape, or the
@@ -158,9 +158,9 @@ class Simulator:
         return torch.Size(batch)
 
     def add_up(self, local: Tensor) -> Tensor:
-        """The sum over all ranks of what each has found in its part of the state: [M], real.
+        """The sum over all ranks of real values [M] that each computed from its part of the state.
 
-        Differentiable: the gradient goes to all of them.
+        Differentiable: each rank gets the gradient of the sum.
         """
         total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
         return total
@@ -169,7 +169,15 @@ class Simulator:
 def statevector(
     circuit: Circuit, parameters: Tensor | None = None, dtype: torch.dtype = torch.complex128
 ) -> Tensor:
-    """The state [..., 2^n] after a circuit, for parameters [..., num_parameters].
+    """The state after a circuit; see `Simulator`, which is faster when used many times.
+
+    Args:
+        circuit: circuit to simulate.
+        parameters: real tensor [..., num_parameters]; may be left out where there are none.
+        dtype: dtype of the amplitudes, complex64 or complex128.
+
+    Returns:
+        State [..., 2^n], on the device of the parameters.
 
     Raises:
         ConfigError: as `Simulator.state`.

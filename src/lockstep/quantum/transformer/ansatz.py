@@ -30,7 +30,7 @@ _TERMS = _rotation_terms()
 def pairs(num_qubits: int) -> list[tuple[int, int]]:
     """The (control, target) pairs of a layer: (q, q + 1) for even q, for odd q, and around the end.
 
-    Any number of qubits will do; one qubit has no pair.
+    There are `num_qubits` pairs, and none for a single qubit.
     """
     if num_qubits < 2:
         return []
@@ -53,7 +53,7 @@ def rotations(angles: Tensor) -> Tensor:
         angles: angles of RX, RY and RZ in radians, real, [..., 3].
 
     Returns:
-        [..., 2, 2], complex.
+        Matrices [..., 2, 2], complex.
     """
     half = angles * 0.5
     x, y, z = torch.stack([half.cos(), half.sin()], dim=-1).unbind(-2)
@@ -72,7 +72,7 @@ def unitaries(angles: Tensor, num_qubits: int) -> Tensor:
         num_qubits: number of qubits of the register, at least 1.
 
     Returns:
-        [..., 2^num_qubits, 2^num_qubits], complex.
+        Unitary matrices [..., 2^num_qubits, 2^num_qubits], complex.
     """
     single = rotations(angles)
     if num_qubits == 1:

@@ -60,14 +60,14 @@ def transitions(states: Tensor, count: Tensor, rows: Tensor | None = None) -> Tr
 
 
 def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
-    """What the transitions contribute to A of their sentences: with all of them, A.
+    """The contributions of transitions to the amplitudes A of their sentences.
 
     Args:
         unitaries: V and W, complex, [..., 2, b, d, d]; b is 1, or B for those of each sentence.
         given: transitions of B sentences, in the precision of the unitaries.
 
     Returns:
-        [..., B], complex.
+        Complex [..., B]; with all transitions of a sentence, its amplitude A.
     """
     dtype = unitaries.dtype
     scores = given.queries.to(dtype) @ unitaries @ given.keys.mT.to(dtype)
@@ -76,10 +76,10 @@ def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
 
 
 def probability(amplitude: Tensor) -> Tensor:
-    """|A|², elementwise."""
+    """|A|², elementwise: real, of the shape of `amplitude`, which is complex."""
     return torch.view_as_real(amplitude).square().sum(-1)
 
 
 def loss(probability: Tensor) -> Tensor:
-    """-ln(P + 1e-12), elementwise."""
+    """-ln(P + 1e-12), elementwise: real, of the shape of `probability`."""
     return -torch.log(probability + EPSILON)

@@ -21,7 +21,7 @@ from lockstep.quantum.transformer.encoding import encode, positions, word_vector
 from lockstep.quantum.transformer.superposition import superposition
 
 _MOST_SIMULATORS = 512
-"""Sentences whose circuits are kept ready."""
+"""Most sentences whose circuits are kept ready."""
 
 _OF_PARTS = (
     "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
@@ -31,9 +31,9 @@ _OF_PARTS = (
 _LARGE_REGISTER = 8
 """Qubits from which on V and W might not fit into memory."""
 _COPIES = 4
-"""Of V and of W in memory while they are multiplied up from their blocks."""
+"""Copies of V and of W in memory while they are multiplied up from their blocks."""
 _COPIES_OF_A_BLOCK = 2
-"""Further ones for the gradient, for each block."""
+"""Further copies for the gradient, for each block."""
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -90,8 +90,8 @@ class QuantumTransformer(nn.Module):
                 numbers of twice the bytes.
 
         Raises:
-            ConfigError: a number is not usable, a word is none, or the model does not fit into
-                memory.
+            ConfigError: a number is out of range, a word is not a string of one line, or the model
+                does not fit into memory.
         """
         super().__init__()
         _check(words, dim, num_layers, restarts, seed, dtype)
@@ -120,7 +120,7 @@ class QuantumTransformer(nn.Module):
         return encode(self.embeddings[words], self._positions[:length])
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own simulators when it needs them."""
+        """A copy or a pickle has no simulators yet; it makes them when it needs them."""
         return {**self.__dict__, "_simulators": {}}
 
     def unitaries(self, restarts: Tensor | None = None) -> Tensor:
@@ -262,7 +262,7 @@ class QuantumTransformer(nn.Module):
             restart: number of the restart whose angles are used.
 
         Returns:
-            [C], in the order of the candidates.
+            Probabilities [C], real, in the order of the candidates.
         """
         start = torch.tensor(prefix, device=candidates.device).expand(len(candidates), -1)
         words = torch.cat([start, candidates[:, None]], dim=1)
@@ -275,7 +275,7 @@ class QuantumTransformer(nn.Module):
 def _check(
     words: Sequence[str], dim: int, num_layers: int, restarts: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """Refuse what no model can be made of.
+    """Check the arguments of `QuantumTransformer`.
 
     Raises:
         ConfigError: as `QuantumTransformer`.

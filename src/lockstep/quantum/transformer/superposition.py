@@ -35,8 +35,8 @@ def superposition(states: Tensor, num_layers: int) -> Circuit:
         parameters are the angles of V, then those of W, flat.
 
     Raises:
-        ConfigError: there are fewer than two states, they are no states of qubits, or the circuit
-            does not fit into memory.
+        ConfigError: there are fewer than two states, their dimension is not a power of two or their
+            norm not 1, or the circuit does not fit into memory.
     """
     states = _checked(states)
     as_integer(num_layers, "num_layers")

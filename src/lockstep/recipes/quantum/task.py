@@ -32,14 +32,14 @@ TRAIN = (
     "Cats sleep quietly on sofas",
     "Dogs bark loudly at strangers",
 )
-"""What is learned without a corpus."""
+"""Sentences to learn where `corpus` is not set."""
 TEST = (
     "The quick brown fox jumps over the lazy dog",
     "I am great",
     "every day is",
     "come and play",
 )
-"""What is tested with, without a corpus of one's own."""
+"""Sentences to test with where neither `corpus` nor `test_corpus` is set."""
 
 
 class Quantum(Task):
@@ -49,7 +49,7 @@ class Quantum(Task):
     config: QuantumConfig
 
     def build_model(self) -> QuantumTransformer:
-        """The transformer, its vocabulary that of all splits.
+        """The transformer, whose vocabulary is that of all splits.
 
         Raises:
             DataError: a corpus cannot be read or has a sentence without a next word.
@@ -109,7 +109,7 @@ class Quantum(Task):
         return Loss(share, len(batch.words) / parts, self._metrics(probabilities, parts))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
-        """-ln |A|² of whole sentences; with several restarts, that of each as a metric."""
+        """-ln |A|² of whole sentences; with several restarts, also that of each as a metric."""
         assert isinstance(model, QuantumTransformer)
         probabilities = self._probabilities(model, batch, 1)
         losses, count = loss(probabilities), len(batch.words)
@@ -136,7 +136,15 @@ class Quantum(Task):
         return None
 
     def predict(self, model: QuantumTransformer, prefix: str, restart: int = 0) -> list[Ranked]:
-        """The training vocabulary as next word, the most probable first.
+        """The words of the training vocabulary as next word, the most probable first.
+
+        Args:
+            model: trained model.
+            prefix: words of the prefix, separated by white space; at least one.
+            restart: number of the restart whose angles are used.
+
+        Returns:
+            Each word with |A|² of the sentence that it ends.
 
         Raises:
             ConfigError: the prefix is empty, or has a word that is not in the vocabulary.

@@ -48,7 +48,7 @@ class UfsConfig(TrainConfig):
     inputs: Names = DEFAULT_INPUTS
     outputs: Names = ("aice",)
     mask_mode: Literal["sea_ice", "ocean", "both"] = "sea_ice"
-    """Which ocean cells: with more ice than `min_ice_concentration`, with no more, or all."""
+    """Which ocean cells: those with more ice than `min_ice_concentration`, the others, or both."""
     min_ice_concentration: Annotated[float, Field(ge=0, lt=1)] = 0.01
     thin_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of the cells that is kept."""

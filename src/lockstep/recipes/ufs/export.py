@@ -25,10 +25,10 @@ METADATA = "metadata.json"
 CPP = "cpp"
 
 SURFACE = 0
-"""Stands for the surface among levels."""
+"""The number that stands for the surface among levels."""
 
 LOWEST = -1
-"""Stands for the lowest level in height, whatever its number."""
+"""The number that stands for the lowest level in height, whatever its own number."""
 
 _UPPER_AIR = ("tair", "uatm", "vatm", "qref")
 _TOLERANCE = 1e-6
@@ -36,7 +36,7 @@ _TRIAL_ROWS = 64
 
 
 class Emulator(nn.Module):
-    """What is exported: inputs [N, in] to outputs [N, out], both in physical units.
+    """The exported module: inputs [N, in] to outputs [N, out], both in physical units.
 
     Attributes:
         input_names: CF name of each input.
@@ -56,7 +56,7 @@ class Emulator(nn.Module):
     """
 
     def __init__(self, net: SeaIceNet, metadata: Mapping[str, Any]) -> None:
-        """Wrap a network."""
+        """Wrap a network, with metadata from `describe`."""
         super().__init__()
         self.net = net
         self.input_names = list(metadata["input_names"])
@@ -75,7 +75,7 @@ class Emulator(nn.Module):
         self.metadata = json.dumps(metadata)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Predict."""
+        """Outputs [N, out] from inputs [N, in], both float32 in physical units."""
         return self.net.predict(x)
 
 
@@ -92,7 +92,7 @@ def export_net(
         folder: folder to write to; it exists.
 
     Returns:
-        What was written.
+        The paths that were written.
 
     Raises:
         DataError: the folder cannot be written, or what was read back predicts something else.
@@ -137,14 +137,14 @@ def describe(net: SeaIceNet, level: int | None) -> dict[str, Any]:
 
 
 def load_script(path: Path) -> Callable[[Tensor], Tensor]:
-    """An emulator from its TorchScript file."""
+    """The emulator in a TorchScript file: a function from inputs [N, in] to outputs [N, out]."""
     with _without_jit_warnings():
         loaded: Callable[[Tensor], Tensor] = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
     return loaded
 
 
 def load_program(path: Path) -> Callable[[Tensor], Tensor]:
-    """An emulator from its torch.export file."""
+    """The emulator in a torch.export file: a function from inputs [N, in] to outputs [N, out]."""
     return torch.export.load(path).module()
 
 
@@ -160,7 +160,7 @@ def _program(emulator: Emulator, trial: Tensor, path: Path) -> None:
 
 
 def _trial(net: SeaIceNet) -> Tensor:
-    """Plausible inputs."""
+    """Plausible inputs [64, in], float32."""
     noise = torch.randn(_TRIAL_ROWS, len(net.inputs), generator=torch.Generator().manual_seed(0))
     return noise * net.input_deviation + net.input_mean
 

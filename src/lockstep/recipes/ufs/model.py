@@ -33,7 +33,7 @@ class SeaIceNet(nn.Module):
         scale: Scale,
         squash: bool,
     ) -> None:
-        """Make one.
+        """Build the network.
 
         Args:
             inputs: short names of the input variables.
@@ -88,13 +88,13 @@ class SeaIceNet(nn.Module):
         return torch.where(self.bounded, self._inside(y) * self.bounds[1] + self.bounds[0], free)
 
     def scale(self) -> Scale:
-        """The statistics it was made with: of the inputs, then the outputs."""
+        """The statistics it was built with: of the inputs, then the outputs, [in + out]."""
         mean = torch.cat([self.input_mean, self.output_mean])
         deviation = torch.cat([self.input_deviation, self.output_deviation])
         return Scale(*(statistic.double().cpu().numpy() for statistic in (mean, deviation)))
 
     def _inside(self, y: Tensor) -> Tensor:
-        """Where between their bounds outputs are, in [0, 1]."""
+        """The position of outputs [..., out] between their bounds, in [0, 1]."""
         return torch.sigmoid(torch.addcmul(self.squash_in[0], y, self.squash_in[1]))
 
 

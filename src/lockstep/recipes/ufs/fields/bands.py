@@ -28,17 +28,17 @@ from lockstep.recipes.ufs.fields.scenes import Scene
 from lockstep.recipes.ufs.fields.sources import Source, check_sources
 
 BAND_CELLS = 1 << 17
-"""About how many cells of the grid are read at a time."""
+"""Approximate number of cells of the grid that are read at a time."""
 
 _FORMAT = 3
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
 _MOST_CHUNKED = 4
-"""Bands grow up to so many times to match the chunks that files are stored in."""
+"""Factor by which bands may grow to match the chunks that files are stored in."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is read, and which cells of it.
+    """The variables that are read, and which cells are kept.
 
     Attributes:
         names: short names of the variables.
@@ -56,7 +56,7 @@ class Selection:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """What must be read to choose cells."""
+        """The variables that must be read to choose cells."""
         return () if self.mask_mode == "both" else ("aice",)
 
 
@@ -126,7 +126,15 @@ def read_band(
 
 
 def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each cell and time, as if random (splitmix64, as in `data.random`)."""
+    """A pseudorandom number for each cell and time (splitmix64, as in `data.random`).
+
+    Args:
+        cell: number of each cell, [N], int64.
+        time: number of each cell's scene, [N], int32; or one for all.
+
+    Returns:
+        Numbers in [0, 1), [N], float64.
+    """
     with np.errstate(over="ignore"):
         state = np.zeros(len(cell), np.uint64)
         for word in (cell, time):
@@ -139,7 +147,7 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
 
 
 def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
-    """The files of all bands of all scenes, in order; made now if no process has before.
+    """The files of all bands of all scenes, in order; those that are not there are written.
 
     Args:
         sources: the scenes, at least one.

@@ -23,7 +23,7 @@ from lockstep.recipes.ufs.fields.scenes import (
 from lockstep.recipes.ufs.fields.variables import OCEAN_MASK, VARIABLES, Variable
 
 MOST_TIMES = 100_000
-"""In one file: more than ten years of hours."""
+"""Most times in one file: more than ten years of hours."""
 
 _PLACES = MappingProxyType({"ULAT": "degrees_north", "ULON": "degrees_east"})
 

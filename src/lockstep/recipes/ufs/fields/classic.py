@@ -29,7 +29,7 @@ class Damaged(Exception):
 
 
 def check_whole(path: Path) -> None:
-    """See that a file is NetCDF and, if it is a classic one, that nothing of it is missing.
+    """Check that a file is NetCDF and, if it is a classic one, that no part of it is missing.
 
     Raises:
         Damaged: it is not.
@@ -83,7 +83,7 @@ class _Header:
         file.seek(4)
 
     def check(self) -> None:
-        """See that the file is as long as its header says."""
+        """Check that the file is as long as its header says."""
         num_records = self._count()
         if num_records == (1 << 8 * self._count_bytes) - 1:
             raise Damaged(

@@ -16,10 +16,10 @@ from lockstep.recipes.ufs.fields.classic import check_whole
 from lockstep.recipes.ufs.fields.decode import KEYS, Masked, Unusable, decoded
 
 MOST_VALUES = 1 << 24
-"""In one piece that is read; a band of the grid is far smaller."""
+"""Most values in one piece that is read; a band of the grid is far smaller."""
 
 MOST_CHUNK_BYTES = 1 << 28
-"""The library holds a chunk in memory to read a single value of it."""
+"""Most bytes of a chunk: the library holds all of it in memory to read a single value."""
 
 _MOST_SHOWN = 40
 
@@ -91,6 +91,10 @@ class NetcdfFile:
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> Masked:
         """A piece of a variable, unpacked; missing values are masked, NaN is not.
+
+        Args:
+            name: name of the variable.
+            index: for each of its dims, a number or a slice.
 
         Raises:
             DataError: the file is damaged there, the piece has more than `MOST_VALUES` values, or

@@ -24,7 +24,7 @@ _RANGES = (("latitude", -90.0, 90.0), ("longitude", -360.0, 720.0))
 
 
 def check_degrees(path: Path, places: Places, said: bool) -> None:
-    """See that places can be in degrees.
+    """Check that places can be in degrees.
 
     Args:
         path: path of the places' file, for the message.
@@ -54,7 +54,7 @@ def check_degrees(path: Path, places: Places, said: bool) -> None:
 
 
 def check_same(first: Path, expected: Places, other: Path, found: Places) -> None:
-    """See that cells are at the same places in two files; missing places are not compared.
+    """Check that cells are at the same places in two files; missing places are not compared.
 
     Args:
         first: path of the file of `expected`.

@@ -1,4 +1,4 @@
-"""The rows a run is about: chosen, split by blocks or times, and their exact statistics."""
+"""The rows of a run: chosen, split by blocks or times, and their exact statistics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rows:
         return len(self.cell)
 
     def take(self, chosen: Bools | Ints) -> Rows:
-        """Some of the rows."""
+        """The rows that a mask [N] or indices [M] choose."""
         return Rows(**{name: array[chosen] for name, array in vars(self).items()})
 
 
@@ -84,7 +84,16 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def blocks(rows: Rows, num_columns: int, size: int) -> Ints:
-    """The number of each row's block: `size` x `size` cells of the grid, at all times."""
+    """The number of each row's block, which has `size` x `size` cells of the grid at all times.
+
+    Args:
+        rows: N rows.
+        num_columns: number of columns of the grid.
+        size: rows and columns of a block.
+
+    Returns:
+        Numbers of blocks, [N], int64.
+    """
     across = -(-num_columns // size)
     numbers: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
     return numbers

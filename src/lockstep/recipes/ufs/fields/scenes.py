@@ -28,10 +28,10 @@ Ints = npt.NDArray[np.int64]
 
 
 MOST_SIDE = 100_000
-"""Rows or columns of a grid: a cell of 400 m at the equator."""
+"""Most rows or columns of a grid: at the equator, cells of 400 m."""
 
 MOST_CELLS = 1 << 30
-"""Of a grid."""
+"""Most cells of a grid."""
 
 _STRIP = 64
 """Rows of the grid whose areas are computed at a time."""
@@ -56,19 +56,22 @@ class Scene(ABC):
 
     @abstractmethod
     def check(self, names: Sequence[str]) -> None:
-        """See that variables are there, with the dims and the unit they must have.
+        """Check that variables are there, with the dims and the unit they must have.
+
+        Args:
+            names: short names of the variables.
 
         Raises:
-            DataError: they are not.
+            DataError: one is not.
         """
 
     @abstractmethod
     def ocean(self, rows: slice) -> Bools:
-        """Which cells of some rows are ocean."""
+        """Which cells of some rows of the grid are ocean: bool [rows, columns]."""
 
     @abstractmethod
     def coordinates(self, rows: slice) -> Places:
-        """Latitude and longitude of the cells of some rows, in degrees."""
+        """Latitude and longitude of the cells of some rows, in degrees: each [rows, columns]."""
 
     def land(self, most: int = 40_000) -> Floats:
         """Places [M, 2], latitude and longitude in degrees, of cells that are not ocean.
@@ -204,10 +207,10 @@ def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
 
 
 def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
-    """Refuse a variable that says it is in another unit; one that says nothing is believed.
+    """Check a variable's `units` attribute; one without it is taken to be in the unit.
 
     Raises:
-        DataError: it says so.
+        DataError: the attribute names another unit.
     """
     said = file.unit(name)
     if said is not None and not known_unit(said, unit):
@@ -215,10 +218,10 @@ def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
 
 
 def check_shape(file: NetcdfFile, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape of a grid, by the variable that says it.
+    """The shape of a grid, as the variable `name` has it.
 
     Raises:
-        DataError: it has no cells, or more than any grid has.
+        DataError: the grid has no cells, or more than any grid has.
     """
     if not 0 < min(shape) <= max(shape) <= MOST_SIDE or shape[0] * shape[1] > MOST_CELLS:
         raise DataError(

@@ -40,7 +40,7 @@ class Source:
         return PairScene(self.paths[0], self.paths[1], self.level)
 
     def key(self) -> list[object]:
-        """What tells it apart from others, as JSON.
+        """A key that no other scene has, as JSON values.
 
         Files are known by path, inode, size, and the times of the last change of their content
         and, since programs can set that one, of anything.
@@ -83,13 +83,17 @@ def find_sources(
 
 
 def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
-    """See that all scenes have the variables, on one grid.
+    """Check that all scenes have the variables, on one grid.
+
+    Args:
+        sources: the scenes, at least one.
+        names: short names of the variables.
 
     Returns:
-        The first, open.
+        The first scene, open.
 
     Raises:
-        DataError: they have not.
+        DataError: a scene has not.
     """
     first = sources[0].open()
     with closed_on_error(first):

@@ -1,4 +1,4 @@
-"""The emulator's Jacobians ∂output/∂input of many rows at once, and what to say of them."""
+"""The emulator's Jacobians ∂output/∂input of many rows at once, and figures of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def jacobians(function: Callable[[Tensor], Tensor], x: Tensor, num_outputs: int)
         num_outputs: number of outputs.
 
     Returns:
-        [N, out, in], without gradient.
+        Jacobians [N, out, in], without gradient.
     """
     parts = [_jacobians(function, part, num_outputs) for part in torch.split(x, CHUNK)]
     return torch.cat(parts) if parts else x.new_zeros(0, num_outputs, x.shape[-1])
@@ -60,8 +60,8 @@ def physical(net: SeaIceNet, x: Tensor) -> Tensor:
 class BalanceOperator:
     """The emulator linearised about a background state, as data assimilation uses it.
 
-    `apply` is J: what changes of the inputs do to the outputs. `apply_adjoint` is its transpose:
-    <J δx, δy> = <δx, Jᵀ δy>. Neither makes J itself.
+    `apply` is J: it maps changes of the inputs to those of the outputs. `apply_adjoint` is its
+    transpose: <J δx, δy> = <δx, Jᵀ δy>. Neither computes J itself.
     """
 
     def __init__(self, net: SeaIceNet, background: Tensor) -> None:
@@ -112,5 +112,5 @@ def describe(jacobian: Tensor) -> dict[str, float]:
 
 
 def sensitivity(jacobian: Tensor) -> Tensor:
-    """What each input matters: the mean magnitude of its derivatives [in], of [N, out, in]."""
+    """The sensitivity to each input, [in]: its mean magnitude in Jacobians [N, out, in]."""
     return jacobian.double().abs().mean(dim=(0, 1))

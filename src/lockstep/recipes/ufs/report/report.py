@@ -38,7 +38,7 @@ _ROWS_AT_A_TIME = 50_000
 
 @dataclass(frozen=True)
 class Ground:
-    """What a report has to know of the grid.
+    """What a report needs to know of the grid.
 
     Attributes:
         when: time of the fields, as text; may be empty.
@@ -57,7 +57,7 @@ class Report:
     def __init__(
         self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, ground: Ground
     ) -> None:
-        """Predict.
+        """Predict the outputs of all rows of the split.
 
         Args:
             net: trained network on the CPU.
@@ -123,7 +123,7 @@ class Report:
         return rows.values[:, cut:].astype(np.float64), predicted.double().numpy()
 
     def _scores(self, name: str) -> dict[str, Score]:
-        """By region; regions without rows are left out."""
+        """The scores of an output by region; regions without rows are left out."""
         column = self._net.outputs.index(name)
         latitude = self._rows.place[:, 0].astype(np.float64)
         area = self._ground.area[self._rows.cell]

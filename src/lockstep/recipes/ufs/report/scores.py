@@ -1,4 +1,4 @@
-"""How good an emulation is, by region."""
+"""Errors of an emulation, by region."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EDGE = (ICE, 0.85)
 
 @dataclass(frozen=True)
 class Score:
-    """Of one variable in one region, in its unit.
+    """The errors of one variable in one region.
 
     Attributes:
         count: number of values compared: cells times times.
@@ -75,20 +75,20 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
 
 
 def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
-    """Which points are in a region."""
+    """Which points [N] are in a region: bool [N], from latitudes in degrees."""
     south, north = REGIONS[region]
     is_inside: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
     return is_inside
 
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
-    """Which points are at the ice edge."""
+    """Which points [N] are at the ice edge: bool [N], from ice concentrations."""
     is_edge: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
     return is_edge
 
 
 def relative_error(found: Floats, true: Floats) -> float:
-    """Frobenius norm of the difference, as a part of that of what is true."""
+    """The Frobenius norm of `found` - `true`, as a part of that of `true`; both of one shape."""
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 

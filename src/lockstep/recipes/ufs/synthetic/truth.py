@@ -16,13 +16,13 @@ from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS
 Array = npt.NDArray[np.floating[Any]]
 
 WIDTH = 0.25
-"""Of the transition from open water to ice, in °C."""
+"""Width of the transition from open water to ice, in °C."""
 
 EDGE = -0.9
 """Temperature at which half of the sea is covered at salinity `SALINITY`, in °C."""
 
 SALINITY = 34.0
-"""psu."""
+"""Salinity, in psu, at which the edge temperature is `EDGE`."""
 
 SALT_SLOPE = -0.0543
 """Change of the edge temperature with salinity, in °C/psu: that of the freezing point."""

@@ -27,7 +27,7 @@ MISSING = np.float32(-3.33477e38)
 """What CF files have where there is no value."""
 
 NUM_LEVELS = 3
-"""Of the atmosphere in synthetic CF files; the last is the lowest."""
+"""Levels of the atmosphere in synthetic CF files; the last is the lowest."""
 
 _EMBEDDED_GRID = (90, 180)
 _EMBEDDED_TIMES = 4
@@ -52,7 +52,7 @@ def write_synthetic(
         seed: seed of the noise, at least 0.
 
     Returns:
-        What was written.
+        The paths that were written.
 
     Raises:
         DataError: a number is too small, or the folder cannot be written.
