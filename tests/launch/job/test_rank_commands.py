@@ -19,7 +19,7 @@ from lockstep.launch.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.job.job import commands as ranks
+from lockstep.launch.job import commands as ranks
 
 ARGV = [sys.executable, "train.py", "a b", "lr=1;2"]
 

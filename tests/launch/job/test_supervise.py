@@ -25,8 +25,8 @@ from lockstep.launch.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.job.job import job
-from lockstep.launch.job.job import run as supervise
+from lockstep.launch.job import job
+from lockstep.launch.job import run as supervise
 from lockstep.launch.job.run import LOG_NAME, Outcome, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
