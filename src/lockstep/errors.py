@@ -31,7 +31,7 @@ class LockstepError(ValueError):
     Attributes:
         exit_code: exit code of the command.
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
-            error the group has to be aborted, or the rest would wait for this rank for good.
+            error the group has to be aborted, or the rest would wait for this rank for ever.
         rank: rank of this process in its group; None while there was no group.
     """
 

@@ -157,7 +157,7 @@ def parse_int(text: str, *, least: int = 0, most: int = 2**63 - 1) -> int:
     """A whole number in ASCII digits, perhaps with a sign.
 
     Raises:
-        ValueError: it is none, or not in [least, most].
+        ValueError: the text is not one, or the number is not in [least, most].
     """
     text = text.strip()
     digits = text[1:] if text[:1] in ("-", "+") else text
@@ -177,7 +177,7 @@ def parse_float(text: str) -> float:
     """A finite number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not one.
     """
     try:
         value = float(text) if text.isascii() else math.nan

@@ -226,7 +226,7 @@ class MpiGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that says who is missing.
+        """A barrier that names the ranks that are missing.
 
         `torch.distributed.monitored_barrier` serves gloo only, so call this on the group.
 

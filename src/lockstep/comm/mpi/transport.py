@@ -226,7 +226,7 @@ class MpiTransport(Transport):
         MpiTransport._last = self.comm
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job: the others may wait for this one for good."""
+        """End all ranks of the job: the others may wait for this one for ever."""
         MPI.COMM_WORLD.Abort(exit_code)
 
 

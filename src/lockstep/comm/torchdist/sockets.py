@@ -35,7 +35,7 @@ class Connections:
         self._own = self._open() - self._before
 
     def shut_down(self) -> None:
-        """Have both ends of the connections see them closed; whoever waits for data is woken."""
+        """Have both ends of the connections see them closed; threads that wait for data wake up."""
         present = self._open()
         own = present - self._before if self._own is None else present & self._own
         for fd, _ in own:

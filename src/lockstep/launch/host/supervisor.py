@@ -220,7 +220,7 @@ class Supervisor:
         self._form()
 
     def _dismiss(self) -> None:
-        """The run is over: who has not yet taken part in it never will.
+        """The run is over: end the processes that have not yet taken part in it.
 
         A new process would begin with the script's first training, so none is started from now on.
         """
@@ -318,7 +318,7 @@ class Supervisor:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder, whose modules are not meant for everyone
+    del sys.path[0]  # this file's folder, whose modules would hide others of their names
     code = Supervisor(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2])).run()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

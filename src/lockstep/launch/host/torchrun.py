@@ -34,5 +34,5 @@ def torchrun(num_ranks: int, argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder, whose modules are not meant for everyone
+    del sys.path[0]  # this file's folder, whose modules would hide others of their names
     torchrun(int(sys.argv[1]), sys.argv[2:])

@@ -166,7 +166,7 @@ class Job:
         elif not self.met:
             self._look_after_start(now)
         elif self._command.launcher == "mpi":
-            # With ranks lost, mpirun may wait for good after the last one has ended, and for new
+            # With ranks lost, mpirun may wait for ever after the last one has ended, and for new
             # processes that have come too late.
             living = children(self._child.pid)
             if any(pid in self._local_pids or not _is_new(pid) for pid in living):
@@ -216,7 +216,7 @@ class Job:
             self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s{who}")
         elif self._command.launcher == "mpi":
             # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
-            # it in MPI_Init for good. On the launcher's host, ranks are mpirun's children.
+            # it in MPI_Init for ever. On the launcher's host, ranks are mpirun's children.
             for pid in children(self._child.pid):
                 if rank := variable(pid, _MPI_RANK):
                     self._ranks[rank] = pid

@@ -97,7 +97,7 @@ def prepare() -> None:
 
 
 def begin_training() -> None:
-    """From here on, an exception that nobody catches shows where the program was."""
+    """From here on, an exception that is not caught is shown with its traceback."""
     if sys.excepthook is _say:
         sys.excepthook = sys.__excepthook__
 
@@ -120,7 +120,7 @@ def _raise(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Shows an exception that ends a script: what is meant for the user is one message."""
+    """Shows an exception that ends a script; a `LockstepError` is one message."""
     from lockstep.errors import LockstepError
 
     where = traceback.extract_tb(trace, limit=1)

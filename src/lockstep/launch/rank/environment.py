@@ -1,4 +1,4 @@
-"""Where this process is: who launched it, and its place among the ranks.
+"""Where this process is: which launcher started it, and its place among the ranks.
 
 Launchers tell their ranks through environment variables. Reading them is all that happens here,
 so it can be tested without launching anything.
@@ -64,7 +64,7 @@ class Environment:
 
 
 def detect(env: Mapping[str, str]) -> Environment:
-    """Find out who launched this process.
+    """Find out which launcher started this process, and its place among the ranks.
 
     The first of these that applies:
 

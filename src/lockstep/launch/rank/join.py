@@ -20,7 +20,7 @@ _has_opened = False
 def open_transport(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
     """Meet the other ranks; every rank calls this.
 
-    One process on its own needs nobody, whoever launched it: it gets a `LocalTransport`.
+    A single process gets a `LocalTransport`, whichever launcher started it.
 
     Args:
         environment: place of this process among the ranks.
@@ -55,7 +55,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
 
 
 def free_port() -> int:
-    """A TCP port that nobody on this host listens on at the moment."""
+    """A TCP port on which nothing on this host listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -84,7 +84,7 @@ def _over_mpi(
         return MpiTransport(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
-    # A host's own name need not resolve where nobody else is there to use it.
+    # On a single host, its own name need not be known to any resolver.
     own = (LOOPBACK if _is_one_host(environment) else socket.gethostname(), free_port())
     address = world.bcast(own if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)

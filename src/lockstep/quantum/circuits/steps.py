@@ -160,7 +160,15 @@ def moved(step: Step, dtype: torch.dtype, device: torch.device) -> Step:
 
 
 def with_controls(matrix: Tensor, values: Sequence[int]) -> Tensor:
-    """A matrix that acts only where further bits, above its own, have these values."""
+    """A matrix that acts only where further bits, above its own, have these values.
+
+    Args:
+        matrix: complex matrix [..., K, K].
+        values: value 0 or 1 of each of c further bits, low bit first.
+
+    Returns:
+        Matrix [..., 2^c K, 2^c K].
+    """
     for value in values:
         size = matrix.shape[-1]
         identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
@@ -172,7 +180,16 @@ def with_controls(matrix: Tensor, values: Sequence[int]) -> Tensor:
 
 
 def act(matrix: Tensor, product: Tensor, bits: Sequence[int]) -> Tensor:
-    """A matrix [..., 2^m, 2^m] on bits (low first) of the rows of a product [..., K, K]."""
+    """The product of a matrix, which acts on some bits of the row number, and another matrix.
+
+    Args:
+        matrix: complex matrix [..., 2^m, 2^m].
+        product: complex matrix [..., K, K] to multiply it with.
+        bits: the m bits of the row number, low bit first.
+
+    Returns:
+        Matrix [..., K, K].
+    """
     *lead, size, columns = product.shape
     num_bits = size.bit_length() - 1
     if len(bits) == 1:

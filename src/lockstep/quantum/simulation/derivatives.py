@@ -77,7 +77,12 @@ class _OnlyOnce(torch.autograd.Function):
 
 
 def differentiable_once(tensor: Tensor, message: str) -> Tensor:
-    """The same tensor, whose second derivatives raise a `ConfigError` with this message."""
+    """The same tensor, of any shape, whose second derivatives raise a `ConfigError`.
+
+    Args:
+        tensor: tensor that may be differentiated once.
+        message: message of the error.
+    """
     guarded: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
     return guarded
 

@@ -79,7 +79,11 @@ class Moving:
         self._spare: Tensor | None = None
 
     def apply(self, matrix: Tensor) -> None:
-        """Apply a block to states whose axes are in its order: [B, C R K] becomes [B, K C R]."""
+        """Apply a block to states whose axes are in its order: [B, C R K] becomes [B, K C R].
+
+        Args:
+            matrix: complex matrices of the block, [B or 1, C, K, K].
+        """
         count, size = matrix.shape[1:3]
         target = self._target()
         before = self.states.view(len(target), count, -1, size)
@@ -102,7 +106,11 @@ class Moving:
             self._spare = None
 
     def undo(self, matrix: Tensor) -> None:
-        """The inverse of `apply`: [B, K C R] becomes [B, C R K]."""
+        """The inverse of `apply`: [B, K C R] becomes [B, C R K].
+
+        Args:
+            matrix: complex matrices of the block, [B or 1, C, K, K].
+        """
         count, size = matrix.shape[1:3]
         target = self._target()
         after = self.states.view(len(target), size, count, -1)

@@ -97,7 +97,13 @@ class PauliSum:
         self._diagonals: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def expectation(self, states: Tensor) -> Tensor:
-        """<ψ|H|ψ> of states [..., 2^n]: [...], real and differentiable.
+        """The expectation value <ψ|H|ψ> of the sum.
+
+        Args:
+            states: complex tensor [..., 2^n].
+
+        Returns:
+            Values [...], real, differentiable in the states.
 
         Raises:
             ConfigError: the states are of another number of qubits.
@@ -115,7 +121,17 @@ class PauliSum:
         return total
 
     def terms(self, states: Tensor) -> Tensor:
-        """The expectation value of each string without its coefficient: [..., terms]."""
+        """The expectation value of each string, without its coefficient.
+
+        Args:
+            states: complex tensor [..., 2^n].
+
+        Returns:
+            Values [..., terms], real, differentiable in the states.
+
+        Raises:
+            ConfigError: the states are of another number of qubits.
+        """
         self.check(qubits_of(states))
         return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
 

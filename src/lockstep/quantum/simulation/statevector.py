@@ -110,7 +110,18 @@ class Simulator:
         return self.state_at(self.circuit.angles(parameters.to(real)), initial)
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
-        """As `state`, from the angles [..., G] of all gates that have one."""
+        """As `state`, from the angles of all gates.
+
+        Args:
+            angles: angles in radians of the G gates that have one, real, [..., G].
+            initial: initial state instead of |0…0>, as for `state`.
+
+        Returns:
+            State [..., 2^n], as of `state`.
+
+        Raises:
+            ConfigError: an argument has another shape, or the state does not fit into memory.
+        """
         if not torch.is_grad_enabled():
             angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = self._lead(angles, initial)

@@ -113,7 +113,14 @@ class QuantumTransformer(nn.Module):
 
     @torch.no_grad()
     def encode(self, words: Tensor) -> Tensor:
-        """The states [..., L, d] of words [..., L] at positions 0..L-1."""
+        """The states of words at positions 0..L-1.
+
+        Args:
+            words: rows of the embeddings, [..., L], int64.
+
+        Returns:
+            States [..., L, d], real and of norm 1, in the dtype of the embeddings.
+        """
         length, dim = words.shape[-1], self.embeddings.shape[1]
         if len(self._positions) < length:
             self._positions = positions(length, dim).to(self.embeddings)
@@ -124,7 +131,13 @@ class QuantumTransformer(nn.Module):
         return {**self.__dict__, "_simulators": {}}
 
     def unitaries(self, restarts: Tensor | None = None) -> Tensor:
-        """V and W of all restarts, or of some: [restarts, 2, d, d], complex.
+        """V and W of all restarts, or of some.
+
+        Args:
+            restarts: numbers of the restarts, int64 [R]; all by default.
+
+        Returns:
+            Complex matrices [R, 2, d, d].
 
         Raises:
             ConfigError: they do not fit into memory.
@@ -147,7 +160,14 @@ class QuantumTransformer(nn.Module):
         )
 
     def forward(self, batch: Sentences) -> Tensor:
-        """|A|² of each sentence, for each restart: [restarts, B]."""
+        """|A|² of each sentence, for each restart.
+
+        Args:
+            batch: B sentences.
+
+        Returns:
+            Probabilities [restarts, B], real, in the dtype of the angles.
+        """
         given = transitions(self.encode(batch.words), batch.transitions)
         return probability(amplitudes(self.unitaries().unsqueeze(-3), given))
 
@@ -157,6 +177,13 @@ class QuantumTransformer(nn.Module):
         Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
         gradients of any function of the result is the gradient of that function. With more than
         one part, second derivatives are an error: they are no such sum.
+
+        Args:
+            batch: B sentences, with the part p of each.
+            num_parts: number P of parts.
+
+        Returns:
+            Probabilities [restarts, B], those of whole sentences.
         """
         states = self.encode(batch.words)
         matrices = self.unitaries().unsqueeze(-3)
@@ -173,7 +200,15 @@ class QuantumTransformer(nn.Module):
         return probability(whole + (part - part.detach()))
 
     def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
-        """As `forward`, for a part of the restarts of each sentence: [restarts / P, B]."""
+        """As `forward`, for a part of the restarts of each sentence.
+
+        Args:
+            batch: B sentences, with the part p of each.
+            num_parts: number P of parts, a divisor of the number of restarts.
+
+        Returns:
+            Probabilities [restarts / P, B].
+        """
         size = len(self.angles) // num_parts
         chosen, index = torch.unique(batch.parts, return_inverse=True)
         restarts = (chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
@@ -200,6 +235,9 @@ class QuantumTransformer(nn.Module):
                 probability; None is exact. Needs `shift`.
             num_parts: number P of parts of the gradient, with `shift`: part p has gradients in the
                 angles p·N/P .. (p + 1)·N/P of a restart's N only.
+
+        Returns:
+            Probabilities [restarts, B], real; with `shots`, estimates of them.
 
         Raises:
             ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
@@ -233,8 +271,8 @@ class QuantumTransformer(nn.Module):
         """The superposition circuit of a sentence, given as rows of the embeddings.
 
         Raises:
-            ConfigError: there are fewer than two words, a row is none, or the circuit does not fit
-                into memory.
+            ConfigError: there are fewer than two words, the embeddings have no such row, or the
+                circuit does not fit into memory.
         """
         count = len(self.embeddings)
         wrong = [row for row in words if not 0 <= as_integer(row, "word") < count]

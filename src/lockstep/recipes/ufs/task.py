@@ -137,8 +137,8 @@ class Ufs(Task):
     def adopt(self, model: nn.Module) -> None:
         """Normalise with the statistics of a trained model, whatever those of the rows are."""
         assert isinstance(model, SeaIceNet)
-        # The model has its statistics in float32. Of the rows it was trained on, the exact ones are
-        # at hand: with them the rows are those of the training to the last bit.
+        # The model has its statistics in float32. For the rows it was trained on, the exact ones
+        # are known: with them the rows are those of the training to the last bit.
         trained, own = model.scale(), self.scale
         rounded = (np.float32(array) for array in vars(own).values())
         if not all(map(np.array_equal, rounded, vars(trained).values())):

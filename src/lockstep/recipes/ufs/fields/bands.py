@@ -178,7 +178,14 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
 
 
 def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
-    """Some of a band's arrays, by the names in `Band`; no others are read.
+    """Some of a band's arrays; no others are read.
+
+    Args:
+        path: file of the band.
+        names: names of attributes of `Band`.
+
+    Returns:
+        The arrays, in the order of the names.
 
     Raises:
         DataError: the file is damaged: an array has another checksum than when it was written.

@@ -78,6 +78,9 @@ class Scene(ABC):
 
         Of a grid with more than `most` cells, every second, third, … row and column is looked at.
         Cells without a place are left out.
+
+        Args:
+            most: approximate number of cells that are looked at.
         """
         height, width = self.shape
         stride = math.ceil(math.sqrt(height * width / most))

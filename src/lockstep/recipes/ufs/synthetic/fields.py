@@ -22,25 +22,46 @@ _NUM_WAVES = 16
 
 
 def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
-    """Cell centres of a regular grid in degrees: latitude from south to north, longitude from 0."""
+    """Cell centres of a regular grid.
+
+    Args:
+        num_latitudes: number of rows.
+        num_longitudes: number of columns.
+
+    Returns:
+        Latitudes [num_latitudes] from south to north and longitudes [num_longitudes] from 0, both
+        in degrees, float64.
+    """
     latitude = -90 + (np.arange(num_latitudes) + 0.5) * 180 / num_latitudes
     longitude = (np.arange(num_longitudes) + 0.5) * 360 / num_longitudes
     return latitude, longitude
 
 
 def land(latitude: Floats, longitude: Floats, seed: int) -> npt.NDArray[np.bool_]:
-    """Continents [latitude, longitude]: the same at all times."""
+    """Which cells are land: the same at all times.
+
+    Args:
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        seed: seed of the continents' shapes.
+
+    Returns:
+        Bool [num_latitudes, num_longitudes].
+    """
     return _waves(latitude, longitude, _generator(seed, "land", 0)) > 0.6
 
 
 def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
-    """All variables [latitude, longitude] by short name, in their units (temperatures in °C).
+    """All variables by short name, in their units (temperatures in °C).
 
     Args:
         latitude: latitudes in degrees, [num_latitudes].
         longitude: longitudes in degrees, [num_longitudes].
         time: number of the time, from 0; neighbouring times share their large-scale patterns.
         seed: seed of all noise.
+
+    Returns:
+        For each variable, [num_latitudes, num_longitudes], float32.
     """
 
     def smooth(name: str) -> Floats:
