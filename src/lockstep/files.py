@@ -104,7 +104,7 @@ def read_text(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = F
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """As `replacing_binary`, for UTF-8 text; what has no form in UTF-8 is escaped."""
+    """As `replacing_binary`, for UTF-8 text; what UTF-8 cannot encode is escaped."""
     with replacing_binary(path) as binary:
         file = TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", newline="")
         yield file

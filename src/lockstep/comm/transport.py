@@ -33,7 +33,7 @@ class GroupBroken(Exception):
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
-    """Where each part starts when parts of these sizes lie one behind the other."""
+    """The start of each part when parts of these sizes lie one behind the other."""
     return [0, *accumulate(counts)][:-1]
 
 

@@ -59,7 +59,7 @@ class ElasticSampler:
         return step // self.steps_per_epoch
 
     def step_size(self, step: int) -> int:
-        """How many samples the global batch of a step has."""
+        """The number of samples in the global batch of a step."""
         start = step % self.steps_per_epoch * self._batch_size
         return min(self._batch_size, self.num_samples - start)
 
@@ -71,7 +71,7 @@ class ElasticSampler:
         return self._order[start + first : start + last]
 
     def microbatch_size(self, step: int, microbatch: int) -> int:
-        """How many samples a microbatch has."""
+        """The number of samples in a microbatch, which may be 0."""
         return len(self._ranges(self.step_size(step))[microbatch])
 
     def _ranges(self, size: int) -> list[Range]:

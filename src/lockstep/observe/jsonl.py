@@ -99,7 +99,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def end_of_events(path: Path) -> int:
-    """Where rows to come will start, in bytes: give it to `follow_events` to skip those before.
+    """The offset in bytes at which new rows will start: `start` for `follow_events`.
 
     Raises:
         RunDirectoryError: the file is there but cannot be read.

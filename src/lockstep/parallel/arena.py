@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
 
 def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
-    """For each segment, the elements of each of `size` ranks: whole blocks."""
+    """For each segment, the range of elements of each of `size` ranks: whole blocks."""
     return [
         [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
         for s in segments
@@ -89,7 +89,7 @@ class Arena:
 
 
 class ArenaLayout:
-    """Where header, rows, segments and scalars lie."""
+    """The places of header, rows, segments and scalars in an arena's bytes."""
 
     def __init__(self, segments: Sequence[Segment], num_scalars: int, num_header: int) -> None:
         self.segments = tuple(segments)

@@ -96,7 +96,7 @@ class WholeNodes(Exchange):
         add_up(self._rows, self._plan)
 
     def headers(self) -> Tensor:
-        """What came with the nodes."""
+        """The headers that came with the nodes."""
         return torch.stack([a.header for a in self._arenas])
 
 
@@ -146,7 +146,7 @@ class Slices(Exchange):
                 gather_slices(self._transport, self.total.segments[segment], slices)
 
     def headers(self) -> Tensor:
-        """What came with the scalars."""
+        """The headers that came with the scalars."""
         return torch.stack([a.header for a in self._inbox])
 
     def _run_small(self) -> None:

@@ -20,7 +20,7 @@ class Range(NamedTuple):
     last: int
 
     def __len__(self) -> int:
-        """How many integers the range holds."""
+        """The number of integers in the range."""
         return self.last - self.first
 
 

@@ -1,4 +1,4 @@
-"""What a task may be able to do beside training: commands ask for it by these protocols."""
+"""Protocols for what a task may offer besides training, by which commands ask for it."""
 
 from __future__ import annotations
 

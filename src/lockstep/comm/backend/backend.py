@@ -100,7 +100,7 @@ def init_process_group(
 
 
 def _create_group(made: Any, world: MpiWorld | None) -> MpiProcessGroup:
-    """What torch calls for every new group, on the members only.
+    """Make a new group: torch calls this on the group's members only.
 
     Args:
         made: torch's `_DistributedBackendOptions`, which describe the group.

@@ -98,11 +98,11 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, as its maker said."""
+        """The description of the group that its maker gave."""
         return self._desc
 
     def getGroupDesc(self) -> str:
-        """What the group is for, as torch's C++ side asks for it."""
+        """The description of the group, as torch's C++ side asks for it."""
         return self._desc
 
     # The answers of a backend, as FSDP2, checkpointing and object collectives ask for them.

@@ -24,7 +24,7 @@ _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
 @dataclass(frozen=True)
 class Growth:
-    """How lost ranks are replaced.
+    """The replacement of lost ranks.
 
     Attributes:
         size: number of ranks to come back to.
@@ -44,7 +44,7 @@ class MpiTransport(Transport):
     """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
 
     Args:
-        growth: how many lost ranks are replaced, and by which command; None replaces none.
+        growth: number of ranks that may be replaced, and their command; None replaces none.
 
     Attributes:
         comm: communicator of the present group.

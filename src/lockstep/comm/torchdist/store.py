@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 LOOPBACK = "127.0.0.1"
 
 _hosted: dict[int, TCPStore] = {}
-"""By port. They live as long as this process: another rank may have connected already for a
+"""Stores by port. They live as long as this process: another rank may have connected already for a
 script's next training when this one ends the training before."""
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

@@ -48,7 +48,7 @@ def is_held(pid: int) -> bool:
 
 
 def variable(pid: int, name: str) -> str:
-    """What an environment variable was when a process began; empty if it was not set."""
+    """An environment variable as it was when a process began; empty if it was not set."""
     with contextlib.suppress(OSError):
         for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             key, _, value = item.partition(b"=")

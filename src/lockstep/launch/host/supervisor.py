@@ -86,7 +86,7 @@ class _Rank:
 
     @property
     def exit_code(self) -> int:
-        """As shells count: a signal is 128 + its number."""
+        """Exit code as shells have it: 128 + the number of a signal."""
         code = self.process.returncode or 0
         return 128 - code if code < 0 else code
 
@@ -308,7 +308,7 @@ class Supervisor:
                 rank.process.kill()
 
     def _exit_code(self) -> int:
-        """Of the run: a rank that others have outlived does not count."""
+        """Exit code of the run: a rank that others have survived does not count."""
         if self._aborted is not None:
             return self._aborted
         if self._first_failure is not None:

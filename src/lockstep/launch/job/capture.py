@@ -16,7 +16,7 @@ _TERMINATE_S = 3.0
 
 @dataclass(frozen=True)
 class Captured:
-    """What came of a command.
+    """The result of a command.
 
     Attributes:
         exit_code: exit code of the command, negative for a signal; None if it ran out of time.

@@ -113,7 +113,7 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """Of the command, once it has ended; a signal counts as 128 + its number."""
+        """Exit code of the command, once it has ended; 128 + the number of a signal."""
         code = self._child.returncode
         return 128 - code if code < 0 else code
 

@@ -20,10 +20,11 @@ Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 # SLURM numbers what is no `srun` step (batch script, interactive shell, …) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFFA
 REPLACE = "LOCKSTEP_MPI_REPLACE"
-"""Of ranks under mpirun: how many killed ones may be replaced."""
+"""Variable of ranks under mpirun: the number of killed ones that may be replaced."""
 
 SLOT, SIZE = "LOCKSTEP_MPI_SLOT", "LOCKSTEP_MPI_SIZE"
-"""Of a process that ranks under mpirun have started: its number, and how many there were first."""
+"""Variables of a process that ranks under mpirun have started: its number, and how many ranks there
+were first."""
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
@@ -259,7 +260,7 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
 
 
 def _slurm_master(env: Mapping[str, str], step: int) -> tuple[str, int]:
-    """Where the ranks of a step meet: the user's choice first."""
+    """Host and port at which the ranks of a step meet: the user's choice first."""
     address = env.get("MASTER_ADDR")
     if not address:
         address = first_host(_text(env, "SLURM_STEP_NODELIST", "srun sets it; or set MASTER_ADDR"))

@@ -95,7 +95,7 @@ def _is_one_host(environment: Environment) -> bool:
 
 
 def _newcomer_argv(environment: Environment, number: int) -> list[str]:
-    """What the newcomer of a number, counted from 0, runs: this process's own command."""
+    """The command of newcomer `number`, from 0: this process's own, with other variables."""
     variables = {
         SLOT: environment.world_size + number,
         SIZE: environment.world_size,

@@ -26,7 +26,7 @@ class _Numbers:
 
     @property
     def size(self) -> int:
-        """How many there are; may be more than `len` can tell."""
+        """The number of numbers; may be more than `len` can return."""
         return self.last - self.first + 1
 
     def __getitem__(self, index: int) -> str:
@@ -47,7 +47,7 @@ class _Hosts:
 
     @property
     def size(self) -> int:
-        """How many hosts these are."""
+        """The number of hosts."""
         return math.prod(map(_size, self.groups))
 
     def __getitem__(self, index: int) -> str:

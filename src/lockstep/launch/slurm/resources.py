@@ -64,7 +64,7 @@ class Resources:
 
     @property
     def patience_s(self) -> int:
-        """How long ranks that were told to stop may take for it, before they are ended."""
+        """Seconds that ranks which were told to stop may take for it, before they are ended."""
         return max(self.signal_before_s // 2, self.signal_before_s - 30)
 
 

@@ -15,7 +15,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.slurm.resources import Resources
 
 FIRST_COMMENT = "# Written by `lockstep slurm`"
-"""How the second line of every script begins: a file without it is the user's own."""
+"""The beginning of the second line of every script: a file without it is the user's own."""
 
 RUN_DIR = "${run_dir}"
 """Stands for the job's run directory in a rank's arguments and environment variables."""
@@ -109,7 +109,7 @@ def _directives(job: BatchJob) -> list[str]:
 
 
 def _setting(job: BatchJob) -> list[str]:
-    """Where things are, and the environment variables."""
+    """The lines that set the run directory and the environment variables."""
     if job.run_dir is None:
         base, suffix = job.work_dir / "runs" / job.name, '-"$job"'
     else:

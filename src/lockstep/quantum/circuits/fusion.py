@@ -203,7 +203,7 @@ def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:
 
 
 class _Axes:
-    """Where each qubit's axis is, and the moves that brought it there.
+    """The place of each qubit's axis, and the moves that brought it there.
 
     Attributes:
         ranks: qubits whose bits make up the rank's number, high bit first.

@@ -25,7 +25,7 @@ _Z: Matrix = ((1, 0), (0, -1))
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What gates of one name do.
+    """The matrix of all gates of one name, as a function of their angle.
 
     Attributes:
         num_targets: number of qubits it acts on, without controls.

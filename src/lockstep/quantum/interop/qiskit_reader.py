@@ -209,7 +209,7 @@ class _Reader:
         raise _not_linear(value, name)
 
     def _terms(self, value: Any, name: str) -> list[Angle]:
-        """What adds up to an angle: one with each of its parameters, or a number."""
+        """The terms of an angle: one with each of its parameters, or a number."""
         try:
             free = [p for p in getattr(value, "parameters", ()) if value.gradient(p) != 0]
             slopes = [float(value.gradient(p)) for p in free]

@@ -246,5 +246,5 @@ def added_up(local: Tensor, transport: Transport | None) -> Tensor:
 
 
 def _inverse(permutation: Sequence[int]) -> list[int]:
-    """What undoes a permutation of axes."""
+    """The inverse of a permutation of axes."""
     return sorted(range(len(permutation)), key=permutation.__getitem__)

@@ -77,10 +77,10 @@ def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice:
     """Check that no more memory is needed than there is.
 
     Args:
-        what: what needs the memory; begins the message.
+        what: name of what needs the memory; begins the message.
         need: memory needed, in bytes.
         device: device whose memory counts.
-        advice: what the user can do; ends the message.
+        advice: sentence part with what the user can do; ends the message.
 
     Raises:
         ConfigError: it is; says how many bytes are needed, and how many there are.

@@ -53,7 +53,7 @@ class QuantumConfig(TrainConfig):
     shots: Positive | None = None
     """Measurements that estimate each probability; exact without."""
     deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
-    """What is dealt out to the ranks: sentences, or parts of the work on each of them."""
+    """The work that is distributed over ranks: sentences, or parts of the work on each."""
     parts: Positive = 1
     """Parts of the work on a sentence, where `deal` is not `sentences`."""
     shards: Literal["split", "strided"] = "split"

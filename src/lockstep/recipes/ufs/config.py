@@ -41,7 +41,7 @@ class UfsConfig(TrainConfig):
     ocean: Files = Field((), json_schema_extra=NO_OUTCOME)
     """The ocean's files of CF pairs, one for each of `atmosphere`, in the same order."""
     cache_dir: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """Where rows that were read are kept; `$XDG_CACHE_HOME/lockstep/ufs` without it."""
+    """Folder in which rows that were read are kept; `$XDG_CACHE_HOME/lockstep/ufs` by default."""
     level: int | None = None
     """Number of the model level of upper-air fields; the lowest in height without it."""
 

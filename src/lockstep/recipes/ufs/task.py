@@ -179,7 +179,7 @@ class Ufs(Task):
 
     @property
     def cache(self) -> Path:
-        """Where rows that were read are kept."""
+        """The folder in which rows that were read are kept."""
         if self.config.cache_dir is not None:
             return self.config.cache_dir.expanduser()
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

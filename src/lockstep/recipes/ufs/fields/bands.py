@@ -269,7 +269,7 @@ def _ranges(scene: Scene) -> Iterator[slice]:
 
 
 def _hint(counts: npt.NDArray[np.int64], selection: Selection) -> str:
-    """Where to look, by the count that is the first to be 0."""
+    """The setting or variable to look at, by the first count that is 0."""
     hints = (
         "the grid, which has no cells",
         "umask or sea_water_cell_thickness, which say that all is land",

@@ -90,14 +90,14 @@ class PairScene(Scene):
         self._index(self._files["ocean"], THICKNESS)
 
     def ocean(self, rows: slice) -> Bools:
-        """Where the ocean's uppermost cell has a thickness above 0 and at most 500 m."""
+        """Which cells are ocean: those whose uppermost layer is above 0 and at most 500 m thick."""
         file = self._files["ocean"]
         thickness = file.read(THICKNESS, (rows, slice(None), self._index(file, THICKNESS)))
         is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
         return is_ocean
 
     def coordinates(self, rows: slice) -> Places:
-        """The axes, spread over the cells."""
+        """Latitude and longitude: the axes, expanded to all cells."""
         latitude, longitude = np.meshgrid(self._latitude[rows], self._longitude, indexing="ij")
         return np.ma.asarray(latitude), np.ma.asarray(longitude)
 

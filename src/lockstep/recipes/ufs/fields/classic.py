@@ -143,7 +143,7 @@ class _Header:
             self._skip(_padded(element * self._count()))
 
     def _list_of(self, kind: int) -> int:
-        """How many entries a list has; of an absent list both numbers are 0."""
+        """The number of entries of a list; an absent list has 0 for its kind and its count."""
         tag, count = self._number(4), self._count()
         if tag != kind and (tag or count):
             raise Damaged(f"its header has {tag} where a list of kind {kind} must be")

@@ -1,4 +1,4 @@
-"""What the numbers of a NetCDF variable stand for: missing values, packing.
+"""Decoding the numbers of a NetCDF variable: missing values, packing.
 
 The netCDF library ignores, with a warning, attributes that do not fit a variable. Here they are
 refused: a missing value that is not recognised is a wrong value. What fits has the meaning that
@@ -35,7 +35,7 @@ _DEFAULT_FILL: Mapping[str, float] = MappingProxyType(
         "f4": 9.969209968386869e36, "f8": 9.969209968386869e36,
     }
 )  # fmt: skip
-"""What the library writes where nothing was written, if there is no `_FillValue`."""
+"""The library's fill value of each type, for values that were never written."""
 
 
 def decoded(stored: Numbers, attributes: Mapping[str, Any]) -> Masked:

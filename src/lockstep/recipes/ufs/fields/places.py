@@ -1,4 +1,4 @@
-"""Where the cells of a grid are: degrees, not radians, and the same in all files."""
+"""Checks of the places of a grid's cells: degrees, not radians, and the same in all files."""
 
 from __future__ import annotations
 

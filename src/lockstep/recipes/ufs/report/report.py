@@ -63,7 +63,7 @@ class Report:
             net: trained network on the CPU.
             splits: all rows there are, by split.
             split: name of the split that figures are about.
-            ground: what is known of the grid at the time that maps show, the first one of the
+            ground: properties of the grid at the time that maps show, the first one of the
                 split.
         """
         self._net = net

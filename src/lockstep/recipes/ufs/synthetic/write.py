@@ -24,7 +24,7 @@ from lockstep.recipes.ufs.fields.variables import (
 from lockstep.recipes.ufs.synthetic.fields import Fields, fields, grid, land
 
 MISSING = np.float32(-3.33477e38)
-"""What CF files have where there is no value."""
+"""The number in CF files that stands for a missing value."""
 
 NUM_LEVELS = 3
 """Levels of the atmosphere in synthetic CF files; the last is the lowest."""
