@@ -10,8 +10,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[bo
     """The folders with this process's limits: of its own group and of those around it.
 
     Args:
-        controller: of version 1, such as `cpu` or `memory`.
-        root: where the file systems `/proc` and `/sys` are.
+        controller: name of a controller of version 1, such as `cpu` or `memory`.
+        root: folder in which the file systems `/proc` and `/sys` are.
 
     Yields:
         Whether the group is of version 2, and its folder, which need not be there.

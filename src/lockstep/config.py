@@ -38,7 +38,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Checked(_ModelMetaclass):
-    """Makes what a config class is called with a `ConfigError` where it does not fit."""
+    """Turns pydantic's errors about a config class's arguments into a `ConfigError`."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         try:
@@ -339,5 +339,7 @@ def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], so
 def _section(kind: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
     """The class of a section of a config class, if there is such a section."""
     field = kind.model_fields.get(name) if kind else None
-    found = field.annotation if field else None
-    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+    annotation = field.annotation if field else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )

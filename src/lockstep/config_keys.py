@@ -1,4 +1,4 @@
-"""The dotted keys of a config, and what to say of one that is not there."""
+"""The dotted keys of a config, and the message for one that does not exist."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "workers": "data.num_workers",
     }
 )
-"""What other libraries call our keys, where the names are not alike."""
+"""Names that other libraries have for Lockstep's keys, where they are not similar."""
 
 
 def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All dotted keys of a config class; a section's name alone is none."""
+    """All dotted keys of a config class; the name of a section alone is not a key."""
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from keys(field.annotation, f"{prefix}{name}.")
@@ -54,7 +54,7 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(kind: type[BaseModel], key: str) -> str:
-    """That a config has no such key, and which one may be meant."""
+    """The message that a config has no such key, with the one that may be meant."""
     nearest = _nearest(list(keys(kind)), key)
     return f"unknown key {shown(key)}" + (f"; did you mean {nearest}?" if nearest else "")
 
@@ -69,5 +69,5 @@ def _nearest(known: list[str], key: str) -> str | None:
         return difflib.get_close_matches(plain, same, n=1, cutoff=0.0)[0]
     # A key is often given without its section.
     names = {k.rpartition(".")[2]: k for k in reversed(known)} | {k: k for k in known}
-    found = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(plain, names, n=1, cutoff=0.6)
+    return names[matches[0]] if matches else None

@@ -29,10 +29,10 @@ class LockstepError(ValueError):
     """Base of all errors meant for the user; long messages are shortened.
 
     Attributes:
-        exit_code: what the command exits with.
+        exit_code: exit code of the command.
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
-            error the group has to be aborted, or the rest would wait for this rank for good.
-        rank: the one this process had in its group; None while there was no group.
+            error the group has to be aborted, or the rest would wait for this rank for ever.
+        rank: rank of this process in its group; None while there was no group.
     """
 
     exit_code = 2

@@ -1,8 +1,8 @@
-"""Opening, reading and replacing files that others may have prepared.
+"""Opening, reading and replacing files that someone else may have prepared.
 
 A run directory, a config or a dataset may come from someone else. So a file is opened only if it
 is a regular one: a FIFO would keep its reader waiting, a device would never end. In a run
-directory links are not followed either, and new files get names nobody can foresee.
+directory links are not followed either, and new files get names that cannot be guessed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow_links: bool = F
     """A file descriptor of a regular file; it never waits.
 
     Args:
-        path: the file.
-        flags: of `os.open`; `O_CREAT` makes a file with the permissions of the umask.
+        path: path of the file.
+        flags: flags of `os.open`; `O_CREAT` makes a file with the permissions of the umask.
         follow_links: whether `path` may be a symbolic link; the folders above it may always be.
 
     Raises:
@@ -76,16 +76,16 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = 
     """The content of a regular file.
 
     Args:
-        path: the file.
-        limit: the most bytes it may hold.
-        follow_links: as in `open_regular`.
+        path: path of the file.
+        limit: greatest number of bytes that it may hold.
+        follow_links: whether `path` may be a symbolic link, as in `open_regular`.
 
     Raises:
         OSError: as `open_regular`, or the file is larger.
     """
     with open_to_read(path, follow_links=follow_links) as file:
         size = os.fstat(file.fileno()).st_size
-        # What the size says is not read to find out; what grows meanwhile is not read on.
+        # A file that is too large is not read at all; one that grows meanwhile is not read on.
         data = file.read(limit + 1) if size <= limit else b""
     if max(size, len(data)) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", str(path))
@@ -104,7 +104,7 @@ def read_text(path: Path, limit: int = MAX_TEXT_BYTES, *, follow_links: bool = F
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """As `replacing_binary`, for UTF-8 text; what has no form in UTF-8 is escaped."""
+    """As `replacing_binary`, for UTF-8 text; what UTF-8 cannot encode is escaped."""
     with replacing_binary(path) as binary:
         file = TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", newline="")
         yield file
@@ -147,12 +147,12 @@ def create_beside(path: Path) -> tuple[Path, int]:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A hidden name in the folder of `path` that nobody can foresee: `.name.random.tmp`."""
+    """A hidden name in the folder of `path` that cannot be guessed: `.name.random.tmp`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What killed processes have left of `temporary_beside` in a folder."""
+    """The files in a folder with names of `temporary_beside`, left by killed processes."""
     return [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name)]
 
 

@@ -101,8 +101,9 @@ def as_type(kind: type[T], value: Any) -> T:
     """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
 
     Args:
-        kind: a dataclass, or built of lists, tuples, dicts, unions, literals, numbers and texts.
-        value: its fields as an object, tuples as lists.
+        kind: a dataclass, or a type built of lists, tuples, dicts, unions, literals, numbers and
+            texts.
+        value: value as JSON has it: objects for dataclasses, lists for tuples.
 
     Raises:
         ValueError: names the first field that is missing, unknown or does not fit.
@@ -156,7 +157,7 @@ def parse_int(text: str, *, least: int = 0, most: int = 2**63 - 1) -> int:
     """A whole number in ASCII digits, perhaps with a sign.
 
     Raises:
-        ValueError: it is none, or not in [least, most].
+        ValueError: the text is not one, or the number is not in [least, most].
     """
     text = text.strip()
     digits = text[1:] if text[:1] in ("-", "+") else text
@@ -176,7 +177,7 @@ def parse_float(text: str) -> float:
     """A finite number.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not one.
     """
     try:
         value = float(text) if text.isascii() else math.nan

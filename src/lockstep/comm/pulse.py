@@ -38,18 +38,18 @@ class Pulse:
         return self._fd
 
     def beat(self) -> None:
-        """Something was done."""
+        """Note that something was done."""
         self._memory[0] += 1
 
     def wait(self) -> None:
-        """From here on this process may stand still because of others."""
+        """Note that from now on this process may stand still because of other ranks."""
         self._memory[1] = 1
 
     def go(self) -> None:
-        """From here on it works by itself again."""
+        """Note that from now on it works by itself again."""
         self._memory[0] += 1
         self._memory[1] = 0
 
     def arm(self) -> None:
-        """It has got going: from now on it counts as hanging when it does not beat for long."""
+        """Note that it has got going: from now on, a long time without a beat is a hang."""
         self._memory[2] = 1

@@ -28,12 +28,12 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 class GroupBroken(Exception):
     """A collective was not completed: a rank has died, or another one has given the group up.
 
-    Not an error for the user: who catches it calls `Transport.regroup` and goes on.
+    Not an error for the user: the engine catches it, calls `Transport.regroup` and goes on.
     """
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
-    """Where each part starts when parts of these sizes lie one behind the other."""
+    """The start of each part when parts of these sizes lie one behind the other."""
     return [0, *accumulate(counts)][:-1]
 
 
@@ -65,12 +65,12 @@ class Transport(ABC):
     can, or leave: the others may be waiting for it in another collective.
 
     Attributes:
-        name: of what carries the bytes.
+        name: name of what carries the bytes.
         rank: position of this process in the present group.
-        size: number of processes in it.
+        size: number of processes in the present group.
         can_regroup: whether the group can go on without ranks that die.
-        failures: what a collective raises when a rank is lost.
-        pulse: of this process.
+        failures: kinds of exception that a collective raises when a rank is lost.
+        pulse: sign of life of this process, for its watchdog.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Transport(ABC):
         If it is interrupted, `out` may hold anything, also where `own` was a part of it.
 
         Args:
-            own: `counts[rank]` elements; may be its own place inside `out`.
-            out: `sum(counts)` elements.
-            counts: elements of each rank.
+            own: this rank's `counts[rank]` elements; may be their own place inside `out`.
+            out: memory for `sum(counts)` elements.
+            counts: number of elements of each rank.
         """
 
     @abstractmethod
@@ -103,9 +103,14 @@ class Transport(ABC):
         recv: Tensor,
         recv_counts: Sequence[int],
     ) -> None:
-        """Send to rank r `send[send_offsets[r]:][:send_counts[r]]`.
+        """Send a part of `send` to each rank, and receive one from each.
 
-        `recv` gets what came from ranks 0, 1, … one behind the other, `recv_counts[r]` each.
+        Args:
+            send: elements to send; rank r gets `send[send_offsets[r]:][:send_counts[r]]`.
+            send_counts: number of elements for each rank.
+            send_offsets: index in `send` of the first element for each rank.
+            recv: memory for `sum(recv_counts)` elements, those of ranks 0, 1, … in order.
+            recv_counts: number of elements from each rank.
         """
 
     @abstractmethod
@@ -129,7 +134,7 @@ class Transport(ABC):
         return False
 
     def regroup(self, takes_in: bool = False) -> None:
-        """Leave dead ranks behind: `rank` and `size` change.
+        """Go on without dead ranks: `rank` and `size` change.
 
         A collective of the survivors, who keep their order; newcomers get the highest ranks.
 
@@ -149,7 +154,7 @@ class Transport(ABC):
         return False
 
     def withdraw(self) -> NoReturn:
-        """End this process, a newcomer the others do not want; they see it die and regroup."""
+        """End this process, a newcomer that the others refuse; they see it die and regroup."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("is dead")
 

@@ -1,4 +1,4 @@
-"""Random generators that a program holds of its own, beside the global ones."""
+"""Random generators that a program holds itself, beside the global ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_global(value: object) -> bool:
 
 
 def generator_state(generator: AnyGenerator) -> object:
-    """What differs as soon as a number has been drawn; can be compared, and shown by `repr`."""
+    """A value that changes with each number drawn; can be compared, and shown by `repr`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
@@ -61,7 +61,7 @@ class IdleGenerators:
         self.mark()
 
     def mark(self) -> None:
-        """Take them as they are now: they have moved alike on all ranks."""
+        """Take the present states as the expected ones: they are the same on all ranks."""
         self._states = {path: generator_state(g) for path, g in self._generators.items()}
 
     def check(self) -> None:

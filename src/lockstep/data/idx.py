@@ -44,7 +44,7 @@ def read_idx(path: Path | str) -> Tensor:
     Memory is bounded by what the file really holds, whatever its header claims.
 
     Args:
-        path: the file.
+        path: path of the file.
 
     Returns:
         A tensor of the file's shape and type: uint8, int8, int16, int32, float32 or float64.
@@ -71,8 +71,8 @@ def write_idx(path: Path | str, tensor: Tensor) -> None:
     """Write a tensor as an IDX file; gzipped, with reproducible bytes, if `path` ends in `.gz`.
 
     Args:
-        path: the file; overwritten if it exists.
-        tensor: of any shape; uint8, int8, int16, int32, float32 or float64.
+        path: path of the file; overwritten if it exists.
+        tensor: tensor of any shape; uint8, int8, int16, int32, float32 or float64.
 
     Raises:
         DataError: IDX has no code for the tensor's dtype, or the file cannot be written.
@@ -95,7 +95,7 @@ def find_idx(folder: Path | str, stem: str) -> Path:
     """The IDX file called `stem` in a folder, under any of the names in use.
 
     Args:
-        folder: where to look; folders below it are not searched.
+        folder: folder to look in; folders below it are not searched.
         stem: the name with a dash, such as `train-images-idx3-ubyte`. The spelling with a dot
             (`train-images.idx3-ubyte`) and `.gz` at the end are found too, plain files first.
 
@@ -115,8 +115,8 @@ def read_labelled(folder: Path | str, prefix: str) -> tuple[Tensor, Tensor]:
     """The images and labels of `<prefix>-images-idx3-ubyte` and `<prefix>-labels-idx1-ubyte`.
 
     Args:
-        folder: where the two files are.
-        prefix: `train` or `t10k` in MNIST and the datasets made after it.
+        folder: folder with the two files.
+        prefix: prefix of the names: `train` or `t10k` in MNIST and the datasets made after it.
 
     Returns:
         Images [N, H, W] as uint8 and labels [N] as int64, none of the sizes 0.

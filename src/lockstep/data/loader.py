@@ -22,7 +22,12 @@ Collate = Callable[[list[Any]], Batch]
 
 
 class Request(NamedTuple):
-    """The samples of one microbatch and the random state they are fetched with."""
+    """The samples of one microbatch and the random state they are fetched with.
+
+    Attributes:
+        key: seed of the global generators, 63 bits.
+        indices: indices of the samples in the dataset, int64 [N].
+    """
 
     key: int
     indices: Tensor
@@ -39,7 +44,7 @@ class Fetcher(Dataset[Batch]):
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
-        """Fetch from `dataset`; `collate` makes batches of samples, None as torch does."""
+        """Fetch from `dataset`; `collate` makes a batch of samples, by default as torch does."""
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
         self.watched = IdleGenerators({})
@@ -89,8 +94,8 @@ class Loader:
     """Microbatches in the order in which a rank computes them.
 
     Attributes:
-        dataset: that the samples come from.
-        num_workers: processes that fetch; 0 fetches in this one.
+        dataset: dataset that the samples come from.
+        num_workers: number of processes that fetch; 0 fetches in this one.
     """
 
     def __init__(

@@ -19,9 +19,9 @@ class Moments:
     """Count, sum and sum of squares of numbers, without any rounding.
 
     Attributes:
-        count: how many numbers.
-        total: their sum.
-        squares: the sum of their squares.
+        count: number of numbers.
+        total: exact sum of the numbers.
+        squares: exact sum of their squares.
     """
 
     count: int = 0
@@ -30,17 +30,17 @@ class Moments:
 
     @classmethod
     def of(cls, values: npt.NDArray[np.float32]) -> Moments:
-        """Of finite float32 numbers, in one dim."""
+        """The moments of finite numbers [N], float32."""
         assert values.dtype == np.float32
-        found = cls()
+        moments = cls()
         for first in range(0, len(values), _CHUNK):
             chunk = values[first : first + _CHUNK].astype(np.float64)
             # The square of a 24-bit number has 48 bits: exact in float64.
-            found += cls(len(chunk), _exact_sum(chunk), _exact_sum(chunk * chunk))
-        return found
+            moments += cls(len(chunk), _exact_sum(chunk), _exact_sum(chunk * chunk))
+        return moments
 
     def __add__(self, other: Moments) -> Moments:
-        """Of both sets of numbers together."""
+        """The moments of both sets of numbers together."""
         return Moments(
             self.count + other.count, self.total + other.total, self.squares + other.squares
         )

@@ -1,4 +1,4 @@
-"""Random state that depends on what is computed, never on who computes it."""
+"""Random state that depends on what is computed, never on the process that computes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def seed_all(key: int) -> None:
 
 
 def generator(device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator of one's own for the microbatch, sample or step that is being computed.
+    """A new generator for the microbatch, sample or step that is being computed.
 
     It is seeded with a number drawn from torch's global state, which is set for each microbatch.
     Make it anew each time, in `Task.loss`, `Task.after_step` or the dataset: one that is kept

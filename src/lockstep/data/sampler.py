@@ -15,10 +15,11 @@ from lockstep.parallel.layout import Range, split
 
 
 class ElasticSampler:
-    """Deals out every sample once an epoch, in an order drawn anew for each epoch.
+    """Assigns every sample to one step of an epoch, in an order drawn anew for each epoch.
 
     Attributes:
-        steps_per_epoch: the last one of an epoch may be smaller; no sample is dropped.
+        steps_per_epoch: number of steps in an epoch; the last one may be smaller, no sample is
+            dropped.
     """
 
     def __init__(
@@ -30,6 +31,13 @@ class ElasticSampler:
         shuffle: bool = True,
     ) -> None:
         """Make a sampler.
+
+        Args:
+            num_samples: number of samples of the dataset, at least 1.
+            batch_size: number of samples of a global batch.
+            num_microbatches: number of parts of a global batch.
+            seed: seed of the orders of all epochs.
+            shuffle: whether to draw the orders; else samples come in the dataset's order.
 
         Raises:
             DataError: there are no samples.
@@ -51,19 +59,19 @@ class ElasticSampler:
         return step // self.steps_per_epoch
 
     def step_size(self, step: int) -> int:
-        """How many samples the global batch of a step has."""
+        """The number of samples in the global batch of a step."""
         start = step % self.steps_per_epoch * self._batch_size
         return min(self._batch_size, self.num_samples - start)
 
     def indices(self, step: int, microbatch: int) -> Tensor:
-        """The samples of a microbatch, int64; none if the batch has fewer samples than that."""
+        """The samples of a microbatch, int64 [N]; N is 0 if the batch has too few samples."""
         self._draw(self.epoch(step))
         start = step % self.steps_per_epoch * self._batch_size
         first, last = self._ranges(self.step_size(step))[microbatch]
         return self._order[start + first : start + last]
 
     def microbatch_size(self, step: int, microbatch: int) -> int:
-        """How many samples a microbatch has."""
+        """The number of samples in a microbatch, which may be 0."""
         return len(self._ranges(self.step_size(step))[microbatch])
 
     def _ranges(self, size: int) -> list[Range]:

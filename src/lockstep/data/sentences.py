@@ -1,4 +1,4 @@
-"""Corpora: one sentence a line, words between white space, upper and lower case told apart."""
+"""Corpora: one sentence a line, words separated by white space, upper and lower case distinct."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.files import read_bytes
 Sentence = tuple[str, ...]
 
 _MAX_BYTES = 256 << 20
-"""Of a corpus: its words take about ten times as much."""
+"""Most bytes of a corpus: its words take about ten times as much memory."""
 
 
 def read_sentences(path: Path | str) -> list[Sentence]:
@@ -35,8 +35,8 @@ def split_sentences(lines: Iterable[str], source: str) -> list[Sentence]:
     """The words of each line that has any.
 
     Args:
-        lines: of text.
-        source: what errors call them.
+        lines: lines of text.
+        source: name of the text in error messages.
 
     Raises:
         DataError: as `read_sentences`.

@@ -1,8 +1,8 @@
 """Work that must be done once, shared out among all processes that need its results.
 
-Nobody deals it out: each process takes what no other has taken, and in the end waits for the rest.
-So it does not matter how many there are, nor whether they know of each other; what a process that
-dies was at is taken by another one.
+No process assigns it: each takes what no other has taken, and in the end waits for the rest. So it
+does not matter how many there are, nor whether they know of each other. What a process was making
+when it died is made by another one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
     All must be able to lock files in `folder` (record locks, which network file systems have too).
 
     Args:
-        folder: where the files are; created if it is not there. Its file `lock` is used for locks.
-        names: of the files.
-        make: called with a number and a path to write file `names[number]` to; the file takes its
-            name when that has returned, so no one sees half of it.
+        folder: folder of the files; created if it is not there. Its file `lock` is used for locks.
+        names: names of the files.
+        make: function of a number and a path that writes file `names[number]` to that path; the
+            file gets its name when the function has returned, so no process sees half of it.
 
     Returns:
         The files, all of them there.
@@ -50,7 +50,7 @@ def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None])
 def _make(
     lock: IO[bytes], number: int, path: Path, make: Callable[[int, Path], None], wait: bool
 ) -> None:
-    """Make one file, unless another process is at it, or (after waiting for it) has made it."""
+    """Make one file, unless another process is making it, or (with `wait`) has made it."""
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
     except (BlockingIOError, PermissionError):  # which of both depends on the system

@@ -2,8 +2,9 @@
 
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
-Here the handler waits until the next batch is fetched, where an exception is that of the task. It
-is put back when the training ends, not earlier: signals of workers that were given up come late.
+Here the handler is deferred until the next batch is fetched, where an exception counts as the
+task's. It
+is restored when the training ends, not earlier: signals of workers that were given up come late.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def fetched(loader: DataLoader[Any], user: object) -> Generator[Any, None, None]
     """The batches of a loader that has worker processes.
 
     Args:
-        loader: of the batches.
-        user: who is to call `release` when no more batches will be fetched.
+        loader: loader of the batches.
+        user: object that is passed to `release` when no more batches will be fetched.
 
     Raises:
         RuntimeError: a worker has died.
@@ -47,7 +48,7 @@ def fetched(loader: DataLoader[Any], user: object) -> Generator[Any, None, None]
 
 
 def release(user: object) -> None:
-    """Put the handler of signals back, unless others still fetch."""
+    """Restore the original handler of SIGCHLD, unless other users still fetch."""
     handler: object = signal.getsignal(signal.SIGCHLD)
     if isinstance(handler, _Deferred):
         handler.leave(user)
@@ -57,7 +58,7 @@ class _Deferred:
     """A handler of a signal that passes it on to another handler only while it is let in.
 
     Attributes:
-        users: ids of those who fetch.
+        users: ids of the objects that fetch.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -72,7 +73,7 @@ class _Deferred:
             self._is_pending = True
 
     def leave(self, user: object) -> None:
-        """A user has ended; after the last, the other handler is put back."""
+        """Remove a user; after the last one, restore the original handler."""
         self.users.discard(id(user))
         if self.users or threading.current_thread() is not threading.main_thread():
             return

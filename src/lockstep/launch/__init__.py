@@ -1,6 +1,6 @@
 """How ranks come to exist: where this process is, how it joins the others, how to start ranks.
 
-Seen from a rank: `environment.detect` → `threads.set_threads` → `signals.StopRequest` →
-`join.open_transport`. Seen from the launcher: `ranks.mpirun_command` and its like →
-`supervise.run_ranks`.
+In a rank: `rank.signals.StopRequest` → `rank.environment.detect` → `rank.threads.set_threads` →
+`rank.join.open_transport`. In the launcher: `job.commands.mpirun_command` and its like →
+`job.run.run_ranks`.
 """

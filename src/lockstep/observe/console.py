@@ -37,11 +37,11 @@ class ConsoleView(Sink):
     `interval_s`, and one for every other event.
 
     Args:
-        console: where to show it; standard output by default.
-        show_failure: print the message of `Failed`; by default the live display only ends,
-            for whoever catches the error prints it.
-        interval_s: seconds between two progress lines.
-        clock: gives seconds, from any zero.
+        console: console to show the run on; standard output by default.
+        show_failure: whether to print the message of `Failed`; by default the live display only
+            ends, because whoever catches the error prints it.
+        interval_s: least time between two progress lines, in seconds.
+        clock: function that returns seconds since any fixed time.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The listener of a run on every rank: one of them shows and stores, the others stand ready."""
+"""The listener of a run on every rank: one shows and stores events, the others are ready to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EventHub:
     write again what has been.
 
     Args:
-        open_sinks: opens everything that shows and stores events.
+        open_sinks: function that opens everything that shows and stores events.
     """
 
     def __init__(self, open_sinks: Callable[[], Sinks]) -> None:
@@ -24,7 +24,7 @@ class EventHub:
         self._recent: list[Event] = []
 
     def open(self) -> None:
-        """Show and store from now on; no-op if this does already."""
+        """Show and store events from now on; no-op if it already does."""
         if self._sinks is None:
             self._sinks = self._open_sinks()
 

@@ -51,14 +51,14 @@ def end_of_rows(path: Path) -> int:
 
 
 class AppendFile:
-    """Whole lines at the end of a file, in the hands of the system when `append` returns.
+    """Whole lines at the end of a file, handed to the operating system when `append` returns.
 
     A line that a killed process left half-written is cut off at opening. What cannot be
-    written, on a full disk say, is kept and written first as soon as there is room, from the
-    very byte where the disk stopped: no row is lost, torn or doubled.
+    written, for example on a full disk, is kept and written first as soon as there is room, from
+    the very byte where the disk stopped: no row is lost, torn or doubled.
 
     Args:
-        path: the file; it and its directory are made if need be.
+        path: path of the file; it and its directory are created if they are not there.
 
     Raises:
         OSError: the file cannot be opened.

@@ -1,6 +1,6 @@
 """`events.jsonl`: every event of a run, one strict JSON object a line, as it happens.
 
-A resumed run goes on in the same file, so it also tells the story of interruptions. See
+A resumed run goes on in the same file, so the file also records interruptions. See
 `lockstep.observe.rows` for what a row holds.
 """
 
@@ -51,8 +51,8 @@ class EventsJsonl(Sink):
     written it.
 
     Args:
-        path: the file; made if need be, else continued.
-        clock: gives unix seconds.
+        path: path of the file; created if it is not there, else continued.
+        clock: function that returns the Unix time in seconds.
 
     Raises:
         RunDirectoryError: the file cannot be opened.
@@ -99,7 +99,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def end_of_events(path: Path) -> int:
-    """Where rows to come will start, in bytes: give it to `follow_events` to skip those before.
+    """The offset in bytes at which new rows will start: `start` for `follow_events`.
 
     Raises:
         RunDirectoryError: the file is there but cannot be read.
@@ -118,9 +118,10 @@ def follow_events(
     A file that is moved or deleted is read on, until there is another one in its place.
 
     Args:
-        path: the file; it need not be there yet.
-        stop: True when nothing more will be written; rows written before are still yielded.
-        start: bytes to skip, see `end_of_events`.
+        path: path of the file; it need not be there yet.
+        stop: function that returns True when nothing more will be written; rows written before are
+            still yielded.
+        start: number of bytes to skip, see `end_of_events`.
         poll_s: seconds between two looks at the file.
 
     Raises:
@@ -147,14 +148,14 @@ def _newest(path: Path, file: BinaryIO | None) -> BinaryIO | None:
     try:
         if file is not None and os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
-        found = open_to_read(path)
+        newest = open_to_read(path)
     except FileNotFoundError:
         return file
     except OSError as error:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
     if file is not None:
         file.close()
-    return found
+    return newest
 
 
 def _lines_from(path: Path, file: BinaryIO | None, start: int) -> Iterator[bytes]:

@@ -49,7 +49,7 @@ class MetricsCsv(Sink):
     after a fault gives the same values; nor is one of a step before the last.
 
     Args:
-        path: the file; made if need be, else continued.
+        path: path of the file; created if it is not there, else continued.
 
     Raises:
         RunDirectoryError: the file cannot be opened, or is not a metrics file.
@@ -63,7 +63,7 @@ class MetricsCsv(Sink):
         self._steps_per_epoch: int | None = None
         self._step = -1
         self._splits: set[str] = set()
-        """That the file's last step, `_step`, has a row for."""
+        """Splits for which the file has a row of its last step, `_step`."""
         with opening(path):
             self._file = AppendFile(path)
             try:
@@ -73,7 +73,7 @@ class MetricsCsv(Sink):
                 raise
 
     def __call__(self, event: Event) -> None:
-        """Append the row of a `StepDone` or `Evaluated`; heed a `RunStarted`."""
+        """Append the row of a `StepDone` or `Evaluated`; with `RunStarted`, remove later steps."""
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
             if not event.continued:
@@ -138,11 +138,11 @@ class MetricsCsv(Sink):
             return
         self._step, self._splits = -1, set()
         try:
-            found, kept = self._read(last_step)
+            header, kept = self._read(last_step)
         except (UnicodeDecodeError, csv.Error) as error:
             raise RunDirectoryError(f"{self._path}: is damaged: {error}; move it away") from error
-        columns = [*COLUMNS, *(name for name in found if name not in COLUMNS)]
-        if columns != found or not all(kept):
+        columns = [*COLUMNS, *(name for name in header if name not in COLUMNS)]
+        if columns != header or not all(kept):
             self._rewrite(columns, keep=lambda row: int(row["step"]) <= last_step)
         self._columns = columns
 

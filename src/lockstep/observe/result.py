@@ -43,8 +43,8 @@ class ResultJson(Sink):
     failed), `task`, `config_hash`, `run_dir`, `checkpoint`, `finished_at` (ISO 8601, UTC).
 
     Args:
-        path: the file.
-        clock: gives unix seconds.
+        path: path of the file.
+        clock: function that returns the Unix time in seconds.
 
     Raises:
         RunDirectoryError: the file's directory cannot be made.

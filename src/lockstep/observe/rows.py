@@ -113,7 +113,7 @@ _FORMS: Mapping[Any, Any] = MappingProxyType(
         float: (int, float, str),
     }
 )
-"""What JSON has for a type; numbers that are not finite are strings."""
+"""The types that JSON has for a type; numbers that are not finite are strings."""
 
 
 @cache

@@ -35,11 +35,11 @@ class Sinks(Sink):
 
     A full or failing disk must not end a training run. So an `OSError` of a sink becomes a
     `Warned` event for the others, once for each sink; it goes on getting events. All other
-    exceptions are bugs and fly.
+    exceptions are bugs and propagate.
 
     Args:
-        sinks: in the order they get events and are closed. The one that shows warnings to the
-            user comes last, so that it hears of troubles at closing.
+        sinks: sinks in the order in which they get events and are closed. The one that shows
+            warnings to the user comes last, so that it also gets those about closing the others.
     """
 
     def __init__(self, sinks: Iterable[Sink]) -> None:

@@ -20,7 +20,7 @@ class TensorBoard(Sink):
     earlier sitting wrote of later steps.
 
     Args:
-        directory: where the event files go; made if need be.
+        directory: directory of the event files; created if it is not there.
 
     Raises:
         ConfigError: TensorBoard is not installed.

@@ -1,4 +1,4 @@
-"""What events look like in words: pure functions from events to lines of text."""
+"""Events as text: pure functions from events to lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pairs = list[tuple[str, str]]
 
 
 def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
-    """What a run is about to do, and with whom."""
+    """What a run is about to do, and on which ranks."""
     return [
         (
             "task",
@@ -69,7 +69,7 @@ def summary(plan: RunStarted | None, end: Finished) -> Pairs:
 
 
 def progress(done: StepDone) -> list[str]:
-    """The state of training as short items, the weightiest first."""
+    """The state of training as short items, the most important first."""
     return [
         f"epoch {done.epoch}",
         f"loss {number(done.loss)}",

@@ -21,10 +21,10 @@ class LBFGS(Optimizer):
     in each step: the whole batch, not clipped.
 
     Args:
-        params: one group of parameters.
-        lr: 1 is the quasi-Newton step.
-        history: pairs of steps and gradient changes that are kept.
-        max_step: longest step, Euclidean.
+        params: parameters, in a single group.
+        lr: factor of the step; 1 is the quasi-Newton step.
+        history: number of pairs of steps and gradient changes that are kept.
+        max_step: greatest Euclidean length of a step.
     """
 
     elementwise = False

@@ -13,10 +13,11 @@ class NaturalGradient(Optimizer):
     """θ ← θ - lr (g + damping · 1)⁻¹ ∇L (Stokes et al., Quantum 4, 269 (2020), equation 6).
 
     Args:
-        parameter: the only one, float64 or float32, of P elements.
-        metric: the metric g at the parameter's present value: [P, P], symmetric, no less than 0.
+        parameter: the only parameter, float64 or float32, of P elements.
+        metric: function that returns the metric g at the parameter's present value, [P, P],
+            symmetric and positive semidefinite.
         lr: step size.
-        damping: added to the diagonal; directions that change nothing have no metric.
+        damping: number added to the diagonal of g, which may be singular; above 0.
     """
 
     elementwise = False

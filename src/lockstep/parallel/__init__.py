@@ -1,1 +1,1 @@
-"""Who computes what, and sums whose order does not depend on who computed what."""
+"""Which rank computes what, and sums whose order does not depend on that."""

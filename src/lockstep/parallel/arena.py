@@ -31,14 +31,19 @@ an element-wise kernel, whose rounding may differ from the vector body's.
 
 
 class Segment(NamedTuple):
-    """`numel` elements (a multiple of `BLOCK`) of one dtype."""
+    """One part of the flat gradient.
+
+    Attributes:
+        dtype: dtype of the elements.
+        numel: number of elements, a multiple of `BLOCK`.
+    """
 
     dtype: torch.dtype
     numel: int
 
 
 def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
-    """For each segment, the elements of each of `size` ranks: whole blocks."""
+    """For each segment, the range of elements of each of `size` ranks: whole blocks."""
     return [
         [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
         for s in segments
@@ -47,7 +52,12 @@ def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
 
 @dataclass
 class Row:
-    """Typed views of one node's bytes."""
+    """Typed views of one node's bytes.
+
+    Attributes:
+        segments: for each segment, [numel] of its dtype.
+        scalars: sums of loss, weight and metrics, float64 [num_scalars].
+    """
 
     segments: list[Tensor]
     scalars: Tensor
@@ -60,7 +70,12 @@ class Row:
 
 
 class Arena:
-    """A rank's header and rows, as views of one block of bytes."""
+    """A rank's header and rows, as views of one block of bytes.
+
+    Attributes:
+        header: float64 [num_header].
+        rows: the rows, each the memory of one node.
+    """
 
     def __init__(self, layout: ArenaLayout, memory: Tensor, num_rows: int) -> None:
         self._layout = layout
@@ -74,7 +89,7 @@ class Arena:
 
 
 class ArenaLayout:
-    """Where header, rows, segments and scalars lie."""
+    """The places of header, rows, segments and scalars in an arena's bytes."""
 
     def __init__(self, segments: Sequence[Segment], num_scalars: int, num_header: int) -> None:
         self.segments = tuple(segments)
@@ -86,11 +101,19 @@ class ArenaLayout:
         )
 
     def num_bytes(self, num_rows: int) -> int:
-        """Size of an arena."""
+        """Size of an arena of `num_rows` rows, in bytes."""
         return self._header_bytes + num_rows * self._row_bytes
 
     def allocate(self, num_rows: Sequence[int], device: torch.device) -> tuple[Tensor, list[Arena]]:
-        """Arenas one behind the other, all zero: their whole memory, and each of them."""
+        """Arenas one behind the other in memory, all zero.
+
+        Args:
+            num_rows: number of rows of each arena.
+            device: device of the memory.
+
+        Returns:
+            The whole memory, uint8 [bytes], and the arenas.
+        """
         sizes = [self.num_bytes(n) for n in num_rows]
         memory = torch.zeros(sum(sizes) + ALIGNMENT, dtype=torch.uint8, device=device)
         skip = -memory.data_ptr() % ALIGNMENT

@@ -17,7 +17,16 @@ _Sum = TypeVar("_Sum", Tensor, Row)
 
 
 def add_up(nodes: Sequence[_Sum], plan: Sequence[int]) -> _Sum:
-    """Sum the nodes into the first, in the order of `layout.merges`."""
+    """Sum the nodes into the first, in the order of `layout.merges`.
+
+    Args:
+        nodes: the nodes of all ranks, from left to right; their memory is overwritten.
+        plan: for each node, the number of additions that follow it.
+
+    Returns:
+        The first node, which then holds the sum.
+    """
+    # Floating-point sums depend on their order. This one follows from the tree, not from ranks.
     stack: list[_Sum] = []
     for node, count in zip(nodes, plan, strict=True):
         stack.append(node)
@@ -31,7 +40,7 @@ class Exchange(ABC):
     """Turns the nodes in every rank's arena into one sum.
 
     Attributes:
-        total: the sum; the same tensors in every step.
+        total: sum of all nodes; the same tensors in every step.
     """
 
     total: Row
@@ -82,19 +91,20 @@ class WholeNodes(Exchange):
 
     def run(self) -> None:
         """All-gather, then add up."""
+        # All ranks make the same additions: more arithmetic, but one collective instead of three.
         self._transport.all_gather(self._outgoing, self._incoming, self._counts)
         add_up(self._rows, self._plan)
 
     def headers(self) -> Tensor:
-        """What came with the nodes."""
+        """The headers that came with the nodes."""
         return torch.stack([a.header for a in self._arenas])
 
 
 class Slices(Exchange):
     """Every rank adds up its slice of the gradient, then all get the finished slices.
 
-    The sum overwrites the rank's own first node. Without `gather`, only the slice this rank owns
-    is right afterwards.
+    With aligned ranges this moves the bytes of a ring all-reduce. The sum overwrites the rank's own
+    first node. Without `gather`, only the slice this rank owns is right afterwards.
     """
 
     def __init__(
@@ -116,6 +126,8 @@ class Slices(Exchange):
         self._gather = gather
         self._own = arena
         self.total = arena.rows[0]
+        # Every rank needs all headers and scalars, but only a slice of each gradient: so these
+        # travel by themselves, from an arena without segments.
         small = ArenaLayout((), layout.num_scalars, layout.num_header)
         rank = transport.rank
         _, [self._outbox] = small.allocate([num_nodes[rank]], device)
@@ -134,7 +146,7 @@ class Slices(Exchange):
                 gather_slices(self._transport, self.total.segments[segment], slices)
 
     def headers(self) -> Tensor:
-        """What came with the scalars."""
+        """The headers that came with the scalars."""
         return torch.stack([a.header for a in self._inbox])
 
     def _run_small(self) -> None:
@@ -148,6 +160,7 @@ class Slices(Exchange):
         rows = [row.segments[segment] for row in self._own.rows]
         rank = self._transport.rank
         num_nodes = len(self._plan)
+        # Whole blocks, the unit of all cuts; at least one of each node, however small the bucket.
         per_rank = max(self._bucket_bytes // (rows[0].itemsize * num_nodes) // BLOCK, 1) * BLOCK
         longest = max(len(s) for s in slices)
         for start in range(0, longest, per_rank):
@@ -156,6 +169,7 @@ class Slices(Exchange):
                 for s in slices
             ]
             nodes = self._receive(rows, parts)
+            # Safe in place: the nodes are copies, and no later bucket sends these elements again.
             if len(parts[rank]):
                 rows[0][parts[rank].first : parts[rank].last] = add_up(nodes, self._plan)
 
@@ -164,6 +178,8 @@ class Slices(Exchange):
         rank = self._transport.rank
         length = len(parts[rank])
         by_node: dict[tuple[int, int], Tensor] = {}
+        # One node of each rank at a time, for rows are not adjacent in memory. A rank that has no
+        # j-th node takes part with counts of 0: a collective needs all ranks.
         for j in range(max(self._num_nodes)):
             holders = [r for r, n in enumerate(self._num_nodes) if j < n]
             received = rows[0].new_empty(length * len(holders))
@@ -177,12 +193,20 @@ class Slices(Exchange):
             )
             for r, part in zip(holders, received.view(len(holders), length), strict=True):
                 by_node[r, j] = part
+        # By rank, then node: ranks have contiguous ranges of leaves, so this is from left to right.
         return [by_node[key] for key in sorted(by_node)]
 
 
 def copy_to_next(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:
-    """Give the next rank, and the last one's to rank 0, the slice this rank owns."""
+    """Give the next rank, and the last one's to rank 0, the slice this rank owns.
+
+    Args:
+        transport: transport between the ranks.
+        flat: one segment, [numel]; the slice of the rank before this one is overwritten.
+        slices: the elements that each rank owns.
+    """
     rank, size = transport.rank, transport.size
+    # An all-to-all with a single receiver each: a transport has no send and receive.
     own, other = slices[rank], slices[rank - 1]
     send, start, receive = [0] * size, [0] * size, [0] * size
     send[(rank + 1) % size], start[(rank + 1) % size] = len(own), own.first
@@ -191,6 +215,13 @@ def copy_to_next(transport: Transport, flat: Tensor, slices: Sequence[Range]) ->
 
 
 def gather_slices(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:
-    """Give every rank the slices the others own."""
+    """Give every rank the slices the others own.
+
+    Args:
+        transport: transport between the ranks.
+        flat: one segment, [numel], in which the slice this rank owns is right.
+        slices: the elements that each rank owns.
+    """
+    # In place. If it is interrupted, `flat` may hold anything (`Transport.all_gather`).
     own = slices[transport.rank]
     transport.all_gather(flat[own.first : own.last], flat, [len(s) for s in slices])

@@ -13,7 +13,12 @@ from lockstep.parallel.layout import Range, leaves, merges, stack_depth
 
 
 def rows_needed(microbatches: Range, num_microbatches: int) -> int:
-    """Rows of an arena that the fold of these microbatches uses, at least one."""
+    """Rows of an arena that the fold of these microbatches uses, at least one.
+
+    Args:
+        microbatches: range of microbatches of this rank; may be empty.
+        num_microbatches: number of microbatches of the whole global batch.
+    """
     counts, _ = merges(leaves(microbatches), num_microbatches)
     return max(1, stack_depth(counts))
 
@@ -22,7 +27,7 @@ class Fold:
     """A stack of partial sums in an arena's rows: a binary counter of flat gradients.
 
     Attributes:
-        nodes: the nodes in the rows 0, 1, … once all leaves are in.
+        nodes: nodes of the canonical tree in the rows 0, 1, … once all leaves are in.
     """
 
     def __init__(
@@ -35,10 +40,11 @@ class Fold:
         """Prepare to fold `microbatches` into `arena`.
 
         Args:
-            arena: at least `rows_needed` rows.
-            places: for each segment, the (offset, shape) of each tensor of a leaf.
-            microbatches: this rank's range.
-            num_microbatches: of the whole global batch.
+            arena: memory with at least `rows_needed` rows.
+            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
+                elements.
+            microbatches: range of microbatches of this rank.
+            num_microbatches: number of microbatches of the whole global batch.
         """
         self._arena = arena
         self._merges, self.nodes = merges(leaves(microbatches), num_microbatches)
@@ -48,23 +54,26 @@ class Fold:
 
     def restart(self) -> None:
         """Forget all leaves."""
+        # Rows need not be cleared: the first leaf of each overwrites what is there.
         self._next = self._height = 0
 
     def add(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
         """Add the next leaf.
 
         Args:
-            tensors: in the order of `places`; None counts as zeros.
-            scalars: float64, as many as the arena's rows hold.
+            tensors: tensors of the leaf in the order of `places`; None counts as zeros.
+            scalars: sums of the leaf's scalars, float64 [num_scalars].
         """
         count = self._merges[self._next]
         self._next += 1
         rows = self._arena.rows
         if count == 0:
+            # A left child, or one without a sibling here, waits in a row until others follow.
             _store(self._views[self._height], tensors, torch._foreach_copy_, _zero)
             rows[self._height].scalars.copy_(scalars)
             self._height += 1
             return
+        # A right sibling is added to the left one at once, so it needs no row of its own.
         _store(self._views[self._height - 1], tensors, torch._foreach_add_, _add_zero)
         rows[self._height - 1].scalars.add_(scalars)
         for _ in range(count - 1):

@@ -3,8 +3,8 @@
 The canonical tree is fixed by the number of microbatches alone. Its leaves are the microbatches
 0..M-1; node (first, size), with `size` a power of two and `first` a multiple of it, is the sum of
 the leaves first..first+size-1. A node whose right child would lie beyond M-1 equals its left
-child. Whoever adds up gradients does it along this tree, so the result has the same bits however
-the leaves are dealt out.
+child. All sums of gradients are made along this tree, so the result has the same bits however the
+leaves are distributed over ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Range(NamedTuple):
     last: int
 
     def __len__(self) -> int:
-        """How many integers the range holds."""
+        """The number of integers in the range."""
         return self.last - self.first
 
 
@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 def split(total: int, parts: int) -> list[Range]:
-    """`total` items in `parts` contiguous ranges; the first `total % parts` hold one more."""
+    """`total` items in `parts` contiguous ranges; the first `total % parts` have one item more."""
     quotient, remainder = divmod(total, parts)
     ranges = []
     first = 0
@@ -51,11 +51,11 @@ def stepped_slices(slices: Sequence[Range], rank: int, with_buddy: bool) -> list
 
 
 def share(total: int, speeds: Sequence[float]) -> list[Range]:
-    """`total` items in contiguous ranges, dealt out so that the slowest is done as soon as can be.
+    """`total` items in contiguous ranges, such that the slowest part is done as early as possible.
 
     Args:
         total: number of items.
-        speeds: items for each unit of time, of each part; positive.
+        speeds: speed of each part, in items for each unit of time; positive.
     """
     counts = [0] * len(speeds)
     for _ in range(total):
@@ -78,7 +78,7 @@ def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node
 
     Args:
         nodes: nodes that follow one another without a gap, from left to right.
-        num_leaves: leaves of the whole tree.
+        num_leaves: number of leaves of the whole tree.
 
     Returns:
         How many additions follow each node, and the nodes that are left. All the leaves of the
@@ -103,7 +103,11 @@ def leaves(microbatches: Range) -> list[Node]:
 
 
 def stack_depth(counts: Sequence[int]) -> int:
-    """Rows of memory a fold needs, where a leaf that is added at once needs none of its own."""
+    """Rows of memory a fold needs; a leaf that is added at once needs none.
+
+    Args:
+        counts: number of additions that follow each leaf, from `merges`.
+    """
     height = deepest = 0
     for count in counts:
         deepest = max(deepest, height + (count == 0))

@@ -21,7 +21,7 @@ of summation; but a slice of few blocks must have the norms that they have in th
 
 
 def block_norms(flat: Tensor) -> Tensor:
-    """The Euclidean norm of each block of `BLOCK` elements, [numel / BLOCK]."""
+    """The Euclidean norm of each block of `BLOCK` elements: [numel / BLOCK], dtype of `flat`."""
     rows = flat.view(-1, BLOCK)
     num_blocks = len(rows)
     if flat.is_cuda and num_blocks < _FEWEST_ROWS:
@@ -31,14 +31,21 @@ def block_norms(flat: Tensor) -> Tensor:
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all segments together."""
+    """The Euclidean norm of all segments [numel] together."""
+    # By blocks, because a block is never cut between ranks: sharded, the numbers are the same.
     return _combine([block_norms(s) for s in segments])
 
 
 def sharded_global_norm(
     transport: Transport, segments: Sequence[Tensor], slices: Sequence[Sequence[Range]]
 ) -> float:
-    """`global_norm`, to the bit, where each rank holds only the slice it owns."""
+    """`global_norm`, to the bit, where each rank holds only the slice it owns.
+
+    Args:
+        transport: transport between the ranks, all of which call this.
+        segments: the segments, each [numel], of which this rank's slice counts.
+        slices: for each segment, the elements that each rank owns: whole blocks.
+    """
     norms = []
     for segment, ranges in zip(segments, slices, strict=True):
         own = ranges[transport.rank]
@@ -50,6 +57,7 @@ def sharded_global_norm(
 
 
 def _combine(norms: Sequence[Tensor]) -> float:
+    # hypot scales its arguments, so that squares of large or tiny norms do not over- or underflow.
     return math.hypot(*(norm for part in norms for norm in _few(part).tolist()))
 
 

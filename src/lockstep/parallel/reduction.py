@@ -41,10 +41,10 @@ class OrderedReduction:
     For each step: `restart`, then `fold.add` for each of this rank's microbatches, then `reduce`.
 
     Attributes:
-        fold: takes this rank's leaves.
-        header: float64 values of this rank that every rank gets to see.
-        total: after `reduce`, the sum over all microbatches (just the slices this rank owns, if
-            not `gather`). The same tensors in every step.
+        fold: sum of this rank's leaves, to which they are added.
+        header: values of this rank that every rank gets to see, float64 [num_header].
+        total: after `reduce`, the sum over all microbatches (just the slices this rank owns, if not
+            `gather`). The same tensors in every step.
         slices: for each segment, the range of elements each rank owns.
     """
 
@@ -65,21 +65,24 @@ class OrderedReduction:
         """Lay out the memory.
 
         Args:
-            transport: carries the bytes.
-            segments: the flat gradient, one segment a dtype.
-            places: for each segment, (offset, shape) of each tensor of a leaf.
-            num_scalars: float64 sums beside the gradient.
-            num_header: float64 values of each rank.
-            num_microbatches: leaves of the tree.
-            ranges: the microbatches of each rank, in order, without gaps.
-            device: where the gradients lie.
-            bucket_bytes: most bytes of gradient to receive at a time.
+            transport: transport between the ranks.
+            segments: dtype and number of elements of each segment of the flat gradient, one for
+                each dtype.
+            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
+                elements.
+            num_scalars: number of float64 sums beside the gradient.
+            num_header: number of float64 values in each rank's header.
+            num_microbatches: number of leaves of the tree.
+            ranges: range of microbatches of each rank, in order, without gaps.
+            device: device on which the gradients lie.
+            bucket_bytes: greatest number of bytes of gradient to receive at a time.
             gather: whether every rank needs the whole sum, or just the slice it owns.
         """
         rank, size = transport.rank, transport.size
         self._transport = transport
         self.slices = slice_up(segments, size)
 
+        # The plan depends on the ranges only: made once, it holds until ranks or ranges change.
         nodes = [merges(leaves(r), num_microbatches)[1] for r in ranges]
         num_nodes = [len(n) for n in nodes]
         plan, left = merges([node for part in nodes for node in part], num_microbatches)
@@ -93,6 +96,7 @@ class OrderedReduction:
         self._exchange: Exchange
         if size == 1:
             self._exchange = Alone(arena)
+        # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
         elif gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES:
             self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
         else:
@@ -118,7 +122,11 @@ class OrderedReduction:
         return self._exchange.headers()
 
     def copy_to_next(self, segment: int) -> None:
-        """Give the next rank the slice of a segment's total that this rank owns."""
+        """Give the next rank the slice of a segment's total that this rank owns.
+
+        With it the next rank can step a second copy of this rank's optimizer state, so that the
+        loss of one rank loses no state (docs/fault-tolerance.md).
+        """
         copy_to_next(self._transport, self.total.segments[segment], self.slices[segment])
 
     def gather(self, segment: int, flat: Tensor) -> None:

@@ -43,7 +43,7 @@ def load_recipe(name: str) -> type[Task]:
 
 
 def summary(name: str) -> str:
-    """What a recipe trains, in one line: the first of its docstring.
+    """A description of a recipe in one line: the first of its docstring.
 
     Raises:
         ConfigError: there is no recipe of that name.

@@ -1,4 +1,4 @@
-"""What a task may be able to do beside training: commands ask for it by these protocols."""
+"""Protocols for what a task may offer besides training, by which commands ask for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Reports(Protocol):
         """Write tables and pictures of a model.
 
         Args:
-            model: in evaluation mode.
-            split: whose samples are looked at; the task has them.
-            folder: where to write; it exists.
-            run_dir: of the run that trained it.
+            model: trained model in evaluation mode.
+            split: name of the split whose samples are looked at; the task has it.
+            folder: folder to write to; it exists.
+            run_dir: directory of the run that trained the model.
 
         Returns:
             Lines for people.
@@ -35,7 +35,7 @@ class Adopts(Protocol):
         """Prepare samples as for this model from now on, rather than as its data says.
 
         Args:
-            model: with the parameters and buffers of a checkpoint.
+            model: model with the parameters and buffers of a checkpoint.
         """
 
 
@@ -47,8 +47,8 @@ class Exports(Protocol):
         """Write a model in forms that need no Lockstep. Its training data need not be there.
 
         Args:
-            state: its parameters and buffers by name.
-            folder: where to write; it exists.
+            state: the model's parameters and buffers by name.
+            folder: folder to write to; it exists.
 
         Returns:
             Lines for people.

@@ -99,7 +99,17 @@ class Digits(Task):
 
 
 def mlp(pixels: int, hidden: int, classes: int, dropout: float) -> nn.Module:
-    """A perceptron with one hidden layer."""
+    """A perceptron with one hidden layer.
+
+    Args:
+        pixels: number of pixels of an image.
+        hidden: width of the hidden layer.
+        classes: number of classes.
+        dropout: probability of dropout behind the hidden layer, in [0, 1).
+
+    Returns:
+        A module from images [N, 1, H, W] to logits [N, classes], float32.
+    """
     return nn.Sequential(
         nn.Flatten(),
         nn.Linear(pixels, hidden),
@@ -113,6 +123,15 @@ def cnn(height: int, width: int, classes: int, dropout: float) -> nn.Module:
     """Two blocks of convolution, batch norm and pooling, and a linear classifier.
 
     Pooling has a fixed window: the adaptive kind has no deterministic gradient on GPUs.
+
+    Args:
+        height: height of an image in pixels.
+        width: width of an image in pixels.
+        classes: number of classes.
+        dropout: probability of dropout in front of the classifier, in [0, 1).
+
+    Returns:
+        A module from images [N, 1, H, W] to logits [N, classes], float32.
     """
 
     def block(inputs: int, outputs: int) -> list[nn.Module]:
@@ -139,13 +158,13 @@ def embedded_digits() -> Labelled:
     Raises:
         ConfigError: scikit-learn is not installed.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise ConfigError(
             "data_dir is not set, and the built-in digits need scikit-learn: "
             'pip install "lockstep-train[recipes]"'
         )
-    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():  # to import scikit-learn takes 30 times as long as to read its file
         rows = torch.from_numpy(np.loadtxt(file, delimiter=","))
         return rows[:, :-1].view(-1, 8, 8).to(torch.uint8), rows[:, -1].long()
@@ -185,6 +204,11 @@ def hold_out(given: dict[str, Labelled], val: float, test: float) -> dict[str, L
     """`given` with val, and test where there is none, taken out of train.
 
     Every class is held out in proportion. The rows depend on the labels and the fractions only.
+
+    Args:
+        given: images and labels of `train`, and perhaps of `test`.
+        val: part of the images for validation, 0 for none.
+        test: part of the images for testing, 0 for none.
 
     Raises:
         DataError: no training image is left.

@@ -84,7 +84,7 @@ def test_hierarchical_collectives_are_off(given: str, expected: str) -> None:
 
 
 def test_hierarchical_collectives_are_off_in_a_process_of_its_own() -> None:
-    script = "import os; from lockstep.comm import mpi_library; print(os.environ['OMPI_MCA_coll'])"
+    script = "import os; from lockstep.comm.mpi import library; print(os.environ['OMPI_MCA_coll'])"
     env = rank_environment(1) | {"OMPI_MCA_coll": "^ucc"}
     argv = [sys.executable, "-c", script]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.errors import LaunchError
 from lockstep.launch.host import torchrun
+from lockstep.launch.job import commands as ranks
 from lockstep.launch.job.commands import (
     find_mpirun,
     is_one_host,
@@ -19,7 +20,6 @@ from lockstep.launch.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.job.job import commands as ranks
 
 ARGV = [sys.executable, "train.py", "a b", "lr=1;2"]
 

@@ -17,6 +17,8 @@ from tests.conftest import environment
 
 from lockstep.errors import LaunchError, RunDirectoryError
 from lockstep.launch.host.processes import is_alive
+from lockstep.launch.job import job
+from lockstep.launch.job import run as supervise
 from lockstep.launch.job.commands import (
     RankCommand,
     local_command,
@@ -25,8 +27,6 @@ from lockstep.launch.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.job.job import job
-from lockstep.launch.job.job import run as supervise
 from lockstep.launch.job.run import LOG_NAME, Outcome, run_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"

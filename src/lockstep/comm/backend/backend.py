@@ -71,10 +71,10 @@ def init_process_group(
     """Make the default process group with nothing but MPI; collective over `comm`.
 
     Args:
-        comm: whose ranks become the global ranks; None for `COMM_WORLD`. After a failure, the
-            communicator of the survivors.
-        store: shared by all ranks; None to make one, served by rank 0.
-        timeout: how long operations may take unless they say otherwise.
+        comm: communicator whose ranks become the global ranks; None for `COMM_WORLD`. After a
+            failure, that of the survivors.
+        store: store shared by all ranks; None to make one, served by rank 0.
+        timeout: time limit of operations that have none of their own.
 
     Returns:
         The default group.
@@ -100,11 +100,11 @@ def init_process_group(
 
 
 def _create_group(made: Any, world: MpiWorld | None) -> MpiProcessGroup:
-    """What torch calls for every new group, on the members only.
+    """Make a new group: torch calls this on the group's members only.
 
     Args:
-        made: torch's `_DistributedBackendOptions`.
-        world: what was passed as `pg_options`; None to share that of the default group.
+        made: torch's `_DistributedBackendOptions`, which describe the group.
+        world: value of `pg_options`; None to share the world of the default group.
     """
     if world is None:
         world = getattr(dist.group.WORLD, "world", None) or MpiWorld(MPI.COMM_WORLD)

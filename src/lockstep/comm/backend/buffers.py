@@ -245,8 +245,8 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
         TypeError: the operation is not defined for the dtype.
     """
     kind = getattr(op, "op", op)
-    found = _REDUCTIONS.get((kind, dtype))
-    if found is None:
+    plan = _REDUCTIONS.get((kind, dtype))
+    if plan is None:
         name = getattr(kind, "name", kind)
         raise TypeError(f"reduce operation {name} is not defined for {dtype} on mpi4py")
-    return replace(found, factor=op.factor) if kind == ReduceOp.PREMUL_SUM else found
+    return replace(plan, factor=op.factor) if kind == ReduceOp.PREMUL_SUM else plan

@@ -34,10 +34,11 @@ class MpiGroup(dist.ProcessGroup):
 
     Args:
         world: the family of communicators that `comm` belongs to.
-        comm: of exactly the group's ranks, in order; the group gives it back when shut down.
+        comm: communicator of exactly the group's ranks, in order; the group gives it back when shut
+            down.
         name: torch's name of the group.
-        store: shared by the group's ranks.
-        timeout: how long operations may take unless they say otherwise.
+        store: store shared by the group's ranks.
+        timeout: time limit of operations that have none of their own.
     """
 
     # What torch asks of the backends inside a group; this group is its own backend.
@@ -97,11 +98,11 @@ class MpiGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, as its maker said."""
+        """The description of the group that its maker gave."""
         return self._desc
 
     def getGroupDesc(self) -> str:
-        """What the group is for, as torch's C++ side asks for it."""
+        """The description of the group, as torch's C++ side asks for it."""
         return self._desc
 
     # The answers of a backend, as FSDP2, checkpointing and object collectives ask for them.
@@ -146,13 +147,13 @@ class MpiGroup(dist.ProcessGroup):
         """The `Work` of an operation that has just been started.
 
         Args:
-            operation: its name, for messages.
-            test: tells whether it is done.
-            result: the tensors it fills.
+            operation: name of the operation, for messages.
+            test: function that returns, without blocking, whether it is done.
+            result: tensors that it fills.
             opts: torch's options of the operation, which may hold a timeout.
-            finish: run once when it is done.
-            keep: what MPI reads from or writes to.
-            source: tells where a received message came from.
+            finish: function to call once when it is done.
+            keep: memory that MPI reads from or writes to.
+            source: function that returns the rank that a received message came from.
         """
         timeout = getattr(opts, "timeout", None)
         seconds = timeout.total_seconds() if timeout is not None else -1.0
@@ -225,13 +226,13 @@ class MpiGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that says who is missing.
+        """A barrier that names the ranks that are missing.
 
         `torch.distributed.monitored_barrier` serves gloo only, so call this on the group.
 
         Args:
-            timeout: how long to wait; None for the group's own limit.
-            wait_all_ranks: name all missing ranks rather than the first.
+            timeout: time to wait; None for the group's own limit.
+            wait_all_ranks: whether to name all missing ranks rather than the first.
 
         Raises:
             TimeoutError: a rank did not come; on rank 0 the message names it.

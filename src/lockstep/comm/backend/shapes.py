@@ -1,4 +1,4 @@
-"""Do the sizes of an operation's tensors fit together? Pure arithmetic, free of MPI."""
+"""Checks that the sizes of an operation's tensors fit together: pure arithmetic, without MPI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def displacements(counts: Sequence[int]) -> list[int]:
-    """Where each part starts when parts of these sizes lie one behind the other."""
+    """The start of each part when parts of these sizes lie one behind the other."""
     return [0, *accumulate(counts)][:-1]
 
 
@@ -19,9 +19,9 @@ def split_counts(shape: Sequence[int], splits: Sequence[int], num_ranks: int) ->
     """Elements for each rank when a tensor of this shape is cut along dim 0.
 
     Args:
-        shape: of the tensor.
-        splits: rows for each rank; empty for equal parts.
-        num_ranks: of the group.
+        shape: shape of the tensor.
+        splits: number of rows for each rank; empty for equal parts.
+        num_ranks: number of ranks of the group.
 
     Raises:
         ValueError: the rows cannot be cut that way.
@@ -58,11 +58,11 @@ def check_parts(
     """Check the sizes of a list with one part per rank against this rank's own tensor.
 
     Args:
-        operation: for the message.
-        counts: elements of each part.
-        rank: of this process.
-        size: of the group.
-        own: elements that this rank's own part must have; None if that is not known.
+        operation: name of the operation, for the message.
+        counts: number of elements of each part.
+        rank: rank of this process in the group.
+        size: number of ranks of the group.
+        own: number of elements that this rank's own part must have; None if that is not known.
 
     Raises:
         ValueError: there is not one part per rank, or the own part differs.

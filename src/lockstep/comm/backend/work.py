@@ -1,7 +1,7 @@
-"""Running operations: what `torch.distributed` calls a `Work`, and who drives it.
+"""Running operations: what `torch.distributed` calls a `Work`, and the thread that drives it.
 
-MPI moves large messages only while somebody calls it. Usually that is the thread in `wait`; a
-future has no such thread, so a `Progress` thread polls the operations that have one.
+MPI moves large messages only while it is called. Usually the thread in `wait` calls it; a future
+has no such thread, so a `Progress` thread polls the operations that have one.
 """
 
 from __future__ import annotations
@@ -75,14 +75,15 @@ class MpiWork(Work):
     """An operation that has been started.
 
     Args:
-        test: tells without blocking whether the operation is done; raises if it failed.
-        result: the tensors, nested as the operation got them.
-        describe: the operation and its group, for messages.
-        timeout_s: how long `wait` waits by default.
-        progress: drives the operation once somebody has asked for its future.
-        finish: run once when the operation is done, before anyone is told.
-        keep: what must stay alive until then, since MPI reads and writes raw memory.
-        on_done: told when the operation has ended, in success or not.
+        test: function that returns, without blocking, whether the operation is done; raises if it
+            failed.
+        result: tensors of the result, nested as the operation got them.
+        describe: function that returns the operation and its group, for messages.
+        timeout_s: seconds that `wait` waits by default.
+        progress: thread that drives the operation once its future has been asked for.
+        finish: function to call once when the operation is done, before anyone is told.
+        keep: objects that must stay alive until then, since MPI reads and writes raw memory.
+        on_done: function to call when the operation has ended, in success or not.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class MpiWork(Work):
         """Return True as soon as the operation is done.
 
         Args:
-            timeout: how long to wait; None or zero for the operation's own limit.
+            timeout: time to wait; None or zero for the operation's own limit.
 
         Raises:
             TimeoutError: it was not done in time. It goes on and may be waited for again.

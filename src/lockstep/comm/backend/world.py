@@ -1,4 +1,4 @@
-"""The communicators of one run, and how ranks without any other means find each other."""
+"""The communicators of one run, and how ranks find each other by MPI alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MpiWorld:
     of them, shrink one, and pass the result to `init_process_group`.
 
     Args:
-        base: the communicator whose ranks are the global ranks; it is used but not owned.
+        base: communicator whose ranks are the global ranks; it is used but not owned.
     """
 
     def __init__(self, base: MPI.Intracomm) -> None:
@@ -53,8 +53,8 @@ class MpiWorld:
         """A communicator of some ranks, in that order; collective over those only.
 
         Args:
-            ranks: of `base`.
-            name: equal on all members; keeps groups made in several threads apart.
+            ranks: ranks of `base`, in the order of the new group.
+            name: name that is equal on all members; keeps groups made in several threads apart.
 
         Raises:
             mpi4py.MPI.Exception: MPI reported an error.
@@ -87,7 +87,7 @@ class MpiWorld:
         return comm
 
     def _leave(self) -> None:
-        """At exit with groups not shut down: see to it that `MPI_Finalize` will not hang."""
+        """At exit with groups not shut down: make sure that `MPI_Finalize` will not hang."""
         for comm in self._live:
             if _is_damaged(comm):
                 _retire(comm)
@@ -154,15 +154,15 @@ def create_store(comm: MPI.Intracomm, timeout: timedelta) -> Store:
 def own_addresses() -> list[str]:
     """The addresses under which other machines may know this one, most likely first."""
     name = socket.gethostname()
-    found = [name]
+    addresses = [name]
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(name)[2]
+        addresses += socket.gethostbyname_ex(name)[2]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Connecting a datagram socket sends nothing; it only selects the outgoing interface.
         probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
+        addresses.append(probe.getsockname()[0])
     # A loopback address leads every other machine back to itself.
-    return [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
 
 
 def first_reachable(addresses: Sequence[str], port: int) -> str:

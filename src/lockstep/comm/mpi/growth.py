@@ -27,7 +27,7 @@ class Newcomer:
     `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
 
     Args:
-        argv: what to run.
+        argv: program and arguments to run.
 
     Attributes:
         is_ready: whether it can be taken in now.
@@ -52,10 +52,10 @@ class Newcomer:
         self.is_ready = True
 
     def invite(self, num_taken: int) -> Comm:
-        """Tell it to come: a group of this process and the new one, in this order.
+        """Tell it to join, and make a group of this process and the new one, in this order.
 
         Args:
-            num_taken: newcomers that the group has taken in before.
+            num_taken: number of newcomers that the group has taken in before.
 
         Raises:
             mpi4py.MPI.Exception: it has died.
@@ -67,7 +67,7 @@ class Newcomer:
         return pair
 
     def dismiss(self) -> None:
-        """Tell it that it comes too late."""
+        """Tell it that it will not be taken in."""
         self._thread.join(_START_S)
         if self._between is not None:
             with contextlib.suppress(MPI.Exception):
@@ -78,9 +78,9 @@ def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | Non
     """A group of all ranks of `comm` and, behind them, the newcomer of rank 0; collective.
 
     Args:
-        comm: of the others.
-        newcomer: on rank 0.
-        num_taken: how many were taken in before.
+        comm: communicator of the ranks there are.
+        newcomer: process to take in, on rank 0; None on the other ranks.
+        num_taken: number of newcomers that the group has taken in before.
 
     Returns:
         None on all ranks if it has failed on one of them; `comm` may then be revoked.
@@ -104,7 +104,7 @@ def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | Non
 
 
 def agreed(comm: Comm, is_well: bool = True) -> bool:
-    """Whether all is well on all ranks, none of which has died: the same on all survivors."""
+    """Whether `is_well` on all ranks and none of them has died: the same on all survivors."""
     try:
         return bool(comm.Agree(int(is_well)))
     except MPI.Exception:
@@ -114,7 +114,7 @@ def agreed(comm: Comm, is_well: bool = True) -> bool:
 def join() -> tuple[Comm, int]:
     """A newcomer's side of `take_in`; returns when it is invited.
 
-    It dies, as a rank that is lost, when it can't be taken in any more.
+    The process kills itself, and so counts as a lost rank, when it can no longer be taken in.
 
     Returns:
         The group, and how many newcomers were taken in, this one counted.

@@ -22,7 +22,7 @@ __all__ = ["MPI", "has_fault_tolerance", "note_loss"]
 _is_damaged = False
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
-"""What `mpirun --with-ft ulfm` tells its ranks."""
+"""Variable that `mpirun --with-ft ulfm` sets for its ranks."""
 
 
 def has_fault_tolerance() -> bool:

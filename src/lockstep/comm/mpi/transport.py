@@ -1,6 +1,6 @@
 """The engine's bytes over MPI, straight from tensor memory; survivors of a dead rank regroup.
 
-Lost ranks may be replaced: rank 0 has new processes started, one at a time, while all work.
+Lost ranks may be replaced: rank 0 has new processes started, one at a time, while all ranks train.
 Importing this module initialises MPI.
 """
 
@@ -17,18 +17,21 @@ from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
 from lockstep.comm.transport import GroupBroken, Transport, collective, offsets
 
+# Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
+# which MPI does not have.
 _DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How lost ranks are replaced.
+    """The replacement of lost ranks.
 
     Attributes:
-        size: the number of ranks to come back to.
-        most: how many newcomers there may be.
-        argv: what the newcomer of a number, counted from 0, runs.
-        joins: whether this process is one of them.
+        size: number of ranks to come back to.
+        most: greatest number of newcomers.
+        argv: function from the number of a newcomer, from 0, to the program and arguments that it
+            runs.
+        joins: whether this process is a newcomer itself.
     """
 
     size: int
@@ -41,10 +44,10 @@ class MpiTransport(Transport):
     """A duplicate of `MPI.COMM_WORLD`; tensors lie in host memory.
 
     Args:
-        growth: how lost ranks are replaced, if they are.
+        growth: number of ranks that may be replaced, and their command; None replaces none.
 
     Attributes:
-        comm: the present communicator.
+        comm: communicator of the present group.
 
     Raises:
         GroupBroken: from any method, when a process of the group has died and MPI can tell.
@@ -54,6 +57,7 @@ class MpiTransport(Transport):
     name = "mpi"
     failures = (MPI.Exception,)
     _last: MPI.Intracomm | None = None
+    """The group of the process's training before: the next one begins with its survivors."""
 
     def __init__(self, growth: Growth | None = None) -> None:
         super().__init__()
@@ -65,6 +69,7 @@ class MpiTransport(Transport):
         self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
+        # Errors must come back as exceptions: by default, MPI ends all ranks.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
         self._has_agreed = False
@@ -90,6 +95,7 @@ class MpiTransport(Transport):
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
         if min(counts) == max(counts):
+            # In place: MPI does not allow a send buffer inside the receive buffer.
             self.comm.Allgather(MPI.IN_PLACE, [out.numpy(), kind])
             return
         # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
@@ -152,7 +158,9 @@ class MpiTransport(Transport):
             self._is_alone = False
             return
         before = self.comm
-        before.Revoke()
+        before.Revoke()  # or survivors that have noticed nothing stay blocked in a collective
+        # Others may wait in `agree`: this rank's 0 makes it fail on all of them alike. A rank that
+        # took part already must not do so a second time: no other rank would answer.
         if not self._has_agreed:
             with contextlib.suppress(MPI.Exception):
                 before.Agree(0)
@@ -166,6 +174,7 @@ class MpiTransport(Transport):
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
         """Take in the newcomer, if there is one, and have the next one started."""
         is_ready = np.array([self.has_newcomer])  # rank 0 alone has one
+        # A broadcast may succeed on some ranks and fail on others; all must take the same way on.
         is_told = True
         try:
             comm.Bcast(is_ready)
@@ -181,6 +190,7 @@ class MpiTransport(Transport):
             comm = _whole(_shrink(comm) if merged is None else merged)
         if self._newcomer is not None and self._newcomer.has_failed:
             self._newcomer = None
+        # A new rank 0 has started none itself; it knows only how many were taken in.
         started = max(self._num_started, self._num_taken)
         is_wanted = comm.size < growth.size and started < growth.most and self._newcomer is None
         if comm.rank == 0 and is_wanted:
@@ -216,7 +226,7 @@ class MpiTransport(Transport):
         MpiTransport._last = self.comm
 
     def abort(self, exit_code: int) -> None:
-        """End all ranks of the job: the others may wait for this one for good."""
+        """End all ranks of the job: the others may wait for this one for ever."""
         MPI.COMM_WORLD.Abort(exit_code)
 
 

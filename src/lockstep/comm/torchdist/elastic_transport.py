@@ -18,8 +18,10 @@ from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
 from lockstep.comm.transport import collective
 
 _BUILD_S = 30.0
+"""Seconds that ranks may take to find each other in the store and to connect."""
 _BUILD_TIME = timedelta(seconds=_BUILD_S)
 _NOTICE_S = 5.0
+"""Seconds that the supervisor may take to notice a loss after connections have reported it."""
 _HOST = "127.0.0.1"
 
 
@@ -32,13 +34,13 @@ class ElasticTransport(GroupTransport):
     The NCCL half of this has never run on more than one GPU.
 
     Args:
-        backend: `gloo` or `nccl`.
+        backend: name of torch's backend, `gloo` or `nccl`.
         store_address: host and port of the supervisor's store.
-        supervisor_fd: the inherited socket to the supervisor.
+        supervisor_fd: file descriptor of the inherited socket to the supervisor.
         slot: lifelong number of this process.
-        timeout_s: how long a collective may wait for others.
-        device: where this rank's tensors lie; host memory by default.
-        joins: whether this process comes later than the others.
+        timeout_s: seconds that a collective may wait for others.
+        device: device on which this rank's tensors lie; host memory by default.
+        joins: whether this process joins ranks that began without it.
     """
 
     can_regroup = True
@@ -101,10 +103,10 @@ class ElasticTransport(GroupTransport):
         """Nothing to do: see `withdraw`."""
 
     def is_damaged(self) -> bool:
-        """Whether the supervisor has missed a rank.
+        """Whether the supervisor has noticed the loss of a rank.
 
-        Called after an error, which the connections of the dead may have brought here before the
-        supervisor could.
+        Called after an error. The connections of a dead rank may report its end earlier than the
+        supervisor does, so this waits for a few seconds.
         """
         return self._supervision.is_lost(_NOTICE_S)
 
@@ -142,23 +144,25 @@ class ElasticTransport(GroupTransport):
         """The process group of a generation.
 
         Nothing wakes a backend that waits for a connection from a rank that has died. So a thread
-        builds, and is left to itself if a rank is lost meanwhile.
+        builds the group, and is abandoned if a rank is lost meanwhile.
 
         Raises:
             GenerationLost: a rank was lost.
         """
+        # Gloo does not name its sockets: those opened while the group is built are its own.
         self._connections.begin()
-        found: list[Any] = []
+        built: list[Any] = []
         errors: list[Exception] = []
         former, self.group = [self.group], None
 
         def build() -> None:
             try:
                 rank = members.index(self._slot)
+                # A prefix for each generation: the keys of one that was given up stay in the store.
                 store = PrefixStore(
                     f"lockstep/{generation}", TCPStore(*self._store_address, timeout=_BUILD_TIME)
                 )
-                found.append(self._new_group(store, rank, len(members)))
+                built.append(self._new_group(store, rank, len(members)))
             except Exception as error:
                 errors.append(error)
             self._supervision.notify()
@@ -167,14 +171,15 @@ class ElasticTransport(GroupTransport):
         builder = threading.Thread(target=build, name="builder", daemon=True)
         self._builders = [b for b in self._builders if b.is_alive()] + [builder]
         builder.start()
-        if not self._supervision.wait(lambda: bool(found or errors)):
+        if not self._supervision.wait(lambda: bool(built or errors)):
             raise GenerationLost("a rank died while the group was built")
         if errors:
+            # An error while ranks connect may be the first sign of a loss.
             if self._supervision.is_lost(_NOTICE_S):
                 raise GenerationLost(str(errors[0]))
             raise errors[0]
         self._connections.end()
-        return found[0]
+        return built[0]
 
     def _new_group(self, store: Any, rank: int, size: int) -> Any:
         if self.name == "nccl":
@@ -183,6 +188,7 @@ class ElasticTransport(GroupTransport):
             return dist.ProcessGroupNCCL(store, rank, size, nccl)
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
+        # Connecting is given less time than a collective, which may wait for a slow rank.
         gloo._timeout = _BUILD_TIME
         group = dist.ProcessGroupGloo(store, rank, size, gloo)
         group._set_default_timeout(timedelta(seconds=self._timeout_s))

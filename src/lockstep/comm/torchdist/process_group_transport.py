@@ -19,7 +19,7 @@ class GroupTransport(Transport):
     """Moves tensors with a `torch.distributed.ProcessGroup`, or a backend of one.
 
     Attributes:
-        group: the present one.
+        group: process group of the present ranks.
     """
 
     failures = (RuntimeError,)
@@ -93,12 +93,12 @@ class ProcessGroupTransport(GroupTransport):
         """Meet the other ranks.
 
         Args:
-            backend: `gloo` or `nccl`.
+            backend: name of torch's backend, `gloo` or `nccl`.
             store_address: host and port of the key-value store, see `meet_at`.
-            rank: of this process.
+            rank: rank of this process.
             size: number of processes.
-            timeout_s: how long to wait for others, in seconds.
-            device: where this rank's tensors lie; host memory by default.
+            timeout_s: seconds to wait for other ranks.
+            device: device on which this rank's tensors lie; host memory by default.
         """
         super().__init__(backend, device)
         host, port = store_address

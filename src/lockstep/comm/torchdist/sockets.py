@@ -1,4 +1,4 @@
-"""The network connections of a library that does not tell which ones are its own."""
+"""The network connections of a library that gives no access to them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _TABLE = Path("/proc/self/fd")
 class Connections:
     """The TCP connections opened between `begin` and `end`, which can be shut down.
 
-    Where /proc is not, there are none.
+    Without /proc there are none.
 
     Args:
-        host: the address of this process's end; others are none of our business.
+        host: address of this process's end of the connections; those of other addresses do not
+            count.
     """
 
     def __init__(self, host: str) -> None:
@@ -26,15 +27,15 @@ class Connections:
         self._own: set[tuple[int, int]] | None = set()
 
     def begin(self) -> None:
-        """From here on, connections count."""
+        """Count the connections that are opened from now on."""
         self._before, self._own = self._open(), None
 
     def end(self) -> None:
-        """Up to here."""
+        """Count no connections that are opened from now on."""
         self._own = self._open() - self._before
 
     def shut_down(self) -> None:
-        """Have both ends of the connections see them closed; whoever waits for data is woken."""
+        """Have both ends of the connections see them closed; threads that wait for data wake up."""
         present = self._open()
         own = present - self._before if self._own is None else present & self._own
         for fd, _ in own:
@@ -46,18 +47,18 @@ class Connections:
 
         A descriptor alone may be that of another socket by the time it is used.
         """
-        found = set()
+        connections = set()
         for name in os.listdir(_TABLE) if _TABLE.exists() else ():
             with contextlib.suppress(OSError):
                 fd, status = int(name), os.stat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and self._is_connection(fd):
-                    found.add((fd, status.st_ino))
-        return found
+                    connections.add((fd, status.st_ino))
+        return connections
 
     def _is_connection(self, fd: int) -> bool:
-        with socket.socket(fileno=os.dup(fd)) as found:
-            if found.family != socket.AF_INET or found.type != socket.SOCK_STREAM:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            if duplicate.family != socket.AF_INET or duplicate.type != socket.SOCK_STREAM:
                 return False
             # A library may never recover from losing the socket that it listens on.
-            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return not listens and found.getsockname()[0] == self._host
+            listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return not listens and duplicate.getsockname()[0] == self._host

@@ -1,6 +1,6 @@
 """Key-value stores in which ranks find each other; those of one host listen on loopback only.
 
-Nobody who connects to a store has to say who they are, and torch's own listens on all interfaces.
+A store does not authenticate those who connect, and torch's own listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 LOOPBACK = "127.0.0.1"
 
 _hosted: dict[int, TCPStore] = {}
-"""By port. They live as long as this process: another rank may have connected already for a
+"""Stores by port. They live as long as this process: another rank may have connected already for a
 script's next training when this one ends the training before."""
 
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -31,13 +31,13 @@ def is_loopback(host: str) -> bool:
 
 
 def host_store(port: int, timeout: timedelta) -> TCPStore:
-    """Host a store that listens on loopback only, without waiting for anybody.
+    """Host a store that listens on loopback only, without waiting for other ranks.
 
-    For a script's further trainings it is the same one.
+    Further trainings of a script get the same store.
 
     Args:
-        port: to listen on; 0 for a free one.
-        timeout: of waiting for keys.
+        port: TCP port to listen on; 0 for a free one.
+        timeout: time to wait for a key.
 
     Raises:
         OSError: something else listens on the port.
@@ -63,11 +63,11 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
     Where the address is a loopback one, so are those that gloo and NCCL will listen on.
 
     Args:
-        host: of rank 0.
-        port: of the store.
-        rank: of this process.
+        host: name or address of rank 0's host.
+        port: TCP port of the store.
+        rank: rank of this process.
         size: number of ranks.
-        timeout: of waiting for rank 0, and for keys.
+        timeout: time to wait for rank 0, and for a key.
     """
     if not is_loopback(host):
         store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))

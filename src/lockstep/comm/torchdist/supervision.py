@@ -1,4 +1,4 @@
-"""A rank's side of the line to the supervisor that started it (`launch.host.supervisor`)."""
+"""A rank's end of the socket to the supervisor that started it (`launch.host.supervisor`)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class GenerationLost(RuntimeError):
 
 
 class Supervision:
-    """Asks and hears the supervisor; a thread of its own listens, whatever this process waits for.
+    """Talks with the supervisor; a thread listens, whatever this process waits for.
 
     Args:
-        fd: the inherited socket; stays open.
-        on_loss: called in that thread as soon as the present generation is known to be broken.
+        fd: file descriptor of the inherited socket; stays open.
+        on_loss: function called in that thread as soon as the present generation is known to be
+            broken.
 
     Attributes:
         has_newcomer: whether another process waits for the next generation.
@@ -46,7 +47,7 @@ class Supervision:
         """Wait for the next generation: its number, and its members' slots in order.
 
         Args:
-            takes_in: whether newcomers may be among them.
+            takes_in: whether newcomers may be among the members.
         """
         known = self._generation
         self._say("meet", takes_in=takes_in)
@@ -61,7 +62,7 @@ class Supervision:
             return is_done()
 
     def notify(self) -> None:
-        """Have `wait` look again."""
+        """Have `wait` check its condition again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -88,12 +89,12 @@ class Supervision:
             raise GenerationLost("a rank died")
 
     def is_lost(self, patience_s: float = 0.0) -> bool:
-        """Whether the present generation is broken, or is found to be so before long."""
+        """Whether the present generation is broken, or turns out to be within `patience_s`."""
         with self._changed:
             return self._changed.wait_for(self._is_lost, patience_s)
 
     def leave(self) -> None:
-        """Tell the supervisor that this rank's end is none to be mourned."""
+        """Tell the supervisor that this rank leaves in order, so that its end is not a loss."""
         self._say("leave")
         self._thread.join(_LEAVE_S)
         if not self._thread.is_alive():

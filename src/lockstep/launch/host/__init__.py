@@ -1,1 +1,1 @@
-"""What launches need of one host: processes, cores, and the supervisors of its ranks."""
+"""Launching on one host: its processes and cores, and the supervisor of its ranks."""

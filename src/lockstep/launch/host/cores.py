@@ -16,14 +16,14 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""What tells the numerical libraries how many threads to start."""
+"""Environment variables that tell numerical libraries how many threads to start."""
 
 _DIGITS = 10
-"""A number of more digits is no number of cores."""
+"""A number with more digits is taken for no number of cores."""
 
 
 def thread_warnings(threads: int, ranks: int, cores: int) -> list[str]:
-    """What to tell about `ranks` × `threads` on one host with `cores`."""
+    """Warnings about `ranks` × `threads` on one host with `cores`, if they do not match."""
     wanted = ranks * threads
     load = f"{_count(ranks, 'rank')} x {_count(threads, 'thread')} on {_count(cores, 'core')}"
     if wanted > cores:
@@ -50,10 +50,10 @@ def usable_cores(
     quota, and what SLURM gives (`SLURM_CPUS_ON_NODE`, or `SLURM_CPUS_PER_TASK` for each rank).
 
     Args:
-        env: the environment variables; `os.environ` by default.
+        env: environment variables; `os.environ` by default.
         local_ranks: number of ranks on this host.
-        pids: of the ranks on this host, where known.
-        root: where the file systems `/proc` and `/sys` are.
+        pids: process ids of the ranks on this host, where known.
+        root: folder in which the file systems `/proc` and `/sys` are.
     """
     env = os.environ if env is None else env
     limits = [_affinity(pids), _quota(root)]

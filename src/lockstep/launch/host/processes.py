@@ -1,8 +1,8 @@
 """The processes of a launch: finding all of them, wherever they have moved, and ending them.
 
 mpirun and torchrun put each rank into a process group of its own, and ranks whose launcher died
-belong to nobody. So a launch marks its processes by an environment variable, which all of them
-inherit, and finds them by it.
+have no parent that ends them. So a launch marks its processes by an environment variable, which
+all of them inherit, and finds them by it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _POLL_S = 0.02
 def marked(mark: str) -> list[int]:
     """The living processes of this host that carry a launch's mark (none where /proc is not)."""
     entry = f"{MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             pid = int(folder.name)
             if entry in (folder / "environ").read_bytes().split(b"\0") and is_alive(pid):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is only not yet collected does not."""
+    """Whether a process runs; a zombie, which has ended but was not waited for, does not."""
     return _state(pid) not in "ZX"
 
 
@@ -43,12 +43,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_held(pid: int) -> bool:
-    """Whether a process does nothing more for now: a signal has stopped it, or it has ended."""
+    """Whether a process cannot run at the moment: a signal has stopped it, or it has ended."""
     return _state(pid) in "TtZX"
 
 
 def variable(pid: int, name: str) -> str:
-    """What an environment variable was when a process began; empty if it was not set."""
+    """An environment variable as it was when a process began; empty if it was not set."""
     with contextlib.suppress(OSError):
         for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             key, _, value = item.partition(b"=")
@@ -68,11 +68,11 @@ def _state(pid: int) -> str:
 
 def children(pid: int) -> list[int]:
     """The living direct children of a process (none where /proc is not)."""
-    found = []
+    pids = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in path.read_text().split()]
-    return [child for child in found if is_alive(child)]
+            pids += [int(child) for child in path.read_text().split()]
+    return [child for child in pids if is_alive(child)]
 
 
 def send(pids: Iterable[int], signum: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""The supervisor of ranks that Lockstep starts itself on this host, and that outlive each other.
+"""The supervisor of ranks that Lockstep starts itself on this host, and that survive a lost rank.
 
 It starts the ranks, hosts the key-value store in which they find each other, sees at once when one
 of them dies, and tells the others, over a socket that each rank inherits. All decisions that ranks
@@ -25,15 +25,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 PREFIX = "LOCKSTEP_LOCAL_"
-"""What the environment variables begin with that tell a rank its place."""
+"""Prefix of the environment variables that tell a rank its place."""
 
 RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
-"""A process's number, and how many there are."""
+"""A process's number, from 0, and how many processes are started first."""
 
 HOST = "127.0.0.1"
 
 PORT = f"{PREFIX}PORT"
-"""Of the store, on HOST."""
+"""TCP port of the store on `HOST`."""
 
 SUPERVISOR = f"{PREFIX}SUPERVISOR"
 """The inherited file descriptor of the socket to the supervisor."""
@@ -41,7 +41,7 @@ SUPERVISOR = f"{PREFIX}SUPERVISOR"
 VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
 
 PLACE = f"{PREFIX}PLACE"
-"""Set for a process that is started later: the rank whose place on the host it takes."""
+"""Set for a process that is started later: the rank whose local rank it takes."""
 
 _MESSAGE_BYTES = 1 << 16
 
@@ -53,12 +53,12 @@ class _Rank:
     """A process, and what is known of it.
 
     Attributes:
-        place: of the ranks that were started first, the one whose share of the host it has.
+        place: rank, among those that were started first, whose local rank it takes.
         phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
             `lost`.
-        is_alive: until its end has been taken note of.
-        is_silent: whether it has closed its end of the line.
-        is_new: while it has not been taken in by those that were started first.
+        is_alive: whether the process has not ended, as far as the supervisor has noticed.
+        is_silent: whether it has closed its end of the socket.
+        is_new: whether it has yet to be taken into a group by the ranks that were started first.
         takes_in: whether it waits for a group that may have newcomers.
     """
 
@@ -71,12 +71,13 @@ class _Rank:
         self.is_alive = True
         self.is_silent = self.takes_in = False
         self.is_new = place is not None
+        # A socket that keeps messages apart: each `recv` returns exactly one.
         self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.line.setblocking(False)
         told = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
         if place is not None:
             told[PLACE] = place
-        with theirs:
+        with theirs:  # closed here once it is inherited, so that the rank's end closes the line
             self.process = subprocess.Popen(
                 argv,
                 env=os.environ | {name: str(value) for name, value in told.items()},
@@ -85,34 +86,34 @@ class _Rank:
 
     @property
     def exit_code(self) -> int:
-        """As shells count: a signal is 128 + its number."""
+        """Exit code as shells have it: 128 + the number of a signal."""
         code = self.process.returncode or 0
         return 128 - code if code < 0 else code
 
     def tell(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # it has died, and will be missed soon
+        with contextlib.suppress(OSError):  # it has died, which `run` notices soon
             self.line.send(json.dumps(message).encode())
 
     def read(self) -> list[dict[str, Any]]:
-        """What it has sent by now."""
-        found = []
+        """The messages that it has sent by now."""
+        messages = []
         with contextlib.suppress(OSError):
             while data := self.line.recv(_MESSAGE_BYTES):
-                found.append(json.loads(data))
+                messages.append(json.loads(data))
             self.is_silent = True
-        return found
+        return messages
 
 
 class Supervisor:
-    """Starts ranks and looks after them to their end.
+    """Starts ranks and supervises them to their end.
 
     Generations of the group are numbered from 1. One is *whole* when all its members have built
     it, and *broken* as soon as a member is lost or has given it up.
 
     Args:
-        num_ranks: how many to start.
-        argv: what each runs.
-        replacements: how many processes may be started in the place of killed ones.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
+        replacements: greatest number of processes to start in the place of killed ones.
     """
 
     def __init__(self, num_ranks: int, argv: Sequence[str], replacements: int = 0) -> None:
@@ -120,6 +121,8 @@ class Supervisor:
         self._wake.setblocking(False)
         wake.setblocking(False)
         self._waker = wake
+        # A signal writes to this socket, and so wakes `select`. For SIGCHLD, Python does so only if
+        # there is a handler, even an empty one.
         signal.set_wakeup_fd(wake.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for signum in _FORWARDED:
@@ -141,6 +144,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until all ranks have ended; the exit code."""
+        # In a thread: importing torch takes as long as the ranks' own start, and meanwhile they are
+        # served here.
         threading.Thread(target=self._host_store, daemon=True).start()
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in self._ranks:
@@ -149,6 +154,7 @@ class Supervisor:
             for key, _ in self._selector.select(self._patience()):
                 if key.data is not None:
                     self._listen(key.data)
+                    # A closed line is always readable: `select` would return at once for ever.
                     if key.data.is_silent:
                         self._selector.unregister(key.data.line)
             with contextlib.suppress(BlockingIOError):
@@ -157,13 +163,13 @@ class Supervisor:
                 if rank.is_alive and rank.process.poll() is not None:
                     with contextlib.suppress(KeyError):
                         self._selector.unregister(rank.line)
-                    self._bury(rank)
+                    self._handle_exit(rank)
             if self._end_at is not None and time.monotonic() > self._end_at:
                 self._end()
         return self._exit_code()
 
     def _host_store(self) -> None:
-        from torch._C._distributed_c10d import TCPStore  # takes as long as the ranks' own start
+        from torch._C._distributed_c10d import TCPStore
 
         host, port = self._listener.getsockname()
         self._store = TCPStore(
@@ -197,13 +203,14 @@ class Supervisor:
             elif is_current and not self._broken:
                 arrived = self._built if said == "built" else self._arrived
                 arrived.add(rank.slot)
+                # Told to all in one order: what all have reached counts, also if a loss comes next.
                 if arrived == self._members:
                     arrived.clear()
                     self._tell(self._members, **{said: self._generation})
 
     def _meet(self, rank: _Rank) -> None:
         """A rank wants a group: the first one, or one without those that are lost."""
-        if rank.slot in self._members:
+        if rank.slot in self._members:  # who asks for a new group has given this one up
             self._break()
         elif rank.phase == "starting":
             self._tell(self._members, newcomer=True)
@@ -213,7 +220,7 @@ class Supervisor:
         self._form()
 
     def _dismiss(self) -> None:
-        """The run is over: who has not yet taken part in it never will.
+        """The run is over: end the processes that have not yet taken part in it.
 
         A new process would begin with the script's first training, so none is started from now on.
         """
@@ -236,6 +243,7 @@ class Supervisor:
             living = [rank for rank in living if not rank.is_new]
         if self._is_over or not living or any(rank.phase != "waiting" for rank in living):
             return
+        # Later on survivors may be fewer; but a training does not start without all its ranks.
         if self._generation == 0 and len(living) < self._size:
             self._give_up(next(rank for rank in self._ranks if not rank.is_alive))
             return
@@ -254,8 +262,8 @@ class Supervisor:
             if self._ranks[slot].is_alive:
                 self._ranks[slot].tell(**message)
 
-    def _bury(self, rank: _Rank) -> None:
-        """A rank has ended."""
+    def _handle_exit(self, rank: _Rank) -> None:
+        """Take note of a rank that has ended: tell the others, replace it, or begin a new group."""
         self._listen(rank)  # it may have left in order just before
         rank.line.close()
         rank.is_alive = False
@@ -263,6 +271,8 @@ class Supervisor:
             rank.phase = "lost"
             if rank.slot in self._members:
                 self._break()
+            # Only what a signal has killed is replaced: a newcomer that the others refuse ends by
+            # itself (`ElasticTransport.withdraw`).
             if self._generation and rank.exit_code > 128:
                 self._replace(rank)
         if self._generation == 0 and rank.exit_code:
@@ -298,7 +308,7 @@ class Supervisor:
                 rank.process.kill()
 
     def _exit_code(self) -> int:
-        """Of the run: a rank that others have outlived does not count."""
+        """Exit code of the run: a rank that others have survived does not count."""
         if self._aborted is not None:
             return self._aborted
         if self._first_failure is not None:
@@ -308,7 +318,7 @@ class Supervisor:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder, whose modules are not meant for everyone
+    del sys.path[0]  # this file's folder, whose modules would hide others of their names
     code = Supervisor(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2])).run()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

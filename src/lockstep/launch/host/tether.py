@@ -1,6 +1,6 @@
 """Run a command that cannot outlive its parent process.
 
-Neither mpirun nor torchrun takes its ranks along when it is killed with SIGKILL. So every
+Ranks of mpirun and torchrun outlive a launcher that is killed with SIGKILL. So every
 process of a launch asks the kernel for a signal at its parent's death and only then becomes
 the command; the request survives `exec`. This file is run as a script, without site packages
 and without importing `lockstep`, so that it costs milliseconds.

@@ -1,4 +1,4 @@
-"""torchrun for the ranks of one host, whose agent listens to nobody.
+"""torchrun for the ranks of one host, with an agent that listens on no network interface.
 
 With `--standalone`, torchrun's agent hosts a key-value store that listens on all interfaces. A file
 does for one host; torch would leave it behind. This file is run as a script that does not import
@@ -19,8 +19,8 @@ def torchrun(num_ranks: int, argv: Sequence[str]) -> None:
     """Run `argv` on each rank; ends the process as torchrun does.
 
     Args:
-        num_ranks: how many to start.
-        argv: what each runs.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
     """
     from torch.distributed.run import main
 
@@ -34,5 +34,5 @@ def torchrun(num_ranks: int, argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder, whose modules are not meant for everyone
+    del sys.path[0]  # this file's folder, whose modules would hide others of their names
     torchrun(int(sys.argv[1]), sys.argv[2:])

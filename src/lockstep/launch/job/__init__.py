@@ -1,1 +1,1 @@
-"""What happens in the launcher: the commands that start ranks, and watching them to their end."""
+"""The launcher's side: the commands that start ranks, and watching ranks to their end."""

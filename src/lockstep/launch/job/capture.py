@@ -16,12 +16,12 @@ _TERMINATE_S = 3.0
 
 @dataclass(frozen=True)
 class Captured:
-    """What came of a command.
+    """The result of a command.
 
     Attributes:
-        exit_code: of the command, negative for a signal; None if it ran out of time.
-        stdout: what it wrote to standard output.
-        stderr: what it wrote to standard error.
+        exit_code: exit code of the command, negative for a signal; None if it ran out of time.
+        stdout: text the command wrote to standard output.
+        stderr: text the command wrote to standard error.
     """
 
     exit_code: int | None
@@ -33,9 +33,9 @@ def capture(command: RankCommand, env: Mapping[str, str], timeout_s: float) -> C
     """Run a command that starts ranks; none of its processes is left on return.
 
     Args:
-        command: what to run.
-        env: all environment variables for it.
-        timeout_s: after which it is killed.
+        command: command to run.
+        env: all environment variables of the command.
+        timeout_s: time in seconds after which the command is killed.
     """
     mark = uuid.uuid4().hex
     with subprocess.Popen(

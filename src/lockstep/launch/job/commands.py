@@ -49,7 +49,7 @@ _PLACE_PREFIXES = (
 
 
 _SEVERAL_HOSTS = ("PBS_NODEFILE", "LSB_HOSTS", "LSB_MCPU_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE")
-"""What batch systems whose nodes mpirun uses set, other than SLURM."""
+"""Variables of batch systems, other than SLURM, whose nodes mpirun uses."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class RankCommand:
 
     Attributes:
         argv: program and arguments.
-        num_ranks: how many it starts.
-        launcher: what it is.
+        num_ranks: number of ranks that it starts.
+        launcher: name of the launcher that it is.
         forwards_signals: whether SIGUSR1 and SIGUSR2 sent to it reach every rank.
     """
 
@@ -78,9 +78,9 @@ def local_command(num_ranks: int, argv: Sequence[str], replacements: int = 0) ->
     """Run `argv` on several ranks of this host under Lockstep's own supervisor.
 
     Args:
-        num_ranks: how many to start.
-        argv: what each runs.
-        replacements: how many processes may be started in the place of killed ones.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
+        replacements: greatest number of processes to start in the place of killed ones.
     """
     supervisor = (sys.executable, local.__file__, str(num_ranks), str(replacements))
     return RankCommand((*supervisor, *tethered(argv)), num_ranks, "local", forwards_signals=True)
@@ -98,12 +98,13 @@ def mpirun_command(
     """Run `argv` on several ranks with MPI.
 
     Args:
-        num_ranks: how many.
-        argv: what each rank runs.
-        cores: on this host; ranks in want of a core then give way to each other when idle.
-        mpirun: which one; by default the one `find_mpirun` finds.
-        replacements: how many killed ranks may be replaced.
-        one_host: whether all ranks are on one host, and need listen to no other.
+        num_ranks: number of ranks to start.
+        argv: program and arguments that each rank runs.
+        cores: number of cores of this host; with more ranks than cores, idle ranks give way to
+            others.
+        mpirun: path of mpirun; by default, that of `find_mpirun`.
+        replacements: greatest number of killed ranks that are replaced.
+        one_host: whether all ranks are on one host, and need not listen to any other.
 
     Raises:
         LaunchError: there is no mpirun, it does not run, or cannot replace ranks.
@@ -164,8 +165,8 @@ def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dic
     """The environment variables to start ranks with.
 
     Args:
-        threads: per rank.
-        base: to build on; `os.environ` by default.
+        threads: number of threads of each rank.
+        base: environment variables to start from; `os.environ` by default.
     """
     base = os.environ if base is None else base
     env = {
@@ -188,8 +189,8 @@ def find_mpirun() -> Path:
         if os.access(folder / "mpirun", os.X_OK):
             return folder / "mpirun"
     for name in ("mpirun", "mpiexec"):
-        if found := shutil.which(name):
-            return Path(found)
+        if program := shutil.which(name):
+            return Path(program)
     raise LaunchError(
         f"no mpirun beside {sys.executable} or on the PATH; install one with `{_INSTALL}`, "
         "or start ranks with torchrun"

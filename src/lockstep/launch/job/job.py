@@ -31,7 +31,7 @@ from lockstep.launch.rank.environment import SLOT
 from lockstep.launch.rank.signals import ASK_STOP, PREEMPTED
 
 GRACE_S = 5.0
-"""How long something that ought to end by itself is given for it."""
+"""Seconds within which something that should end by itself must have ended."""
 
 _LINE_BYTES = 1 << 16
 _HOLD_S = 1.0
@@ -59,18 +59,19 @@ class Job:
     """A running command and what is known of its ranks.
 
     Args:
-        command: what to run.
-        env: all environment variables for it.
-        stderr: the file for standard error.
-        notify: told what the user should know.
-        start_timeout_s: how long the ranks may take to meet each other.
-        has_met: whether the ranks have written that they have met, which `note` may not know yet.
+        command: command to run.
+        env: all environment variables of the command.
+        stderr: file that gets the command's standard error.
+        notify: function that gets each message for the user.
+        start_timeout_s: seconds that the ranks may take to meet each other.
+        has_met: function that returns whether the ranks have written that they have met, which
+            `note` may not know yet.
 
     Attributes:
-        ended: set when all processes are gone.
-        failure: why the ranks were ended before they had met, if they were.
-        last: the last `Failed` or `Finished` row.
-        stopped_by: the first signal that asked for a stop.
+        ended: event that is set when all processes are gone.
+        failure: reason why the ranks were ended before they had met, if they were.
+        last: row of the last `Failed` or `Finished` event, if there was one.
+        stopped_by: first signal that asked for a stop, if there was one.
         met: whether all ranks have met each other.
     """
 
@@ -112,7 +113,7 @@ class Job:
 
     @property
     def exit_code(self) -> int:
-        """Of the command, once it has ended; a signal counts as 128 + its number."""
+        """Exit code of the command, once it has ended; 128 + the number of a signal."""
         code = self._child.returncode
         return 128 - code if code < 0 else code
 
@@ -134,7 +135,7 @@ class Job:
             self.last = row
 
     def heed(self, signum: signal.Signals) -> None:
-        """Do what a signal to this process asks for."""
+        """React to a signal that this process has received."""
         if self.ended.is_set():
             return
         again = self.stopped_by not in (None, PREEMPTED) and signum != PREEMPTED
@@ -151,7 +152,7 @@ class Job:
         self._ask_stop(PREEMPTED if signum == PREEMPTED else ASK_STOP)
 
     def look_after(self) -> None:
-        """See whether the command has ended, or must be ended."""
+        """Check whether the command has ended, or must be ended; called every now and then."""
         now = time.monotonic()
         if self.ended.is_set():
             return
@@ -165,7 +166,7 @@ class Job:
         elif not self.met:
             self._look_after_start(now)
         elif self._command.launcher == "mpi":
-            # With ranks lost, mpirun may wait for good after the last one has ended, and for new
+            # With ranks lost, mpirun may wait for ever after the last one has ended, and for new
             # processes that have come too late.
             living = children(self._child.pid)
             if any(pid in self._local_pids or not _is_new(pid) for pid in living):
@@ -215,7 +216,7 @@ class Job:
             self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s{who}")
         elif self._command.launcher == "mpi":
             # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
-            # it in MPI_Init for good. On the launcher's host, ranks are mpirun's children.
+            # it in MPI_Init for ever. On the launcher's host, ranks are mpirun's children.
             for pid in children(self._child.pid):
                 if rank := variable(pid, _MPI_RANK):
                     self._ranks[rank] = pid

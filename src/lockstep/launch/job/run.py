@@ -37,11 +37,11 @@ class Outcome:
     """How a launch ended.
 
     Attributes:
-        exit_code: of the command; 128 + its number where a signal ended it.
-        stderr_tail: the end of what was written to standard error.
-        last: the last `Failed` or `Finished` row seen.
-        log: the file with all of standard error.
-        stopped_by: the first signal to this process that asked for a stop.
+        exit_code: exit code of the command; 128 + the signal's number where a signal ended it.
+        stderr_tail: last lines written to standard error.
+        last: row of the last `Failed` or `Finished` event, if there was one.
+        log: path of the file with all of standard error.
+        stopped_by: first signal to this process that asked for a stop, if there was one.
         met: whether all ranks had met each other.
     """
 
@@ -71,13 +71,13 @@ def run_ranks(
     call this from a thread that lives as long as they do.
 
     Args:
-        command: what to run.
-        env: all environment variables for it.
-        run_dir: where the ranks write `events.jsonl`; gets `ranks.log`.
-        on_row: called here with each new row of `events.jsonl`.
-        on_line: called here with each line of the ranks' standard output.
-        on_notice: called here with what the user should know about the launch itself.
-        start_timeout_s: how long the ranks may take to meet each other.
+        command: command to run.
+        env: all environment variables of the command.
+        run_dir: run directory, where the ranks write `events.jsonl`; gets `ranks.log`.
+        on_row: function called in this thread with each new row of `events.jsonl`.
+        on_line: function called in this thread with each line of the ranks' standard output.
+        on_notice: function called in this thread with messages about the launch itself.
+        start_timeout_s: seconds that the ranks may take to meet each other.
 
     Raises:
         LaunchError: the ranks did not meet each other.

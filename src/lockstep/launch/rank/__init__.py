@@ -1,1 +1,1 @@
-"""What happens in a rank: where it is, how it joins the others, its threads and signals."""
+"""The rank's side: its place, how it joins the others, its threads and signals."""

@@ -24,7 +24,7 @@ INTERRUPTED = 128 + signal.SIGINT
 """The exit code of a process that Ctrl-C has ended."""
 
 _PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "SLURM_STEP_ID")
-"""What the names of the variables begin with by which launchers tell ranks their places."""
+"""Prefixes of the environment variables by which launchers tell ranks their places."""
 
 
 class Interrupted(BaseException):
@@ -84,8 +84,8 @@ def interrupts() -> Iterator[None]:
 def prepare() -> None:
     """Have a script that Ctrl-C or a `LockstepError` ends before it trains say so in one line.
 
-    They are raised as ever, and can be caught. A rank also takes note of a
-    preemption, which would end it otherwise: this way it stops after its first step.
+    They are still raised, and can be caught. A rank also notes a preemption, which would end it
+    otherwise: this way it stops after its first step.
     """
     if not _is_ours():
         return
@@ -97,7 +97,7 @@ def prepare() -> None:
 
 
 def begin_training() -> None:
-    """From here on, an exception that nobody catches shows where the program was."""
+    """From here on, an exception that is not caught is shown with its traceback."""
     if sys.excepthook is _say:
         sys.excepthook = sys.__excepthook__
 
@@ -120,7 +120,7 @@ def _raise(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Shows an exception that ends a script: what is meant for the user is one message."""
+    """Shows an exception that ends a script; a `LockstepError` is one message."""
     from lockstep.errors import LockstepError
 
     where = traceback.extract_tb(trace, limit=1)

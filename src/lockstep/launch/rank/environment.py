@@ -1,4 +1,4 @@
-"""Where this process is: who launched it, and its place among the ranks.
+"""Where this process is: which launcher started it, and its place among the ranks.
 
 Launchers tell their ranks through environment variables. Reading them is all that happens here,
 so it can be tested without launching anything.
@@ -20,10 +20,11 @@ Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 # SLURM numbers what is no `srun` step (batch script, interactive shell, …) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFFA
 REPLACE = "LOCKSTEP_MPI_REPLACE"
-"""Of ranks under mpirun: how many killed ones may be replaced."""
+"""Variable of ranks under mpirun: the number of killed ones that may be replaced."""
 
 SLOT, SIZE = "LOCKSTEP_MPI_SLOT", "LOCKSTEP_MPI_SIZE"
-"""Of a process that ranks under mpirun have started: its number, and how many there were first."""
+"""Variables of a process that ranks under mpirun have started: its number, and how many ranks there
+were first."""
 
 # Below the ports that Linux gives to outgoing connections (32768 and up).
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
@@ -34,18 +35,19 @@ class Environment:
     """One process's place.
 
     Attributes:
-        launcher: who started the ranks; `torchrun` stands for everyone who sets its variables.
-        rank: of this process.
+        launcher: launcher that started the ranks; `torchrun` stands for all that set its variables.
+        rank: rank of this process.
         world_size: number of ranks.
-        local_rank: number of this process among those on its host.
+        local_rank: number of this process among those on its host, from 0.
         local_world_size: number of ranks on its host.
-        node_rank: number of the host, where the launcher tells it.
-        master_addr: host of rank 0, where ranks meet over TCP; None where they don't.
-        master_port: port on that host.
-        job_id: the SLURM job, if this is one.
-        joins: whether the others began without this process.
-        replacements: how many killed ranks may be replaced by the ranks themselves.
-        supervisor_fd: the inherited socket to Lockstep's own supervisor, if that started the ranks.
+        node_rank: number of the host; None where the launcher does not tell it.
+        master_addr: host of rank 0, where ranks meet over TCP; None where they do not.
+        master_port: TCP port on that host; None where there is none.
+        job_id: id of the SLURM job; None outside of one.
+        joins: whether this process joins ranks that began without it.
+        replacements: greatest number of killed ranks that the ranks replace themselves.
+        supervisor_fd: file descriptor of the inherited socket to Lockstep's own supervisor; None if
+            that did not start the ranks.
     """
 
     launcher: Launcher = "python"
@@ -63,7 +65,7 @@ class Environment:
 
 
 def detect(env: Mapping[str, str]) -> Environment:
-    """Find out who launched this process.
+    """Find out which launcher started this process, and its place among the ranks.
 
     The first of these that applies:
 
@@ -258,7 +260,7 @@ def _slurm_step(env: Mapping[str, str]) -> Environment | None:
 
 
 def _slurm_master(env: Mapping[str, str], step: int) -> tuple[str, int]:
-    """Where the ranks of a step meet: the user's choice first."""
+    """Host and port at which the ranks of a step meet: the user's choice first."""
     address = env.get("MASTER_ADDR")
     if not address:
         address = first_host(_text(env, "SLURM_STEP_NODELIST", "srun sets it; or set MASTER_ADDR"))

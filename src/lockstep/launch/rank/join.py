@@ -20,12 +20,12 @@ _has_opened = False
 def open_transport(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
     """Meet the other ranks; every rank calls this.
 
-    One process on its own needs nobody, whoever launched it: it gets a `LocalTransport`.
+    A single process gets a `LocalTransport`, whichever launcher started it.
 
     Args:
-        environment: where this process is.
-        device: where the tensors to move lie.
-        timeout_s: how long to wait for others, where the transport has a timeout.
+        environment: place of this process among the ranks.
+        device: device on which the tensors to move lie.
+        timeout_s: seconds to wait for other ranks, where the transport has a timeout.
 
     Raises:
         EnvironError: the ranks that MPI knows are not those the launcher started, or the name of
@@ -55,7 +55,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
 
 
 def free_port() -> int:
-    """A TCP port that nobody on this host listens on at the moment."""
+    """A TCP port on which nothing on this host listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -84,7 +84,7 @@ def _over_mpi(
         return MpiTransport(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
-    # A host's own name need not resolve where nobody else is there to use it.
+    # On a single host, its own name need not be known to any resolver.
     own = (LOOPBACK if _is_one_host(environment) else socket.gethostname(), free_port())
     address = world.bcast(own if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)
@@ -95,7 +95,7 @@ def _is_one_host(environment: Environment) -> bool:
 
 
 def _newcomer_argv(environment: Environment, number: int) -> list[str]:
-    """What the newcomer of a number, counted from 0, runs: this process's own command."""
+    """The command of newcomer `number`, from 0: this process's own, with other variables."""
     variables = {
         SLOT: environment.world_size + number,
         SIZE: environment.world_size,

@@ -10,11 +10,11 @@ from typing import Any
 from lockstep.launch.rank.early import EarlyNotice, begin_training
 
 ASK_STOP = signal.SIGUSR2
-"""What the launcher sends its ranks for "stop at the next step boundary": mpirun passes it on,
+"""Signal from the launcher to its ranks to stop at the next step boundary: mpirun passes it on,
 where it would answer SIGINT and SIGTERM by killing the ranks."""
 
 PREEMPTED = signal.SIGUSR1
-"""What a batch system sends some time before it takes the machines away."""
+"""Signal that a batch system sends some time before it ends the job."""
 
 _REASONS = {
     signal.SIGINT: "interrupted",

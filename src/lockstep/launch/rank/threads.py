@@ -16,8 +16,8 @@ def set_threads(threads: int, environment: Environment) -> list[str]:
     """Compute with this many threads in this process.
 
     Args:
-        threads: per rank.
-        environment: where this process is.
+        threads: number of threads of each rank.
+        environment: place of this process among the ranks.
 
     Returns:
         Warnings: more threads than cores on this host, or cores left idle.

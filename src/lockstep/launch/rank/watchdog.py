@@ -1,7 +1,7 @@
 """A process beside each rank that turns a hang into a death, which the others can recover from.
 
 A rank that is stopped, or stuck in a deadlock, an endless loop or a dead file system, would keep
-all others waiting for good. Its watchdog reads its pulse, and when that has not beaten for too
+all others waiting for ever. Its watchdog reads its pulse, and when that has not beaten for too
 long, saves the rank's Python stack and kills it. A rank that waits for others is not the one that
 hangs. This file is also run as a script, without site packages and without importing `lockstep`.
 """
@@ -27,16 +27,16 @@ STACK_SIGNAL = signal.SIGRTMIN + 3
 _POLL_S = 0.1
 _STACK_S = 0.3
 _FACTOR = 10
-"""A rank may take this many times as long as it ever took."""
+"""A rank may pause this many times as long as it ever did."""
 
 
 class Watchdog:
     """Watches this process, while it is entered as a context manager.
 
     Args:
-        pulse_fd: of the memory that holds the pulse.
-        timeout_s: how long a rank may stand still; longer if it has been slow before.
-        report: the file to write what was found to.
+        pulse_fd: file descriptor of the memory that holds the pulse; -1 if there is none.
+        timeout_s: seconds that a rank may stand still; more if it has paused for long before.
+        report: path of the JSON file for the reason and the Python stacks.
     """
 
     def __init__(self, pulse_fd: int, timeout_s: float, report: Path) -> None:
@@ -119,7 +119,7 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
     text = f"{reason}; its Python stack:\n{stack}"
     with contextlib.suppress(OSError):
         folder, name = os.path.split(report)
-        # A file name that nobody can foresee, so that no link can lie in wait.
+        # A file name that cannot be guessed, so that no link can have been put there.
         temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with open(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:

@@ -26,7 +26,7 @@ class _Numbers:
 
     @property
     def size(self) -> int:
-        """How many there are; may be more than `len` can tell."""
+        """The number of numbers; may be more than `len` can return."""
         return self.last - self.first + 1
 
     def __getitem__(self, index: int) -> str:
@@ -38,8 +38,8 @@ class _Hosts:
     """One host of a list with its bracket groups, of which the last varies fastest.
 
     Attributes:
-        texts: before, between and after the groups.
-        groups: each a list of ranges.
+        texts: texts before, between and after the groups.
+        groups: ranges of numbers in each pair of brackets.
     """
 
     texts: list[str]
@@ -47,7 +47,7 @@ class _Hosts:
 
     @property
     def size(self) -> int:
-        """How many hosts these are."""
+        """The number of hosts."""
         return math.prod(map(_size, self.groups))
 
     def __getitem__(self, index: int) -> str:
@@ -91,19 +91,19 @@ def first_host(nodelist: str) -> str:
 
 
 def _parsed(nodelist: str) -> list[_Hosts]:
-    found = []
+    entries = []
     if _LIST.fullmatch(nodelist):
         for host in re.finditer(_HOST, nodelist, re.ASCII):
             texts = re.split(_GROUP, host[0], flags=re.ASCII)
             groups = [_group(g) for g in re.findall(_GROUP, host[0], re.ASCII)]
-            found.append(_Hosts(texts, groups))
-    if not found or any(r.size < 1 for hosts in found for g in hosts.groups for r in g):
+            entries.append(_Hosts(texts, groups))
+    if not entries or any(r.size < 1 for hosts in entries for g in hosts.groups for r in g):
         shown = nodelist if len(nodelist) <= _SHOWN else f"{nodelist[:_SHOWN]}…"
         raise EnvironError(
             f"node list {shown!r} is malformed: expected hosts like n1 or n[01-03,07], "
             "separated by commas; set MASTER_ADDR to rank 0's host to do without it"
         )
-    return found
+    return entries
 
 
 def _group(text: str) -> list[_Numbers]:

@@ -17,13 +17,14 @@ class Resources:
     """What a job asks SLURM for.
 
     Attributes:
-        nodes: how many.
-        tasks_per_node: ranks on each node.
-        cpus_per_task: cores for each rank.
-        time: SLURM's time limit, such as `90`, `1:30:00` or `1-12`.
-        partition: where to run; SLURM's default if None.
-        account: who pays; SLURM's default if None.
-        signal_before_s: how long before the time limit the ranks are told to stop.
+        nodes: number of nodes.
+        tasks_per_node: number of ranks on each node.
+        cpus_per_task: number of cores for each rank.
+        time: time limit as SLURM reads it, such as `90` (minutes), `1:30:00` or `1-12`
+            (days-hours).
+        partition: partition to run in; SLURM's default if None.
+        account: account that pays; SLURM's default if None.
+        signal_before_s: seconds before the time limit at which the ranks are told to stop.
 
     Raises:
         LaunchError: SLURM would not take one of them, or it makes no sense.
@@ -58,12 +59,12 @@ class Resources:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """Number of ranks of the whole job."""
         return self.nodes * self.tasks_per_node
 
     @property
     def patience_s(self) -> int:
-        """How long ranks that were told to stop may take for it, before they are ended."""
+        """Seconds that ranks which were told to stop may take for it, before they are ended."""
         return max(self.signal_before_s // 2, self.signal_before_s - 30)
 
 

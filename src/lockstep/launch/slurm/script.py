@@ -17,7 +17,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.slurm.resources import Resources
 
 FIRST_COMMENT = "# Written by `lockstep slurm`"
-"""How the second line of every script begins: a file without it is the user's own."""
+"""The beginning of the second line of every script: a file without it is the user's own."""
 
 RUN_DIR = "${run_dir}"
 """Stands for the job's run directory in a rank's arguments and environment variables."""
@@ -30,15 +30,16 @@ class BatchJob:
     """A job that trains.
 
     Attributes:
-        name: of the job.
-        resources: what it asks for.
-        command: starts the ranks; `RUN_DIR` in it stands for the run directory.
-        env: environment variables of the ranks; `RUN_DIR` stands for the same.
-        threads: each rank computes with.
-        run_dir: an absolute path; None puts it below `work_dir`, named after job and number.
-        work_dir: the absolute path of the folder to run in.
-        log: the absolute path of the job's log, with SLURM's `%j` for the job's number.
-        title: what is trained, for the log.
+        name: name of the job.
+        resources: resources that it asks for.
+        command: command that starts the ranks; `RUN_DIR` in it stands for the run directory.
+        env: environment variables of the ranks; `RUN_DIR` in them stands for the run directory.
+        threads: number of threads of each rank.
+        run_dir: absolute path of the run directory; None puts it below `work_dir`, named after the
+            job and its number.
+        work_dir: absolute path of the folder to run in.
+        log: absolute path of the job's log, with SLURM's `%j` for the job's number.
+        title: description of what is trained, for the log.
         trains: whether the command trains: such a job stops in time and is requeued.
     """
 
@@ -109,7 +110,7 @@ def _directives(job: BatchJob) -> list[str]:
 
 
 def _setting(job: BatchJob) -> list[str]:
-    """Where things are, and the environment variables."""
+    """The lines that set the run directory and the environment variables."""
     if job.run_dir is None:
         base, suffix = job.work_dir / "runs" / job.name, '-"$job"'
     else:
@@ -125,9 +126,9 @@ def _setting(job: BatchJob) -> list[str]:
         "# Sums depend on the number of threads, so it belongs to the config (threads=…).",
     ]
     for name, value in job.env.items():
-        before, found, after = value.partition(json.dumps(RUN_DIR))
+        before, separator, after = value.partition(json.dumps(RUN_DIR))
         text = _quoted(value)
-        if found:
+        if separator:
             # The suffix consists of harmless characters: what is JSON before it is JSON after it.
             text = f"{shlex.quote(before + json.dumps(str(base))[:-1])}{suffix}"
             text += shlex.quote('"' + after)

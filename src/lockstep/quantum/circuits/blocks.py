@@ -26,15 +26,15 @@ from lockstep.quantum.circuits.steps import (
 
 
 class BlockMatrices:
-    """Makes the matrices of all blocks of a plan."""
+    """Computes the matrices of all blocks of a plan."""
 
     def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> None:
-        """Sort blocks by what they hold.
+        """Group the blocks by the gates they hold.
 
         Args:
-            blocks: of a plan.
-            dtype: complex64 or complex128.
-            device: where matrices are to be.
+            blocks: the blocks of a plan, in the order in which they act.
+            dtype: dtype of the matrices, complex64 or complex128.
+            device: device on which the matrices are computed.
         """
         groups: dict[object, list[int]] = {}
         for number, block in enumerate(blocks):
@@ -46,17 +46,25 @@ class BlockMatrices:
         ]
 
     def __call__(self, angles: Tensor) -> list[Tensor]:
-        """Matrices [B, C, K, K] of each block, from angles [B, gates]; B is 1 without angles."""
+        """The matrices of all blocks.
+
+        Args:
+            angles: the angles in radians of all gates that have one, real, [B, gates].
+
+        Returns:
+            For each block, [B, C, K, K] with C values of its controls and K = 2^targets; B is 1
+            where no gate of the block has an angle.
+        """
         matrices: list[Tensor | None] = [None] * self._count
         for group in self._groups:
-            found = group(angles)
+            own = group(angles)
             for place, member in enumerate(group.members):
-                matrices[member] = found[:, place]
+                matrices[member] = own[:, place]
         return [m for m in matrices if m is not None]
 
 
 class _Group:
-    """Blocks that differ in the values of their angles only."""
+    """Blocks that differ only in the values of their angles."""
 
     def __init__(
         self, members: list[int], blocks: list[Block], dtype: torch.dtype, device: torch.device
@@ -76,7 +84,7 @@ class _Group:
         self._runs = _Runs([s for s in self._steps if s.is_run], dtype, device)
 
     def __call__(self, angles: Tensor) -> Tensor:
-        """[B, members, C, K, K]."""
+        """The matrices [B, members, C, K, K] of all members, from angles [B, gates]."""
         if self._numbers.numel():
             own = angles[:, self._numbers]
         else:
@@ -172,7 +180,7 @@ class _Runs:
         constant, cosine, sine = self._terms
         matrices = phase.cos()[..., None, None] * cosine + constant
         matrices = torch.addcmul(matrices, phase.sin()[..., None, None].to(sine.dtype), sine)
-        found: list[Tensor | None] = [None] * self._count
+        products: list[Tensor | None] = [None] * self._count
         first = 0
         for length, members in self._lengths.items():
             last = first + length * len(members)
@@ -181,9 +189,9 @@ class _Runs:
             )
             product = reduce(lambda before, matrix: matrix @ before, own_gates.unbind(2))
             for member, matrix in zip(members, product.unbind(2), strict=True):
-                found[member] = matrix
+                products[member] = matrix
             first = last
-        return [matrix for matrix in found if matrix is not None]
+        return [matrix for matrix in products if matrix is not None]
 
 
 def _gate_matrix(gate: Gate, angles: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,13 +18,19 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.gates import KINDS, UNITARY, Kind
 
 MAX_QUBITS = 62
-"""Of a circuit: numbers of amplitudes are integers of 64 bits."""
+"""Most qubits of a circuit: the index of an amplitude is an integer of 64 bits."""
 _UNITARY_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Angle:
-    """scale · θ[index] + offset; a number without an index."""
+    """An angle in radians: scale · θ[index] + offset, or only the offset.
+
+    Attributes:
+        offset: constant part, in radians.
+        index: number of the parameter, from 0; None for an angle that depends on none.
+        scale: factor of the parameter.
+    """
 
     offset: float = 0.0
     index: int | None = None
@@ -34,7 +40,7 @@ class Angle:
         """Check the numbers.
 
         Raises:
-            ConfigError: they are not finite numbers, or the index is not one.
+            ConfigError: a number is not finite, or the index is not an integer from 0 on.
         """
         for name, value in (("offset", self.offset), ("scale", self.scale)):
             if not isinstance(value, Real) or not math.isfinite(value):
@@ -44,7 +50,16 @@ class Angle:
 
 
 def parameter(index: int, scale: float = 1.0, offset: float = 0.0) -> Angle:
-    """The angle scale · θ[index] + offset."""
+    """The angle scale · θ[index] + offset.
+
+    Args:
+        index: number of the parameter, from 0.
+        scale: factor of the parameter.
+        offset: constant part, in radians.
+
+    Raises:
+        ConfigError: a number is not finite, or the index is not an integer from 0 on.
+    """
     return Angle(offset, index, scale)
 
 
@@ -53,12 +68,12 @@ class Gate:
     """One gate.
 
     Attributes:
-        name: a key of `gates.KINDS`, or `unitary`.
-        qubits: it acts on; the first is the low bit of its matrix.
-        angle: of gates that have one.
-        controls: it acts only where these qubits are as `control_state` says.
-        control_state: for each control, 0 or 1.
-        matrix: of a `unitary`: [2^qubits, 2^qubits], complex128.
+        name: name of the gate, a key of `gates.KINDS` or `unitary`.
+        qubits: qubits it acts on; the first is the low bit of its matrix.
+        angle: angle of the gate; None if its kind has none.
+        controls: control qubits: the gate acts only where they are as `control_state` says.
+        control_state: for each control, the value 0 or 1 that it must have.
+        matrix: matrix of a `unitary`, [2^qubits, 2^qubits], complex128; None for other gates.
     """
 
     name: str
@@ -101,7 +116,7 @@ class Gate:
 
     @cached_property
     def kind(self) -> Kind:
-        """Its matrix."""
+        """The kind of the gate: its matrix, as a function of its angle."""
         if self.matrix is None:
             return KINDS[self.name]
         return Kind(len(self.matrix).bit_length() - 1, self.matrix)
@@ -112,7 +127,15 @@ class Gate:
         return (*self.controls, *self.qubits)
 
     def controlled(self, *controls: int, state: Sequence[int] | None = None) -> Gate:
-        """The gate with these controls before those it has."""
+        """The gate with further controls, before those it has.
+
+        Args:
+            controls: qubits that control the gate.
+            state: for each of them, the value 0 or 1 that it must have; all 1 by default.
+
+        Raises:
+            ConfigError: a qubit is used twice, or the state does not fit the controls.
+        """
         bits = (1,) * len(controls) if state is None else tuple(state)
         return replace(
             self,
@@ -130,6 +153,11 @@ class Gate:
 
 def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
     """A gate by name; `cx`, `ccz`, `crx`, … are gates with leading c's for controls.
+
+    Args:
+        name: a key of `gates.KINDS`, with a leading c for each control.
+        qubits: the controls, then the qubits that the gate acts on, low bit first.
+        angle: angle in radians, a number or a `parameter`, for gates that have one.
 
     Raises:
         ConfigError: there is no such gate, or its qubits or angle do not fit it.
@@ -149,7 +177,11 @@ def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
 
 
 def unitary(matrix: Tensor, *qubits: int) -> Gate:
-    """A gate given by its matrix; the first qubit is its low bit.
+    """A gate given by its matrix.
+
+    Args:
+        matrix: unitary matrix [2^k, 2^k], real or complex.
+        qubits: the k qubits it acts on; the first is the low bit of the matrix.
 
     Raises:
         ConfigError: the matrix is not unitary, or does not fit the qubits.
@@ -161,12 +193,13 @@ def unitary(matrix: Tensor, *qubits: int) -> Gate:
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Gates in turn, on `num_qubits` qubits that start as |0…0>.
+    """A sequence of gates on `num_qubits` qubits, which start as |0…0>.
 
     Attributes:
-        num_qubits: at least 1.
-        gates: in the order in which they act.
-        num_parameters: that its angles depend on; the highest index and one, if left out.
+        num_qubits: number of qubits, from 1 to `MAX_QUBITS`.
+        gates: the gates in the order in which they act.
+        num_parameters: number of parameters that angles may depend on; by default, the highest
+            index used plus one.
     """
 
     num_qubits: int
@@ -179,7 +212,8 @@ class Circuit:
         """Check and keep the gates.
 
         Raises:
-            ConfigError: a gate is on a qubit, or an angle of a parameter, that there is not.
+            ConfigError: a gate acts on a qubit, or an angle depends on a parameter, that the
+                circuit does not have.
         """
         num_qubits = check_num_qubits(num_qubits)
         given = tuple(gates) if isinstance(gates, Iterable) else (gates,)
@@ -205,20 +239,20 @@ class Circuit:
 
     @cached_property
     def with_angle(self) -> tuple[Gate, ...]:
-        """The gates that have an angle, in turn."""
+        """The gates that have an angle, in order."""
         return tuple(g for g in self.gates if g.angle is not None)
 
     def angles(self, parameters: Tensor) -> Tensor:
         """The angles of all gates that have one.
 
         Args:
-            parameters: [..., num_parameters], real.
+            parameters: real tensor [..., num_parameters].
 
         Returns:
-            [..., len(with_angle)].
+            Angles in radians, [..., len(with_angle)].
 
         Raises:
-            ConfigError: they are no such tensor.
+            ConfigError: the parameters are no such tensor.
         """
         self.check_parameters(parameters)
         if not self.num_parameters:
@@ -229,10 +263,10 @@ class Circuit:
         return chosen * scale.to(parameters) + offset.to(parameters)
 
     def check_parameters(self, parameters: Tensor) -> None:
-        """Refuse what are no parameters of this circuit.
+        """Check that a tensor can hold parameters of this circuit.
 
         Raises:
-            ConfigError: they are no real tensor [..., num_parameters].
+            ConfigError: it is not a real tensor [..., num_parameters].
         """
         if not isinstance(parameters, Tensor) or parameters.is_complex() or not parameters.dim():
             raise ConfigError(
@@ -245,10 +279,10 @@ class Circuit:
 
     @cached_property
     def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
-        found = [g.angle for g in self.with_angle if g.angle is not None]
-        index = torch.tensor([a.index or 0 for a in found], dtype=torch.int64)
-        scale = [0.0 if a.index is None else a.scale for a in found]
-        offset = [a.offset for a in found]
+        angles = [g.angle for g in self.with_angle if g.angle is not None]
+        index = torch.tensor([a.index or 0 for a in angles], dtype=torch.int64)
+        scale = [0.0 if a.index is None else a.scale for a in angles]
+        offset = [a.offset for a in angles]
         as_tensor = partial(torch.tensor, dtype=torch.float64)
         return index, as_tensor(scale), as_tensor(offset)
 
@@ -259,10 +293,10 @@ class Circuit:
 
 
 def check_num_qubits(num_qubits: int) -> int:
-    """The number of a circuit's qubits.
+    """A number of qubits as an int.
 
     Raises:
-        ConfigError: it is no integer, less than 1 or too many for their amplitudes to be numbered.
+        ConfigError: it is not an integer from 1 to `MAX_QUBITS`.
     """
     count = as_integer(num_qubits, "num_qubits")
     if not 1 <= count <= MAX_QUBITS:
@@ -271,10 +305,10 @@ def check_num_qubits(num_qubits: int) -> int:
 
 
 def as_integer(value: object, name: str) -> int:
-    """An integer of any kind but bool.
+    """An integer of any type but bool, as an int.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not one.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
         raise ConfigError(f"{name}: must be an integer, not {value!r}")
@@ -299,7 +333,7 @@ def _check_matrix(matrix: Tensor, where: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for a message that says that it should be something else."""
+    """The type of a value, for a message that another one is needed."""
     if isinstance(value, Tensor):
         return f"one of {value.dtype} {list(value.shape)}"
     return type(value).__name__

@@ -25,8 +25,10 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate
 
 MAX_TARGETS = 4
-"""Of a fused block. A pass costs 2^targets products for each amplitude, and one trip to memory."""
+"""Most target qubits of a fused block. A pass over the state costs 2^targets products for each
+amplitude, and one trip to memory."""
 MAX_CONTROLS = 1
+"""Most control qubits of a fused block, unless a single gate has more."""
 
 Move = list[int] | int | None
 """A permutation of the local axes; or the number of qubits in |0> whose axes are added behind them;
@@ -38,12 +40,13 @@ class Block:
     """Gates that are applied together.
 
     Attributes:
-        gates: with their numbers among the gates that have an angle, or -1.
-        targets: qubits, from the back of the state's axes, high bit first.
-        controls: qubits, from the front, high bit first.
-        after: the targets in the order in which they come to lie in front.
-        moves: of the state's axes before the block is applied.
-        rank_controls: bits of the rank's number, from the high one, that are the first controls.
+        gates: each gate with its number among the gates that have an angle, or -1 without one.
+        targets: target qubits, high bit first; their axes are the last of the state.
+        controls: control qubits, high bit first; their axes are the first of the state.
+        after: the targets in the order in which their axes come to lie in front.
+        moves: moves of the state's axes before the block is applied.
+        rank_controls: bits of the rank's number, counted from the high one, that are the first
+            controls.
     """
 
     gates: list[tuple[Gate, int]] = field(default_factory=list)
@@ -68,8 +71,8 @@ class Plan:
     """A circuit as blocks.
 
     Attributes:
-        blocks: in the order in which they act.
-        moves: of the axes after the last block, to the usual order.
+        blocks: the blocks in the order in which they act.
+        moves: moves of the axes after the last block, which restore the usual order.
     """
 
     blocks: list[Block]
@@ -82,13 +85,13 @@ def plan(
     num_rank_axes: int = 0,
     from_zero: bool = True,
 ) -> Plan:
-    """Fuse a circuit's gates and find the order of axes for each block.
+    """Fuse a circuit's gates into blocks, and choose the order of axes for each block.
 
     Args:
-        circuit: to plan.
-        max_targets: of a fused block.
-        num_rank_axes: the state is split over 2^num_rank_axes ranks.
-        from_zero: the state begins as |0…0>, without local axes; else it has all of them.
+        circuit: circuit whose gates are fused.
+        max_targets: greatest number of target qubits of a fused block.
+        num_rank_axes: base-2 logarithm of the number of ranks that the state is split over.
+        from_zero: whether the state begins as |0…0>, without local axes; else it has all of them.
 
     Raises:
         ConfigError: there are too many ranks for so few qubits.
@@ -137,7 +140,7 @@ class _Fusion:
         controls = [c for c in gate.controls if c not in wide]
         self._put([*before, own], wide, controls)
 
-    def _put(self, found: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
+    def _put(self, gates: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
         qubits = [*targets, *controls]
         touching = [i for i, block in enumerate(self._blocks) if block.touches(qubits)]
         for block in self._blocks[max(touching, default=0) :]:
@@ -146,30 +149,30 @@ class _Fusion:
             outside = [c for c in others if c not in every]
             most = max(MAX_CONTROLS, len(block.controls))
             room = self._max_targets
-            if all(number < 0 for _, number in found):  # its matrix is computed only once
+            if all(number < 0 for _, number in gates):  # its matrix is computed only once
                 room = max(room, len(block.targets))
             if len(every) <= room and len(outside) <= most:
-                block.take(found, every, outside)
+                block.take(gates, every, outside)
                 return
-        self._blocks.append(Block(found, targets, controls))
+        self._blocks.append(Block(gates, targets, controls))
 
 
 def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:
     """Gates with angles before those without that they share no qubit with.
 
-    What then lies side by side can be multiplied together once and for all.
+    Gates without angles that then follow one another are multiplied together only once.
     """
-    found: list[tuple[Gate, int]] = []
+    ordered: list[tuple[Gate, int]] = []
     for own in gates:
-        place = len(found)
+        place = len(ordered)
         if own[1] >= 0:
             qubits = {*own[0].every_qubit}
-            while place and found[place - 1][1] < 0:
-                if qubits & {*found[place - 1][0].every_qubit}:
+            while place and ordered[place - 1][1] < 0:
+                if qubits & {*ordered[place - 1][0].every_qubit}:
                     break
                 place -= 1
-        found.insert(place, own)
-    return found
+        ordered.insert(place, own)
+    return ordered
 
 
 def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:
@@ -200,11 +203,11 @@ def _lay_out(blocks: list[Block], axes: _Axes) -> Plan:
 
 
 class _Axes:
-    """Where each qubit's axis is, and the moves that brought it there.
+    """The place of each qubit's axis, and the moves that brought it there.
 
     Attributes:
-        ranks: the qubits whose bits make up the rank's number, high bit first.
-        local: the axes of each rank's part of the state.
+        ranks: qubits whose bits make up the rank's number, high bit first.
+        local: qubits whose axes each rank's part of the state has, in the order of these axes.
         absent: local qubits that no block has touched, and that have no axis yet.
     """
 

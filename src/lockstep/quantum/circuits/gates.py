@@ -1,4 +1,4 @@
-"""The gates there are, as matrices and as functions of their angle.
+"""The supported gates, as matrices and as functions of their angle.
 
 A gate has no angle, or one: its matrix is constant + cos(s φ) · cosine + sin(s φ) · sine.
 Controls are no part of a gate's kind: any gate can be controlled by any number of qubits.
@@ -25,14 +25,16 @@ _Z: Matrix = ((1, 0), (0, -1))
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """What gates of one name do.
+    """The matrix of all gates of one name, as a function of their angle.
 
     Attributes:
-        num_targets: qubits it acts on, controls aside.
-        constant: [2^targets, 2^targets], complex128; the whole matrix of a gate without angle.
-        cosine: what cos(frequency · φ) is multiplied with; None without an angle.
-        sine: the same for the sine.
-        frequency: s.
+        num_targets: number of qubits it acts on, without controls.
+        constant: constant term, [2^targets, 2^targets], complex128; the whole matrix of a gate
+            without angle.
+        cosine: coefficient of cos(frequency · φ), of the same shape and dtype; None without an
+            angle.
+        sine: coefficient of sin(frequency · φ), of the same shape and dtype; None without an angle.
+        frequency: the factor s of the angle φ; 0 without an angle.
     """
 
     num_targets: int
@@ -105,10 +107,16 @@ UNITARY = "unitary"
 
 
 def shift_rule(kind: Kind, controlled: bool) -> list[tuple[float, float]]:
-    """(coefficient, shift) with d f/dφ = Σ coefficient · f(φ + shift), f a probability.
+    """The terms (coefficient, shift in radians) of d f/dφ = Σ coefficient · f(φ + shift).
+
+    Here f is a probability, or an expectation value, as a function of the gate's angle φ.
 
     Two terms where f has one frequency (Mitarai et al., Phys. Rev. A 98, 032309 (2018)), four for
     controlled rotations, which have 1/2 and 1 (Anselmetti et al., New J. Phys. 23, 113010 (2021)).
+
+    Args:
+        kind: kind of a gate with an angle.
+        controlled: whether the gate has controls.
     """
     quarter = math.pi / 2
     if not controlled or kind.frequency == 1.0:

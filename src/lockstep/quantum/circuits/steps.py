@@ -1,4 +1,4 @@
-"""What a fused block does, in local terms: steps on the bits of its targets."""
+"""The steps of a fused block, as operations on the local bits of its targets."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Constant matrices, or gates with angles in turn on the same local qubits.
+    """Constant matrices, or a sequence of gates with angles on the same local qubits.
 
     Attributes:
-        bits: local target bits it acts on, low bit first; none for a constant on all of them.
-        controls: (local target bit, value) that it needs.
+        bits: local target bits it acts on, low bit first; empty for a constant on all of them.
+        controls: (local target bit, value) of each control inside the block.
         selected: for each value of the block's controls, whether it acts.
-        constant: [C, K, K], where there are no gates.
-        gates: kinds are the same in all blocks of the batch.
-        numbers: for each gate, its place among the angles of a block.
+        constant: the product of gates without angles, [C, K, K]; None where there are `gates`.
+        gates: gates with angles, applied one after the other; of the same kinds in all blocks of a
+            group.
+        numbers: for each gate, the position of its angle among those of a block.
     """
 
     bits: Places
@@ -41,7 +42,7 @@ class Step:
 
 
 def signature(block: Block) -> object:
-    """What blocks have in common whose matrices can be computed together."""
+    """A key that is equal for blocks whose matrices can be computed together."""
     places = {q: i for i, q in enumerate(reversed(block.targets))}
     fronts = {q: i for i, q in enumerate(reversed(block.controls))}
 
@@ -63,7 +64,7 @@ def signature(block: Block) -> object:
 
 
 def steps_of(block: Block) -> list[Step]:
-    """The block's gates in turn: those without angles multiplied together, runs gathered."""
+    """The block's gates in order: those without angles multiplied together, runs gathered."""
     places = {q: i for i, q in enumerate(reversed(block.targets))}
     steps: list[Step] = []
     seen = 0
@@ -151,7 +152,7 @@ def row_order(block: Block) -> list[int] | None:
 
 
 def moved(step: Step, dtype: torch.dtype, device: torch.device) -> Step:
-    """The step with its constant in this form and place."""
+    """The step with its constant in this dtype and on this device."""
     if step.constant is None:
         return step
     constant = step.constant.to(device, dtype)
@@ -159,7 +160,15 @@ def moved(step: Step, dtype: torch.dtype, device: torch.device) -> Step:
 
 
 def with_controls(matrix: Tensor, values: Sequence[int]) -> Tensor:
-    """A matrix that acts only where further bits, above its own, have these values."""
+    """A matrix that acts only where further bits, above its own, have these values.
+
+    Args:
+        matrix: complex matrix [..., K, K].
+        values: value 0 or 1 of each of c further bits, low bit first.
+
+    Returns:
+        Matrix [..., 2^c K, 2^c K].
+    """
     for value in values:
         size = matrix.shape[-1]
         identity = torch.eye(size, dtype=matrix.dtype, device=matrix.device).expand_as(matrix)
@@ -171,7 +180,16 @@ def with_controls(matrix: Tensor, values: Sequence[int]) -> Tensor:
 
 
 def act(matrix: Tensor, product: Tensor, bits: Sequence[int]) -> Tensor:
-    """A matrix [..., 2^m, 2^m] on bits (low first) of the rows of a product [..., K, K]."""
+    """The product of a matrix, which acts on some bits of the row number, and another matrix.
+
+    Args:
+        matrix: complex matrix [..., 2^m, 2^m].
+        product: complex matrix [..., K, K] to multiply it with.
+        bits: the m bits of the row number, low bit first.
+
+    Returns:
+        Matrix [..., K, K].
+    """
     *lead, size, columns = product.shape
     num_bits = size.bit_length() - 1
     if len(bits) == 1:

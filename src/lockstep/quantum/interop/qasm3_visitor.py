@@ -1,4 +1,4 @@
-"""Qiskit's reader of OpenQASM 3, mended where it confuses parameters or takes forever."""
+"""Qiskit's reader of OpenQASM 3, corrected where it confuses parameters or takes too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from qiskit_qasm3_import.converter import ConvertVisitor, GateBuilder
 from lockstep.errors import ConfigError
 
 _MOST_OF_A_GATE = 6_000
-"""Instructions of a gate's definition, all others in it taken apart: each use of it is a copy."""
+"""Most instructions of a gate's definition, with all definitions in it expanded: each use is a
+copy."""
 
 
 class Visitor(ConvertVisitor):
@@ -52,7 +53,7 @@ class Visitor(ConvertVisitor):
             )
 
     def _apply_gate_modifier(self, modifier: Any, gate: Any, context: Any) -> Any:
-        """Write modifiers down: worked out at once, controls take exponentially long."""
+        """Keep modifiers as annotations: applied at once, controls take exponential time."""
         if modifier.modifier in (GateModifierName.inv, GateModifierName.pow):
             if not gate.num_qubits:
                 return super()._apply_gate_modifier(modifier, gate, context)

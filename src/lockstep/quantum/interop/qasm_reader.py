@@ -1,6 +1,6 @@
 """Circuits from OpenQASM 2 and 3, by Qiskit's parsers.
 
-Whatever goes wrong in them, which were not written for hostile texts, is one error here.
+These were not written for hostile texts: whatever goes wrong in them becomes one error here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUBITS = re.compile(r"\b(?:qreg\s+\w+|qubit)\s*\[\s*(\d+)\s*\]")
 _SIZE = re.compile(r"\[\s*(\d+)\s*\]")
 _BRACKETS = re.compile(r"[(\[{]|[)\]}]")
 _DEEPEST = 50
-"""Brackets in brackets. Parsers take long with many, or come to the end of their stack."""
+"""Most levels of nested brackets: with many, parsers take long or overflow their stack."""
 _MOST_BITS = 10_000
 """The greatest number in brackets: the size of a register of classical bits, or an index."""
 
@@ -31,6 +31,9 @@ def from_qasm(text: str) -> Circuit:
     """A circuit from OpenQASM 2 or 3.
 
     The parameters of version 3 are numbered in the order in which the text declares them.
+
+    Args:
+        text: program in OpenQASM.
 
     Raises:
         ConfigError: the text cannot be read, or as `from_qiskit`.
@@ -77,7 +80,7 @@ def _version_3(text: str) -> Circuit:
 
 
 def _check_sizes(code: str) -> None:
-    """Refuse what a parser would make room for, or panic at, before it sees that it is too much."""
+    """Refuse sizes that a parser would allocate memory for, or panic at, before it checks them."""
     for size in _SIZE.findall(code):
         if len(size) > len(str(_MOST_BITS)) or int(size) > _MOST_BITS:
             raise ConfigError(f"OpenQASM: [{size[:30]}] is more than {_MOST_BITS:,} bits")

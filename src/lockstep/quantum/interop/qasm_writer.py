@@ -1,4 +1,4 @@
-"""Circuits as OpenQASM 2 and 3. Unitaries are taken apart into gates by Qiskit."""
+"""Circuits as OpenQASM 2 and 3. Unitaries are decomposed into gates by Qiskit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _NO_STANDARD = {
     "rzz": "gate rzz(t) a, b { cx a, b; rz(t) b; cx a, b; }",
     "sxdg": "gate sxdg a { inv @ sx a; }",
 }
-"""Gates of ours that stdgates.inc does not have."""
+"""Definitions of gates in `gates.KINDS` that stdgates.inc does not have."""
 _STANDARD = frozenset(["cx", "cy", "cz", "ch", "cp", "crx", "cry", "crz", "ccx", "cswap"])
-"""Controlled gates that it has."""
+"""Controlled gates that stdgates.inc has."""
 
 
 def to_qasm(circuit: Circuit, version: int = 2) -> str:
-    """The circuit as OpenQASM; version 2 has no parameters, so all angles must be numbers.
+    """The circuit as a program in OpenQASM; in version 2, all angles must be numbers.
 
     Args:
-        circuit: to be written.
-        version: 2 or 3. In version 3, parameter i is the i-th input, `theta_i`.
+        circuit: circuit to write.
+        version: version of OpenQASM, 2 or 3. In version 3, parameter i is the i-th input,
+            `theta_i`.
 
     Raises:
         ConfigError: version 2 and there are parameters, another version, or Qiskit is not
@@ -49,8 +50,8 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
 
 
 def expanded(circuit: Circuit) -> Circuit:
-    """The circuit with gates in place of matrices, the same to rounding and its phase included."""
-    gates = [found for gate in circuit.gates for found in _expanded(gate)]
+    """The circuit with gates in place of matrices: the same to rounding, its phase included."""
+    gates = [part for gate in circuit.gates for part in _expanded(gate)]
     return Circuit(circuit.num_qubits, gates, circuit.num_parameters)
 
 

@@ -1,6 +1,6 @@
-"""Circuits from Qiskit: each instruction as gates that are known, or taken apart by its definition.
+"""Circuits from Qiskit: each instruction as known gates, or expanded by its definition.
 
-An instruction is told by its class, never by its name: names are the user's to give.
+An instruction is recognised by its class, never by its name, which users can choose.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, check_num_qu
 from lockstep.quantum.circuits.gates import KINDS, UNITARY
 
 _MOST_INSTRUCTIONS = 1_000_000
-"""Of a circuit, after all definitions have been taken apart."""
+"""Most instructions of a circuit, after all definitions have been expanded."""
 _WIDEST_MATRIX = 10
-"""Qubits of an instruction that has a matrix and no definition."""
+"""Most qubits of an instruction that has a matrix but no definition."""
 
 
 def from_qiskit(source: Any) -> Circuit:
     """A circuit from a `qiskit.QuantumCircuit`; final measurements are left out.
 
-    Parameters are numbered as in `source.parameters`. Gates that are not known are taken apart by
+    Parameters are numbered as in `source.parameters`. Gates that are not known are expanded by
     their definition. The global phase is kept.
+
+    Args:
+        source: a `qiskit.QuantumCircuit` of at least one qubit.
 
     Raises:
         ConfigError: Qiskit is not installed, `source` is no circuit of it, a gate has no definition
@@ -39,7 +42,7 @@ def from_qiskit(source: Any) -> Circuit:
 
 
 def read(source: Any, parameters: Sequence[Any]) -> Circuit:
-    """As `from_qiskit`, with the circuit's parameters in the order in which they are numbered."""
+    """As `from_qiskit`, with the circuit's parameters in the order of their numbers."""
     check_num_qubits(source.num_qubits)
     reader = _Reader({parameter: number for number, parameter in enumerate(parameters)})
     gates = list(reader.gates(source, range(source.num_qubits)))
@@ -67,7 +70,7 @@ class _Reader:
     """Reads a circuit's instructions in turn.
 
     Args:
-        numbers: of the circuit's parameters.
+        numbers: number of each of the circuit's Qiskit parameters.
     """
 
     def __init__(self, numbers: Mapping[Any, int]) -> None:
@@ -96,9 +99,9 @@ class _Reader:
             elif isinstance(operation, (Barrier, Delay)):
                 continue
             elif places:
-                for found in self._operation(operation, places):
-                    self._check_measured(found, operation)
-                    yield found
+                for part in self._operation(operation, places):
+                    self._check_measured(part, operation)
+                    yield part
             elif qubits:
                 for angle in self._phases(operation):
                     yield from phase(angle, qubits[0])
@@ -156,8 +159,8 @@ class _Reader:
         """An instruction under as many controls as there are bits, which come first."""
         controls, targets = places[: len(bits)], places[len(bits) :]
         if targets:
-            for found in self._operation(base, targets):
-                yield found.controlled(*controls, state=bits)
+            for part in self._operation(base, targets):
+                yield part.controlled(*controls, state=bits)
         else:
             for angle in self._phases(base):
                 yield from _phase_of_controls(angle, controls, bits)
@@ -176,8 +179,8 @@ class _Reader:
         elif float(modifier.power).is_integer():
             for _ in range(abs(int(modifier.power))):
                 self._count(operation)
-                found = self._operation(base, places)
-                yield from _inverse(found) if modifier.power < 0 else found
+                parts = self._operation(base, places)
+                yield from _inverse(parts) if modifier.power < 0 else parts
         elif len(places) <= _WIDEST_MATRIX:
             yield unitary(torch.from_numpy(np.array(operation.to_matrix())), *places)
         else:
@@ -206,7 +209,7 @@ class _Reader:
         raise _not_linear(value, name)
 
     def _terms(self, value: Any, name: str) -> list[Angle]:
-        """What adds up to an angle: one with each of its parameters, or a number."""
+        """The terms of an angle: one with each of its parameters, or a number."""
         try:
             free = [p for p in getattr(value, "parameters", ()) if value.gradient(p) != 0]
             slopes = [float(value.gradient(p)) for p in free]
@@ -214,10 +217,10 @@ class _Reader:
             offset = float(value.bind(dict.fromkeys(parameters, 0.0)) if parameters else value)
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise _not_linear(value, name) from error
-        found = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
-        if not found:
+        terms = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
+        if not terms:
             return [Angle(offset)] if offset else []
-        return [Angle(offset, found[0].index, found[0].scale), *found[1:]]
+        return [Angle(offset, terms[0].index, terms[0].scale), *terms[1:]]
 
     def _count(self, operation: Any) -> None:
         self._num_read += 1
@@ -227,8 +230,8 @@ class _Reader:
                 "instructions when all definitions are taken apart"
             )
 
-    def _check_measured(self, found: Gate, operation: Any) -> None:
-        late = self._measured.intersection(found.every_qubit)
+    def _check_measured(self, part: Gate, operation: Any) -> None:
+        late = self._measured.intersection(part.every_qubit)
         if late:
             raise ConfigError(
                 f"a measurement in the middle: qubit {min(late)} is measured and then used by "
@@ -247,15 +250,15 @@ def _phase_of_controls(
 ) -> Iterator[Gate]:
     """A phase where all of these qubits are as their bits say."""
     *others, last = controls
-    found = gate("p", last, angle=angle)
+    phase_gate = gate("p", last, angle=angle)
     flips = [] if bits[-1] else [gate("x", last)]
     yield from flips
-    yield found.controlled(*others, state=bits[:-1]) if others else found
+    yield phase_gate.controlled(*others, state=bits[:-1]) if others else phase_gate
     yield from flips
 
 
 def _inverse(gates: Iterable[Gate]) -> Iterator[Gate]:
-    return (found.inverse() for found in reversed(list(gates)))
+    return (each.inverse() for each in reversed(list(gates)))
 
 
 def _permutation(pattern: Iterable[int], places: Sequence[int]) -> Iterator[Gate]:

@@ -13,7 +13,7 @@ from lockstep.quantum.interop.qiskit_reader import import_qiskit
 def to_qiskit(circuit: Circuit) -> Any:
     """The circuit as `qiskit.QuantumCircuit`, its parameters a ParameterVector θ.
 
-    Controlled unitaries become `AnnotatedOperation`s, which Qiskit takes apart when it transpiles.
+    Controlled unitaries become `AnnotatedOperation`s, which Qiskit decomposes when it transpiles.
 
     Raises:
         ConfigError: Qiskit is not installed.
@@ -47,10 +47,14 @@ def to_qiskit(circuit: Circuit) -> Any:
 
 
 def bound(circuit: Circuit, parameters: torch.Tensor) -> Circuit:
-    """The circuit with numbers [num_parameters] for its parameters.
+    """The circuit with numbers in place of its parameters.
+
+    Args:
+        circuit: circuit to bind.
+        parameters: value of each parameter, real, [num_parameters].
 
     Raises:
-        ConfigError: they are no such tensor.
+        ConfigError: the values are no such tensor.
     """
     circuit.check_parameters(parameters)
     values = iter(circuit.angles(parameters.double()).tolist())

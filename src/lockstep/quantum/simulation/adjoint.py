@@ -21,17 +21,17 @@ from lockstep.quantum.simulation.evolution import Kept, Moving, Pool, added_up, 
 from lockstep.quantum.simulation.memory import check_fits
 
 KEPT_BYTES = 64 << 20
-"""Of earlier states kept for the backward pass, on all ranks together."""
+"""Bytes of earlier states kept for the backward pass, on all ranks together."""
 _COPIES_OF_A_BLOCK = 6
 """States in memory for each block whose gradient is to be differentiated."""
 
 
 class Program(NamedTuple):
-    """What is done to a state.
+    """The operations that take a state through a circuit.
 
     Attributes:
-        plan: the blocks.
-        matrices: what makes their matrices.
+        plan: the blocks, with the moves of axes between them.
+        matrices: function from angles to the matrices of all blocks.
     """
 
     plan: Plan
@@ -39,12 +39,13 @@ class Program(NamedTuple):
 
 
 class StatePart:
-    """What part of a state this rank has, and the memory for it.
+    """The part of a state that this rank has, and the memory for it.
 
     Args:
-        num_local: qubits whose axes are here; the others are the bits of the rank's number.
-        rank: of this part.
-        transport: to other ranks; None where the state is whole.
+        num_local: number of qubits whose axes are on this rank; the others are the bits of the
+            rank's number.
+        rank: number of the part of the state that this rank has.
+        transport: transport to the ranks that have the other parts; None where the state is whole.
     """
 
     def __init__(self, num_local: int, rank: int, transport: Transport | None) -> None:
@@ -55,7 +56,7 @@ class StatePart:
         self.pool = Pool(KEPT_BYTES // self.num_ranks)
 
     def matrices_of(self, block: Block) -> slice:
-        """Which of a block's matrices are for this rank."""
+        """The slice of a block's matrices that this rank applies, by the bits of its number."""
         count = 1 << (len(block.controls) - len(block.rank_controls))
         high = self.num_ranks.bit_length() - 2
         value = 0
@@ -105,10 +106,10 @@ class Evolve(torch.autograd.Function):
             return *_by_autograd(ctx, gradient), None, None
         angles, start, _ = ctx.saved_tensors
         with torch.no_grad():
-            found = _adjoint(ctx, gradient)
+            gradients = _adjoint(ctx, gradient)
         one, two = (
             None if own is None else only_once(own, OVER_RANKS, gradient, angles, start)
-            for own in found
+            for own in gradients
         )
         return one, two, None, None
 
@@ -151,13 +152,15 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         bra.move_back(block.moves)
     ket.release()
     bra.release()
-    found = None
+    angle_gradient = None
     if wants_angles:
-        found = torch.zeros_like(ctx.variable)
+        angle_gradient = torch.zeros_like(ctx.variable)
         if outputs:
-            (found,) = torch.autograd.grad(outputs, ctx.variable, gradients, retain_graph=True)
-        found = added_up(found.flatten(), part.transport).view_as(found)
-    return found, bra.states if wants_start else None
+            (angle_gradient,) = torch.autograd.grad(
+                outputs, ctx.variable, gradients, retain_graph=True
+            )
+        angle_gradient = added_up(angle_gradient.flatten(), part.transport).view_as(angle_gradient)
+    return angle_gradient, bra.states if wants_start else None
 
 
 def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -180,11 +183,11 @@ def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | No
     wanted = [own for own, is_needed in zip((angles, start), needed, strict=True) if is_needed]
     last = evolve(start, laid_out, matrices(angles))
     if last.requires_grad:
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             last, wanted, gradient, create_graph=True, materialize_grads=True
         )
     else:  # no gate depends on a parameter
-        found = tuple(torch.zeros_like(own) for own in wanted)
-    each = iter(found)
+        gradients = tuple(torch.zeros_like(own) for own in wanted)
+    each = iter(gradients)
     one, two = (next(each) if is_needed else None for is_needed in needed)
     return one, two

@@ -24,12 +24,12 @@ def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
     """The states after all blocks, differentiable any number of times.
 
     Args:
-        states: [B, 2^m], with the axes with which the plan begins.
-        plan: of one rank.
-        matrices: [B or 1, C, K, K] of each block.
+        states: [B, 2^m], complex, with the axes with which the plan begins.
+        plan: plan of an unsplit state: none of its moves is between ranks.
+        matrices: matrices of each block, [B or 1, C, K, K], complex.
 
     Returns:
-        [B, 2^n].
+        States [B, 2^n], complex.
     """
     for block, matrix in zip(plan.blocks, matrices, strict=True):
         states = _moved(states, block.moves)
@@ -51,18 +51,18 @@ def _moved(states: Tensor, moves: Sequence[Move]) -> Tensor:
 
 
 def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:
-    """A gradient whose own derivatives are an error, instead of silently 0.
+    """A gradient that cannot be differentiated: an error, where autograd would give 0 silently.
 
     Args:
-        gradient: or anything else that was computed outside of autograd.
-        message: of the error.
-        causes: what the gradient depends on.
+        gradient: tensor of any shape that was computed outside of autograd, such as a gradient.
+        message: message of the error.
+        causes: tensors that the gradient depends on.
 
     Returns:
         The gradient; a `ConfigError` is raised when it is differentiated.
     """
-    found: Tensor = _OnlyOnce.apply(gradient, message, *causes)  # type: ignore[no-untyped-call]
-    return found
+    guarded: Tensor = _OnlyOnce.apply(gradient, message, *causes)  # type: ignore[no-untyped-call]
+    return guarded
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -77,9 +77,14 @@ class _OnlyOnce(torch.autograd.Function):
 
 
 def differentiable_once(tensor: Tensor, message: str) -> Tensor:
-    """The same tensor, whose second derivatives raise a `ConfigError` with this message."""
-    found: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
-    return found
+    """The same tensor, of any shape, whose second derivatives raise a `ConfigError`.
+
+    Args:
+        tensor: tensor that may be differentiated once.
+        message: message of the error.
+    """
+    guarded: Tensor = _DifferentiableOnce.apply(tensor, message)  # type: ignore[no-untyped-call]
+    return guarded
 
 
 class _DifferentiableOnce(torch.autograd.Function):

@@ -14,13 +14,13 @@ from lockstep.quantum.simulation.statevector import Simulator
 def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float]) -> Tensor:
     """<ψ|H|ψ>, the same on all ranks, which must all call this.
 
-    Strings of I and Z are read off at once. One with X or Y first takes gates that turn it into
-    such a string.
+    Strings of I and Z are diagonal and are summed in one pass. For one with X or Y, gates first
+    turn the state so that it becomes such a string.
 
     Args:
-        simulator: that made the state.
-        state: [2^n / ranks], this rank's part.
-        terms: as for `PauliSum`.
+        simulator: simulator that computed the state.
+        state: this rank's part of the state, [2^n / ranks], complex.
+        terms: coefficient of each Pauli string, as for `PauliSum`.
 
     Returns:
         A real scalar, differentiable in the state. After `backward` on all ranks, each has the
@@ -32,7 +32,7 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
     num_qubits = simulator.circuit.num_qubits
     PauliSum(terms).check(num_qubits)
     plain = {s: c for s, c in terms.items() if not set(s) & set("XY")}
-    found = [_local_sum(simulator, state, plain)] if plain else []
+    sums = [_local_sum(simulator, state, plain)] if plain else []
     for string, coefficient in terms.items():
         if string not in plain:
             turned = Simulator(
@@ -43,13 +43,13 @@ def expectation(simulator: Simulator, state: Tensor, terms: Mapping[str, float])
             )
             letters = string.replace("X", "Z").replace("Y", "Z")
             own = turned.state(initial=state)
-            found.append(_local_sum(simulator, own, {letters: coefficient}))
-    total: Tensor = sum(found[1:], start=found[0])
+            sums.append(_local_sum(simulator, own, {letters: coefficient}))
+    total: Tensor = sum(sums[1:], start=sums[0])
     return simulator.add_up(total.view(1))[0]
 
 
 def _local_sum(simulator: Simulator, state: Tensor, terms: Mapping[str, float]) -> Tensor:
-    """What this rank's amplitudes contribute to terms of I and Z."""
+    """The contribution of this rank's amplitudes to terms of I and Z, a real scalar."""
     num_far = simulator.circuit.num_qubits - simulator.num_local
     near: dict[str, float] = {}
     for string, coefficient in terms.items():

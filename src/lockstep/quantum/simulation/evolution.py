@@ -1,4 +1,4 @@
-"""States on their way through a circuit's blocks, and back."""
+"""States that move through a circuit's blocks, forwards and backwards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LARGE = 1 << 13
 
 
 class Pool:
-    """Memory of states that are not needed any more, for the next ones.
+    """Memory of states that are no longer needed, for the next ones.
 
-    The first touch of memory that comes from the system costs as much as a block.
+    To touch fresh memory from the system for the first time costs as much as applying a block.
 
     Args:
-        most: bytes to hold at most.
+        most: greatest number of bytes to keep.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,11 +30,11 @@ class Pool:
         self._free: list[Tensor] = []
 
     def __reduce__(self) -> tuple[type[Pool], tuple[int]]:
-        """A copy has memory of its own, and none at first."""
+        """A copy or a pickle of a pool is an empty pool of the same size."""
         return Pool, (self._most,)
 
     def take(self, size: int, like: Tensor) -> Tensor:
-        """Memory for `size` amplitudes of the kind of others, with anything in it."""
+        """Uninitialised memory for `size` amplitudes, of the dtype and device of `like`."""
         for place, memory in enumerate(self._free):
             if len(memory) == size:
                 self._room += memory.nbytes
@@ -44,7 +44,7 @@ class Pool:
         return torch.empty(size, dtype=like.dtype, device=like.device)
 
     def give(self, memory: Tensor) -> None:
-        """Take back memory that nobody looks at any more; the longest there makes room for it."""
+        """Take back memory that is no longer used; the oldest in the pool makes room for it."""
         while self._free and memory.nbytes > self._room:
             self._room += self._free.pop(0).nbytes
         if memory.nbytes <= self._room:
@@ -56,7 +56,7 @@ class Moving:
     """States [B, 2^m] that blocks act on in turn, between two pieces of memory.
 
     Attributes:
-        states: the present ones. Those given are not changed.
+        states: the present states, [B, 2^m]. Those given are not changed.
     """
 
     def __init__(
@@ -65,10 +65,11 @@ class Moving:
         """Go on from some states.
 
         Args:
-            states: [B, 2^m].
-            num_axes: the greatest m there will be.
-            transport: to the ranks that have the other parts of the states, if there are any.
-            pool: where memory comes from and goes to.
+            states: states to begin with, [B, 2^m], complex.
+            num_axes: greatest m that is reached.
+            transport: transport to the ranks that have the other parts of the states, if there are
+                any.
+            pool: memory for new states; memory that is no longer needed goes back to it.
         """
         self.states = states
         self._size = len(states) << num_axes
@@ -78,7 +79,11 @@ class Moving:
         self._spare: Tensor | None = None
 
     def apply(self, matrix: Tensor) -> None:
-        """A block on states whose axes lie as it wants them: [B, C R K] becomes [B, K C R]."""
+        """Apply a block to states whose axes are in its order: [B, C R K] becomes [B, K C R].
+
+        Args:
+            matrix: complex matrices of the block, [B or 1, C, K, K].
+        """
         count, size = matrix.shape[1:3]
         target = self._target()
         before = self.states.view(len(target), count, -1, size)
@@ -101,7 +106,11 @@ class Moving:
             self._spare = None
 
     def undo(self, matrix: Tensor) -> None:
-        """The inverse of `apply`: [B, K C R] becomes [B, C R K]."""
+        """The inverse of `apply`: [B, K C R] becomes [B, C R K].
+
+        Args:
+            matrix: complex matrices of the block, [B or 1, C, K, K].
+        """
         count, size = matrix.shape[1:3]
         target = self._target()
         after = self.states.view(len(target), size, count, -1)
@@ -175,7 +184,7 @@ class Moving:
 class Kept(dict[int, Tensor]):
     """States on the way through a circuit, by the number of the block that comes next.
 
-    Their memory goes back when the backward pass can't be asked for any more.
+    Their memory goes back to the pool when the graph of the backward pass is freed.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -184,7 +193,7 @@ class Kept(dict[int, Tensor]):
         self._memory: list[Tensor] = []
 
     def add(self, number: int, moving: Moving) -> None:
-        """Keep the present states."""
+        """Keep the present states, and with them their memory."""
         self[number], memory = moving.keep()
         if memory is not None:
             self._memory.append(memory)
@@ -204,27 +213,27 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
-    """The gradient in a block's matrix [b, C, K, K], b of 1 or B.
+    """The gradient with respect to a block's matrices [b, C, K, K], b being 1 or B.
 
     Args:
-        matrix: the block's.
-        ket: [B, C R K], what it was applied to.
-        bra: [B, K C R], the gradient of what came out.
+        matrix: matrices of the block, [b, C, K, K].
+        ket: states before the block, [B, C R K].
+        bra: gradient of the states after the block, [B, K C R].
     """
     batch, (count, size) = len(ket), matrix.shape[1:3]
     after = bra.view(batch, size, count, -1)
     before = ket.view(batch, count, -1, size)
-    found = torch.empty_like(matrix)
+    gradient = torch.empty_like(matrix)
     for value in range(count):
         # As (ket braᴴ)ᴴ: BLAS conjugates only what it transposes.
         left, right = before[:, value].mT, after[:, :, value].mH
         if batch == 1:
-            found[0, value] = (left[0] @ right[0]).mH
+            gradient[0, value] = (left[0] @ right[0]).mH
         elif len(matrix) == 1:
-            found[0, value] = (left @ right).sum(0).mH
+            gradient[0, value] = (left @ right).sum(0).mH
         else:
-            found[:, value] = (left @ right).mH
-    return found
+            gradient[:, value] = (left @ right).mH
+    return gradient
 
 
 def added_up(local: Tensor, transport: Transport | None) -> Tensor:
@@ -237,5 +246,5 @@ def added_up(local: Tensor, transport: Transport | None) -> Tensor:
 
 
 def _inverse(permutation: Sequence[int]) -> list[int]:
-    """What undoes a permutation of axes."""
+    """The inverse of a permutation of axes."""
     return sorted(range(len(permutation)), key=permutation.__getitem__)

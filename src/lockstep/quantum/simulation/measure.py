@@ -1,4 +1,4 @@
-"""What is measured of a state: probabilities, expectation values of Pauli sums, and samples."""
+"""Measurements of a state: probabilities, expectation values of Pauli sums, and samples."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lockstep.quantum.circuits.circuit import as_integer, kind_of
 
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
-    """How likely each outcome is.
+    """The probability of each outcome.
 
     Args:
-        states: [..., 2^n], complex.
-        qubits: that are measured, the first being the low bit of an outcome; all if left out.
+        states: complex tensor [..., 2^n].
+        qubits: qubits that are measured, the first being the low bit of an outcome; all by default.
 
     Returns:
-        [..., 2^len(qubits)], real.
+        Probabilities [..., 2^len(qubits)], real; differentiable.
 
     Raises:
-        ConfigError: the states are none, or a qubit is not one of theirs.
+        ConfigError: `states` is no such tensor, or a qubit is not one of its n.
     """
     num_qubits = qubits_of(states)
     squares = torch.view_as_real(states).square().sum(-1)
@@ -47,7 +47,7 @@ def qubits_of(states: Tensor) -> int:
     """The number of qubits of states [..., 2^n].
 
     Raises:
-        ConfigError: they are no complex tensor of such a shape.
+        ConfigError: `states` is not a complex tensor of such a shape.
     """
     if isinstance(states, Tensor) and states.is_complex() and states.dim():
         size = states.shape[-1]
@@ -62,9 +62,9 @@ class PauliSum:
     The last letter is for qubit 0, as in Qiskit.
 
     Attributes:
-        num_qubits: letters of a string.
-        coefficients: one for each string.
-        strings: of I, X, Y and Z.
+        num_qubits: number of letters of each string.
+        coefficients: coefficient of each string.
+        strings: strings of the letters I, X, Y and Z.
     """
 
     def __init__(self, terms: Mapping[str, float]) -> None:
@@ -97,7 +97,13 @@ class PauliSum:
         self._diagonals: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def expectation(self, states: Tensor) -> Tensor:
-        """<ψ|H|ψ> of states [..., 2^n]: [...], real and differentiable.
+        """The expectation value <ψ|H|ψ> of the sum.
+
+        Args:
+            states: complex tensor [..., 2^n].
+
+        Returns:
+            Values [...], real, differentiable in the states.
 
         Raises:
             ConfigError: the states are of another number of qubits.
@@ -115,20 +121,33 @@ class PauliSum:
         return total
 
     def terms(self, states: Tensor) -> Tensor:
-        """The expectation value of each string without its coefficient: [..., terms]."""
+        """The expectation value of each string, without its coefficient.
+
+        Args:
+            states: complex tensor [..., 2^n].
+
+        Returns:
+            Values [..., terms], real, differentiable in the states.
+
+        Raises:
+            ConfigError: the states are of another number of qubits.
+        """
         self.check(qubits_of(states))
         return torch.stack([_string_value(states, s) for s in self.strings], dim=-1)
 
     def sample(self, states: Tensor, shots: int, generator: torch.Generator | None) -> Tensor:
-        """The mean of `shots` measurements of each string, weighted and added up: [...].
+        """An estimate of the expectation value by `shots` measurements of each string.
 
         Args:
-            states: [..., 2^n].
-            shots: for each string.
-            generator: of the noise; torch's own if left out.
+            states: complex tensor [..., 2^n].
+            shots: number of measurements of each string, at least 1.
+            generator: generator of the measurement noise; torch's global one if None.
+
+        Returns:
+            The sum of the strings' mean values with their coefficients, [...], real.
 
         Raises:
-            ConfigError: there are no shots, or the states are of another number of qubits.
+            ConfigError: `shots` is less than 1, or the states are of another number of qubits.
         """
         _check_shots(shots)
         likely = ((1 + self.terms(states)) / 2).clamp(0, 1)
@@ -136,7 +155,7 @@ class PauliSum:
         return (2 * counts / shots - 1) @ likely.new_tensor(self.coefficients)
 
     def check(self, num_qubits: int) -> None:
-        """Refuse states of another number of qubits.
+        """Check that the strings fit states of a number of qubits.
 
         Raises:
             ConfigError: the strings have more or fewer letters.
@@ -166,8 +185,8 @@ class _Diagonal(torch.autograd.Function):
         weighted = states * diagonal
         ctx.save_for_backward(states, diagonal, weighted)
         left, right = (torch.view_as_real(t).flatten(-2) for t in (states, weighted))
-        found: Tensor = torch.linalg.vecdot(left, right)
-        return found
+        values: Tensor = torch.linalg.vecdot(left, right)
+        return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -197,15 +216,18 @@ def _string_value(states: Tensor, string: str) -> Tensor:
 def sample_frequencies(
     likely: Tensor, shots: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """How often each outcome came in `shots` measurements, divided by `shots`.
+    """The relative frequency of each outcome in `shots` measurements.
 
     Args:
-        likely: [..., outcomes], probabilities.
-        shots: number of measurements.
-        generator: of the noise; torch's own if left out.
+        likely: probabilities of the outcomes, real, [..., outcomes].
+        shots: number of measurements, at least 1.
+        generator: generator of the measurement noise; torch's global one if None.
+
+    Returns:
+        Frequencies [..., outcomes], real, of sum 1; without gradient.
 
     Raises:
-        ConfigError: there are no shots, or these are no probabilities.
+        ConfigError: `shots` is less than 1, or `likely` is not a real tensor.
     """
     _check_shots(shots)
     if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():

@@ -1,4 +1,4 @@
-"""How much memory there is, and refusals of what does not fit, before it is asked for."""
+"""How much memory there is, and errors for what does not fit, before it is allocated."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def memory_bytes(device: torch.device | str = "cpu", root: Path = Path("/")) -> 
     """Bytes of memory that this process may use at most, or of a GPU.
 
     The least of what this machine has and of the limits of the process's address space and of its
-    control groups. What others use at the moment does not count: all ranks find the same.
+    control groups. What other processes use at the moment does not count, so that all ranks get
+    the same number.
 
     Args:
-        device: whose memory.
-        root: where the file systems `/proc` and `/sys` are.
+        device: device whose memory counts.
+        root: folder in which the file systems `/proc` and `/sys` are.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -45,18 +46,18 @@ def check_memory(
     num_ranks: int = 1,
     available: int | None = None,
 ) -> None:
-    """Refuse states that do not fit.
+    """Check that states fit into memory.
 
     Args:
-        num_qubits: of the circuit.
-        dtype: of the amplitudes.
+        num_qubits: number of qubits of the circuit.
+        dtype: dtype of the amplitudes.
         batch: number of states.
         gradients: whether there will be a backward pass.
-        num_ranks: the state is split over.
-        available: bytes of a rank; of this machine, if left out.
+        num_ranks: number of ranks that the state is split over.
+        available: memory of a rank in bytes; by default, that of this machine.
 
     Raises:
-        ConfigError: says how many bytes are needed, and how many ranks of this size would do.
+        ConfigError: they do not; says how many bytes are needed, and how many ranks would do.
     """
     have = memory_bytes() if available is None else available
     need = (batch << num_qubits) * dtype.itemsize * _COPIES * (2 if gradients else 1)
@@ -73,16 +74,16 @@ def check_memory(
 
 
 def check_fits(what: str, need: int, device: torch.device | str = "cpu", advice: str = "") -> None:
-    """Refuse what needs more memory than there is.
+    """Check that no more memory is needed than there is.
 
     Args:
-        what: begins the message.
-        need: bytes.
-        device: whose memory.
-        advice: ends the message.
+        what: name of what needs the memory; begins the message.
+        need: memory needed, in bytes.
+        device: device whose memory counts.
+        advice: sentence part with what the user can do; ends the message.
 
     Raises:
-        ConfigError: says how many bytes are needed, and how many there are.
+        ConfigError: it is; says how many bytes are needed, and how many there are.
     """
     if need <= _ALWAYS_FITS:
         return

@@ -1,4 +1,4 @@
-"""Gradients by shifted angles: what can be done where only measurements are to be had.
+"""Gradients by shifted angles, as they are computed where only measurements are available.
 
 The rule holds for what is linear in the state's density matrix: probabilities and expectation
 values. Functions of these, such as a logarithm, are differentiated by the chain rule around it.
@@ -33,24 +33,25 @@ Measure = Callable[[Tensor], Tensor]
 def shifted(
     simulator: Simulator, parameters: Tensor, measure: Measure, only: Tensor | None = None
 ) -> Tensor:
-    """What `measure` finds, with a gradient by the parameter-shift rule.
+    """The values of `measure`, with a gradient by the parameter-shift rule.
 
     Two evaluations for each gate with an angle that depends on a parameter; four, where the gate is
     a controlled rotation.
 
     Args:
-        simulator: of the circuit.
-        parameters: [..., num_parameters].
-        measure: linear in the density matrix; may sample.
-        only: [num_parameters], bool, the parameters that get a gradient; all if left out. The
-            gradient of some can't be differentiated again: derivatives of second order are no sum
-            over parts.
+        simulator: simulator of the circuit.
+        parameters: real tensor [..., num_parameters].
+        measure: function from states [B, 2^n] to values [B, M] that are linear in the density
+            matrix; it may sample.
+        only: bool tensor [num_parameters], True for the parameters that get a gradient; all by
+            default. The gradient of some cannot be differentiated again: derivatives of second
+            order are no sum over parts.
 
     Returns:
-        [..., M], differentiable in the parameters, any number of times by shifts of shifts.
+        Values [..., M], differentiable in the parameters, any number of times by shifts of shifts.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, or what `measure` finds of the wrong shape.
+        ConfigError: an argument has the wrong type or shape, or `measure` returns the wrong shape.
     """
     if not isinstance(simulator, Simulator):
         raise ConfigError(f"shifts need a Simulator, not {kind_of(simulator)}")
@@ -62,18 +63,23 @@ def shifted(
     simulator.circuit.check_parameters(parameters)
     angles = simulator.circuit.angles(parameters)
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
-    found = _measured(rows, simulator, measure, only)
-    return found.view(*angles.shape[:-1], -1)
+    measured = _measured(rows, simulator, measure, only)
+    return measured.view(*angles.shape[:-1], -1)
 
 
 def share(count: int, part: int, num_parts: int) -> Tensor:
-    """Which of `count` parameters are those of a part, for `shifted` to find the gradient of.
+    """The parameters of one part of the work: what `only` of `shifted` takes.
+
+    Args:
+        count: number N of parameters.
+        part: number p of the part, from 0.
+        num_parts: number P of parts.
 
     Returns:
-        [count], bool: p·N/P .. (p + 1)·N/P of N for part p of P.
+        Bool tensor [count], True for the parameters p·N/P .. (p + 1)·N/P.
 
     Raises:
-        ConfigError: there is no such part.
+        ConfigError: `part` is not from 0 to `num_parts` less one.
     """
     if not 0 <= as_integer(part, "part") < as_integer(num_parts, "num_parts"):
         raise ConfigError(f"part {part} of {num_parts}: must be from 0 to {num_parts} less one")
@@ -83,9 +89,9 @@ def share(count: int, part: int, num_parts: int) -> Tensor:
 def _measured(
     angles: Tensor, simulator: Simulator, measure: Measure, only: Tensor | None
 ) -> Tensor:
-    """What `measure` finds [B, M] at angles [B, G] of all gates."""
-    found: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
-    return found
+    """The values [B, M] of `measure` at angles [B, G] of all gates."""
+    measured: Tensor = _Shift.apply(angles, simulator, measure, only)  # type: ignore[no-untyped-call]
+    return measured
 
 
 class _Shift(torch.autograd.Function):
@@ -95,18 +101,18 @@ class _Shift(torch.autograd.Function):
     ) -> Tensor:
         ctx.simulator, ctx.measure, ctx.only = simulator, measure, only
         ctx.save_for_backward(angles)
-        found = measure(simulator.state_at(angles))
-        if not isinstance(found, Tensor) or found.shape[:-1] != (len(angles),):
+        measured = measure(simulator.state_at(angles))
+        if not isinstance(measured, Tensor) or measured.shape[:-1] != (len(angles),):
             raise ConfigError(
-                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(found)}"
+                f"measure must find [B, M] of B = {len(angles)} states, not {kind_of(measured)}"
             )
-        return found
+        return measured
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (angles,) = ctx.saved_tensors
         places, coefficients, shifts = _terms(ctx.simulator, ctx.only)
-        found = torch.zeros_like(angles)
+        angle_gradient = torch.zeros_like(angles)
         chunk = max(1, _AMPLITUDES >> ctx.simulator.circuit.num_qubits)
         for row in range(len(angles)):
             for first in range(0, len(places), chunk):
@@ -115,14 +121,20 @@ class _Shift(torch.autograd.Function):
                 moved[torch.arange(len(moved)), places[own]] += shifts[own].to(moved)
                 measured = _measured(moved, ctx.simulator, ctx.measure, ctx.only)
                 values = measured @ gradient[row]
-                found[row].index_add_(0, places[own], values * coefficients[own].to(values))
+                angle_gradient[row].index_add_(
+                    0, places[own], values * coefficients[own].to(values)
+                )
         if torch.is_grad_enabled() and ctx.only is not None:
-            found = only_once(found.detach(), _OF_SOME, gradient, angles)
-        return found, None, None, None
+            angle_gradient = only_once(angle_gradient.detach(), _OF_SOME, gradient, angles)
+        return angle_gradient, None, None, None
 
 
 def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """For each evaluation, which angle is shifted, its coefficient and its shift."""
+    """For each of E evaluations, the number of the shifted angle, its coefficient and its shift.
+
+    Returns:
+        Three tensors [E]: int64, float64 and float64.
+    """
     terms = []
     for place, gate in enumerate(simulator.circuit.with_angle):
         index = None if gate.angle is None else gate.angle.index

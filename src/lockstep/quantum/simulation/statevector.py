@@ -18,26 +18,27 @@ from lockstep.quantum.simulation.memory import check_memory, memory_bytes
 
 
 class Simulator:
-    """A circuit, ready to be run many times.
+    """Simulates a circuit, any number of times.
 
     Args:
-        circuit: to simulate.
-        dtype: complex64 or complex128.
-        device: where to compute.
-        max_targets: qubits of a fused block; 1 fuses only gates on one qubit.
-        transport: to other ranks, a power of two of them, that each hold an equal part of the
-            state: rank r has the amplitudes whose index has r for its high bits. All of them must
-            do the same. Without it, the state is whole.
+        circuit: circuit to simulate.
+        dtype: dtype of the amplitudes, complex64 or complex128.
+        device: device on which the state is computed.
+        max_targets: greatest number of target qubits of a fused block; 1 fuses only gates on one
+            qubit.
+        transport: transport to other ranks, a power of two of them, that each hold an equal part of
+            the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
+            make the same calls. Without a transport, the state is whole.
 
     Attributes:
-        transport: to other ranks; None where the state is whole.
-        num_ranks: that hold the state.
-        rank: of this part.
-        part: of the state that this rank has.
+        transport: transport to other ranks; None where the state is whole.
+        num_ranks: number of ranks that hold the state.
+        rank: number of the part of the state that this rank holds.
+        part: description of that part, and the memory for it.
 
     Raises:
-        ConfigError: an argument is of the wrong kind, or the number of ranks is not a power of two,
-            or too great for so few qubits.
+        ConfigError: an argument has the wrong type, or the number of ranks is not a power of two or
+            too great for so few qubits.
     """
 
     def __init__(
@@ -88,12 +89,13 @@ class Simulator:
         """The state after the circuit.
 
         Args:
-            parameters: [..., num_parameters], real; may be left out where there are none.
-            initial: [..., 2^n], complex, instead of |0…0>; this rank's part of it.
+            parameters: real tensor [..., num_parameters]; may be left out where there are none.
+            initial: initial state instead of |0…0>, complex, [..., 2^n]; with several ranks, this
+                rank's part of it.
 
         Returns:
-            [..., 2^n], complex, differentiable in both; with several ranks, this one's part of
-            it. Qubit 0 is the lowest bit of an index.
+            State [..., 2^n], of the simulator's dtype, differentiable in both arguments; with
+            several ranks, this rank's part of it. Qubit 0 is the lowest bit of an index.
 
         Raises:
             ConfigError: the parameters or the initial state are no tensor of such a shape, or the
@@ -108,7 +110,18 @@ class Simulator:
         return self.state_at(self.circuit.angles(parameters.to(real)), initial)
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
-        """As `state`, from the angles [..., G] of all gates that have one."""
+        """As `state`, from the angles of all gates.
+
+        Args:
+            angles: angles in radians of the G gates that have one, real, [..., G].
+            initial: initial state instead of |0…0>, as for `state`.
+
+        Returns:
+            State [..., 2^n], as of `state`.
+
+        Raises:
+            ConfigError: an argument has another shape, or the state does not fit into memory.
+        """
         if not torch.is_grad_enabled():
             angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = self._lead(angles, initial)
@@ -131,8 +144,8 @@ class Simulator:
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
-        found: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
-        return found.view(*lead, -1)
+        states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
+        return states.view(*lead, -1)
 
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
@@ -156,18 +169,26 @@ class Simulator:
         return torch.Size(batch)
 
     def add_up(self, local: Tensor) -> Tensor:
-        """The sum over all ranks of what each has found in its part of the state: [M], real.
+        """The sum over all ranks of real values [M] that each computed from its part of the state.
 
-        Differentiable: the gradient goes to all of them.
+        Differentiable: each rank gets the gradient of the sum.
         """
-        found: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
-        return found
+        total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        return total
 
 
 def statevector(
     circuit: Circuit, parameters: Tensor | None = None, dtype: torch.dtype = torch.complex128
 ) -> Tensor:
-    """The state [..., 2^n] after a circuit, for parameters [..., num_parameters].
+    """The state after a circuit; see `Simulator`, which is faster when used many times.
+
+    Args:
+        circuit: circuit to simulate.
+        parameters: real tensor [..., num_parameters]; may be left out where there are none.
+        dtype: dtype of the amplitudes, complex64 or complex128.
+
+    Returns:
+        State [..., 2^n], on the device of the parameters.
 
     Raises:
         ConfigError: as `Simulator.state`.

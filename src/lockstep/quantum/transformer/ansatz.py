@@ -30,7 +30,7 @@ _TERMS = _rotation_terms()
 def pairs(num_qubits: int) -> list[tuple[int, int]]:
     """The (control, target) pairs of a layer: (q, q + 1) for even q, for odd q, and around the end.
 
-    Any number of qubits will do; one qubit has no pair.
+    There are `num_qubits` pairs, and none for a single qubit.
     """
     if num_qubits < 2:
         return []
@@ -50,10 +50,10 @@ def rotations(angles: Tensor) -> Tensor:
     """RZ(angles[2]) RY(angles[1]) RX(angles[0]) as matrices.
 
     Args:
-        angles: [..., 3], real.
+        angles: angles of RX, RY and RZ in radians, real, [..., 3].
 
     Returns:
-        [..., 2, 2], complex.
+        Matrices [..., 2, 2], complex.
     """
     half = angles * 0.5
     x, y, z = torch.stack([half.cos(), half.sin()], dim=-1).unbind(-2)
@@ -68,11 +68,11 @@ def unitaries(angles: Tensor, num_qubits: int) -> Tensor:
     """The ansatz as matrices.
 
     Args:
-        angles: [..., *angle_shape(num_qubits, layers)], real.
-        num_qubits: of the register, at least 1.
+        angles: angles in radians, real, [..., *angle_shape(num_qubits, layers)].
+        num_qubits: number of qubits of the register, at least 1.
 
     Returns:
-        [..., 2^num_qubits, 2^num_qubits], complex.
+        Unitary matrices [..., 2^num_qubits, 2^num_qubits], complex.
     """
     single = rotations(angles)
     if num_qubits == 1:

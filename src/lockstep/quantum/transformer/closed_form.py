@@ -26,9 +26,9 @@ class Transitions(NamedTuple):
     """Transitions of B sentences, ready to be scored.
 
     Attributes:
-        queries: [2, B, R, d], the states t_i and t_{i-1} of R transitions.
-        keys: [B, K, d], the states t_j.
-        factors: [B, R, K], 1 / (n_i T) where j < i, else 0.
+        queries: states t_i and t_{i-1} of R transitions, [2, B, R, d].
+        keys: states t_j, [B, K, d].
+        factors: 1 / (n_i T) where j < i, else 0, [B, R, K].
     """
 
     queries: Tensor
@@ -40,9 +40,10 @@ def transitions(states: Tensor, count: Tensor, rows: Tensor | None = None) -> Tr
     """The transitions of sentences, or some of them.
 
     Args:
-        states: [B, L, d], real, of norm 1; anything beyond a sentence's end.
-        count: [B], int64, T of each sentence, at most L - 1.
-        rows: [B, R], int64, which i to take, 0 for none; all of 1..L-1 if left out.
+        states: real states of norm 1, [B, L, d]; entries beyond a sentence's end are not used.
+        count: number T of transitions of each sentence, at most L - 1, [B], int64.
+        rows: number i of each transition to take, 0 for none, [B, R], int64; all of 1..L-1 by
+            default.
     """
     norms, keys = context_norms(states), states[:, :-1]
     columns = torch.arange(keys.shape[1], device=states.device)
@@ -59,14 +60,14 @@ def transitions(states: Tensor, count: Tensor, rows: Tensor | None = None) -> Tr
 
 
 def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
-    """What the transitions contribute to A of their sentences: with all of them, A.
+    """The contributions of transitions to the amplitudes A of their sentences.
 
     Args:
-        unitaries: [..., 2, b, d, d], V and W, complex; b is 1, or B for those of each sentence.
+        unitaries: V and W, complex, [..., 2, b, d, d]; b is 1, or B for those of each sentence.
         given: transitions of B sentences, in the precision of the unitaries.
 
     Returns:
-        [..., B], complex.
+        Complex [..., B]; with all transitions of a sentence, its amplitude A.
     """
     dtype = unitaries.dtype
     scores = given.queries.to(dtype) @ unitaries @ given.keys.mT.to(dtype)
@@ -75,10 +76,10 @@ def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
 
 
 def probability(amplitude: Tensor) -> Tensor:
-    """|A|², elementwise."""
+    """|A|², elementwise: real, of the shape of `amplitude`, which is complex."""
     return torch.view_as_real(amplitude).square().sum(-1)
 
 
 def loss(probability: Tensor) -> Tensor:
-    """-ln(P + 1e-12), elementwise."""
+    """-ln(P + 1e-12), elementwise: real, of the shape of `probability`."""
     return -torch.log(probability + EPSILON)

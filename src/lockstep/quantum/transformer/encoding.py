@@ -17,10 +17,15 @@ def word_vectors(words: Sequence[str], dim: int, seed: int) -> Tensor:
     """A vector for each word, drawn from U(0, 0.1).
 
     A word's vector depends on the word, `dim` and `seed` only: not on the other words, their order,
-    or who asks.
+    or the process.
+
+    Args:
+        words: words to draw vectors for.
+        dim: number of elements of a vector.
+        seed: seed of the draws, from 0 to 2^64 - 1.
 
     Returns:
-        [len(words), dim], float64.
+        Vectors [len(words), dim], float64.
     """
     vectors = np.empty((len(words), dim))
     for row, word in zip(vectors, words, strict=True):
@@ -35,8 +40,12 @@ def positions(length: int, dim: int) -> Tensor:
 
     Column 2k of row p is sin(p · 10000^(-2k/dim)), column 2k + 1 the cosine.
 
+    Args:
+        length: number of positions.
+        dim: number of elements of an encoding, even.
+
     Returns:
-        [length, dim], float64; `dim` must be even.
+        Encodings [length, dim], float64.
     """
     frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.arange(length, dtype=torch.float64).unsqueeze(1) * frequencies
@@ -44,7 +53,7 @@ def positions(length: int, dim: int) -> Tensor:
 
 
 def encode(vectors: Tensor, positions: Tensor) -> Tensor:
-    """Real states of norm 1: word vectors [..., L, d] plus positions [L, d], normalised."""
+    """Real states [..., L, d] of norm 1: word vectors [..., L, d] plus positions [L, d]."""
     states = vectors + positions
     norms: Tensor = torch.linalg.vector_norm(states, dim=-1, keepdim=True)
     return states / norms
@@ -55,8 +64,11 @@ def context_norms(states: Tensor) -> Tensor:
 
     Its square is the sum of all (t_j · t_k)² with j, k < i.
 
+    Args:
+        states: real states [..., L, d].
+
     Returns:
-        [..., L - 1], in the dtype of the states.
+        Norms [..., L - 1], in the dtype of the states.
     """
     squares = (states @ states.mT).square()
     sums = squares.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)

@@ -13,7 +13,7 @@ from lockstep.quantum.simulation.memory import check_fits
 from lockstep.quantum.transformer.ansatz import unitaries
 
 _COPIES = 3
-"""Of ρ in memory while its eigenvectors are found."""
+"""Copies of ρ in memory while its eigenvectors are computed."""
 _NEGLIGIBLE = 1e-14
 """Eigenvalues of ρ below this part of the greatest are rounding."""
 
@@ -22,11 +22,12 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
     """Columns whose outer products add up to ρ of a corpus.
 
     Args:
-        states: [S, L, d], real, of the words of S sentences.
-        transitions: [S], int64. Each sentence counts 1 / S, each of its T transitions 1 / (S T).
+        states: states of the words of S sentences, real, [S, L, d].
+        transitions: number T of transitions of each sentence, [S], int64. A sentence counts 1 / S,
+            each of its transitions 1 / (S T).
 
     Returns:
-        [r, d, d] with r ≤ d (d + 1) / 2.
+        Matrices [r, d, d] with r ≤ d (d + 1) / 2, in the dtype of the states.
 
     Raises:
         ConfigError: ρ does not fit into memory.
@@ -48,10 +49,15 @@ def context_root(states: Tensor, transitions: Tensor) -> Tensor:
 def check_metric_fits(
     dim: int, dtype: torch.dtype = torch.float64, device: torch.device | str = "cpu"
 ) -> None:
-    """Refuse words of so many dimensions that ρ [d², d²] does not fit into memory.
+    """Check that ρ [d², d²] of words of dimension d fits into memory.
+
+    Args:
+        dim: dimension d of a word's state.
+        dtype: real dtype of ρ.
+        device: device of ρ.
 
     Raises:
-        ConfigError: says how many bytes are needed, and how many there are.
+        ConfigError: it does not; says how many bytes are needed, and how many there are.
     """
     check_fits(
         f"the metric of words of dimension {dim}",
@@ -65,12 +71,12 @@ def fubini_study(angles: Tensor, num_qubits: int, root: Tensor) -> Tensor:
     """g_jk = Re(<∂_j Φ|∂_k Φ> - <∂_j Φ|Φ><Φ|∂_k Φ>) (Stokes et al. 2020, equation 4).
 
     Args:
-        angles: [2, *angle_shape], V and W, of P elements.
-        num_qubits: of a register.
-        root: from `context_root`.
+        angles: angles of V and W, [2, *angle_shape], P elements in all.
+        num_qubits: number of qubits of one register.
+        root: the result of `context_root`, [r, d, d].
 
     Returns:
-        [P, P], real and symmetric.
+        Metric [P, P], real and symmetric.
     """
 
     def state(flat: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from lockstep.quantum.transformer.encoding import encode, positions, word_vector
 from lockstep.quantum.transformer.superposition import superposition
 
 _MOST_SIMULATORS = 512
-"""Sentences whose circuits are kept ready."""
+"""Most sentences whose circuits are kept ready."""
 
 _OF_PARTS = (
     "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
@@ -31,9 +31,9 @@ _OF_PARTS = (
 _LARGE_REGISTER = 8
 """Qubits from which on V and W might not fit into memory."""
 _COPIES = 4
-"""Of V and of W in memory while they are multiplied up from their blocks."""
+"""Copies of V and of W in memory while they are multiplied up from their blocks."""
 _COPIES_OF_A_BLOCK = 2
-"""Further ones for the gradient, for each block."""
+"""Further copies for the gradient, for each block."""
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -43,9 +43,9 @@ class Sentences(NamedTuple):
     """A batch of B sentences.
 
     Attributes:
-        words: [B, L], int64, rows of the embeddings; anything beyond a sentence's end.
-        transitions: [B], int64, number of words less one.
-        parts: [B], int64, which part of the work is wanted.
+        words: rows of the embeddings, [B, L], int64; entries beyond a sentence's end are not used.
+        transitions: number of words of each sentence minus one, [B], int64.
+        parts: number of the part of the work on each sentence that is wanted, [B], int64.
     """
 
     words: Tensor
@@ -57,9 +57,11 @@ class QuantumTransformer(nn.Module):
     """V and W of one or more restarts, and the fixed vectors of words.
 
     Attributes:
-        angles: [restarts, 2, *angle_shape], V and W; flat, those of a restart are 48L for d = 4.
-        embeddings: [words, d], drawn once from the seed and kept in checkpoints.
-        vocabulary: the words as bytes, one a line, so that a checkpoint says what its rows are.
+        angles: angles of V and W, [restarts, 2, *angle_shape]; 48 L in each restart for d = 4.
+        embeddings: vectors of the words, [words, d], drawn once from the seed and kept in
+            checkpoints.
+        vocabulary: the words as bytes, uint8 [bytes], one word a line, so that a checkpoint says
+            what its rows are.
     """
 
     angles: nn.Parameter
@@ -79,16 +81,17 @@ class QuantumTransformer(nn.Module):
         """Draw embeddings from the seed, and angles from torch's generator.
 
         Args:
-            words: the vocabulary.
-            dim: of a word's state, a power of two from 2 on.
-            num_layers: of the ansatz.
-            restarts: independent sets of angles.
-            seed: of the embeddings.
-            dtype: of angles and embeddings; amplitudes are complex numbers of twice the bytes.
+            words: words of the vocabulary, each of one line.
+            dim: dimension d of a word's state, a power of two, at least 2.
+            num_layers: number of layers of the ansatz, at least 1.
+            restarts: number of independent sets of angles, at least 1.
+            seed: seed of the embeddings, from 0 to 2^64 - 1.
+            dtype: dtype of angles and embeddings, float32 or float64; amplitudes are complex
+                numbers of twice the bytes.
 
         Raises:
-            ConfigError: a number is not usable, a word is none, or the model does not fit into
-                memory.
+            ConfigError: a number is out of range, a word is not a string of one line, or the model
+                does not fit into memory.
         """
         super().__init__()
         _check(words, dim, num_layers, restarts, seed, dtype)
@@ -110,18 +113,31 @@ class QuantumTransformer(nn.Module):
 
     @torch.no_grad()
     def encode(self, words: Tensor) -> Tensor:
-        """The states [..., L, d] of words [..., L] at positions 0..L-1."""
+        """The states of words at positions 0..L-1.
+
+        Args:
+            words: rows of the embeddings, [..., L], int64.
+
+        Returns:
+            States [..., L, d], real and of norm 1, in the dtype of the embeddings.
+        """
         length, dim = words.shape[-1], self.embeddings.shape[1]
         if len(self._positions) < length:
             self._positions = positions(length, dim).to(self.embeddings)
         return encode(self.embeddings[words], self._positions[:length])
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own simulators when it needs them."""
+        """A copy or a pickle has no simulators yet; it makes them when it needs them."""
         return {**self.__dict__, "_simulators": {}}
 
     def unitaries(self, restarts: Tensor | None = None) -> Tensor:
-        """V and W of all restarts, or of some: [restarts, 2, d, d], complex.
+        """V and W of all restarts, or of some.
+
+        Args:
+            restarts: numbers of the restarts, int64 [R]; all by default.
+
+        Returns:
+            Complex matrices [R, 2, d, d].
 
         Raises:
             ConfigError: they do not fit into memory.
@@ -144,7 +160,14 @@ class QuantumTransformer(nn.Module):
         )
 
     def forward(self, batch: Sentences) -> Tensor:
-        """|A|² of each sentence, for each restart: [restarts, B]."""
+        """|A|² of each sentence, for each restart.
+
+        Args:
+            batch: B sentences.
+
+        Returns:
+            Probabilities [restarts, B], real, in the dtype of the angles.
+        """
         given = transitions(self.encode(batch.words), batch.transitions)
         return probability(amplitudes(self.unitaries().unsqueeze(-3), given))
 
@@ -154,6 +177,13 @@ class QuantumTransformer(nn.Module):
         Part p of P has transitions p·T/P + 1 .. (p + 1)·T/P. The sum over all parts of the
         gradients of any function of the result is the gradient of that function. With more than
         one part, second derivatives are an error: they are no such sum.
+
+        Args:
+            batch: B sentences, with the part p of each.
+            num_parts: number P of parts.
+
+        Returns:
+            Probabilities [restarts, B], those of whole sentences.
         """
         states = self.encode(batch.words)
         matrices = self.unitaries().unsqueeze(-3)
@@ -170,7 +200,15 @@ class QuantumTransformer(nn.Module):
         return probability(whole + (part - part.detach()))
 
     def by_restarts(self, batch: Sentences, num_parts: int) -> Tensor:
-        """As `forward`, for a part of the restarts of each sentence: [restarts / P, B]."""
+        """As `forward`, for a part of the restarts of each sentence.
+
+        Args:
+            batch: B sentences, with the part p of each.
+            num_parts: number P of parts, a divisor of the number of restarts.
+
+        Returns:
+            Probabilities [restarts / P, B].
+        """
         size = len(self.angles) // num_parts
         chosen, index = torch.unique(batch.parts, return_inverse=True)
         restarts = (chosen[:, None] * size + torch.arange(size, device=chosen.device)).flatten()
@@ -190,12 +228,16 @@ class QuantumTransformer(nn.Module):
         """As `forward`, by simulating each sentence's superposition circuit.
 
         Args:
-            batch: the sentences.
-            shift: gradients by the parameter-shift rule instead of adjoint differentiation.
-            shots: estimate each probability by so many measurements, with torch's generator;
-                needs `shift`.
-            num_parts: with `shift`, part p of P has gradients in its part of a restart's angles
-                only, p·N/P .. (p + 1)·N/P of N.
+            batch: sentences to simulate.
+            shift: whether to compute gradients by the parameter-shift rule instead of adjoint
+                differentiation.
+            shots: number of measurements, drawn with torch's global generator, that estimate each
+                probability; None is exact. Needs `shift`.
+            num_parts: number P of parts of the gradient, with `shift`: part p has gradients in the
+                angles p·N/P .. (p + 1)·N/P of a restart's N only.
+
+        Returns:
+            Probabilities [restarts, B], real; with `shots`, estimates of them.
 
         Raises:
             ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
@@ -212,7 +254,7 @@ class QuantumTransformer(nn.Module):
             counts = torch.binomial(torch.full_like(exact, shots), exact.clamp(0, 1))
             return counts / shots
 
-        found = []
+        probabilities = []
         rows = zip(
             batch.words.tolist(), batch.transitions.tolist(), batch.parts.tolist(), strict=True
         )
@@ -220,17 +262,17 @@ class QuantumTransformer(nn.Module):
             simulator = self._simulator(tuple(words[: count + 1]))
             if shift:
                 only = share(angles.shape[1], part, num_parts) if num_parts > 1 else None
-                found.append(shifted(simulator, angles, measure, only)[:, 0])
+                probabilities.append(shifted(simulator, angles, measure, only)[:, 0])
             else:
-                found.append(measure(simulator.state(angles))[:, 0])
-        return torch.stack(found, dim=1)
+                probabilities.append(measure(simulator.state(angles))[:, 0])
+        return torch.stack(probabilities, dim=1)
 
     def circuit(self, words: Sequence[int]) -> Circuit:
         """The superposition circuit of a sentence, given as rows of the embeddings.
 
         Raises:
-            ConfigError: there are fewer than two words, a row is none, or the circuit does not fit
-                into memory.
+            ConfigError: there are fewer than two words, the embeddings have no such row, or the
+                circuit does not fit into memory.
         """
         count = len(self.embeddings)
         wrong = [row for row in words if not 0 <= as_integer(row, "word") < count]
@@ -253,12 +295,12 @@ class QuantumTransformer(nn.Module):
         """|A|² of the prefix followed by each candidate.
 
         Args:
-            prefix: rows of the embeddings, at least one.
-            candidates: [C], int64.
-            restart: whose angles.
+            prefix: rows of the embeddings for the words of the prefix, at least one.
+            candidates: rows of the embeddings for the candidates, [C], int64.
+            restart: number of the restart whose angles are used.
 
         Returns:
-            [C], in the order of the candidates.
+            Probabilities [C], real, in the order of the candidates.
         """
         start = torch.tensor(prefix, device=candidates.device).expand(len(candidates), -1)
         words = torch.cat([start, candidates[:, None]], dim=1)
@@ -271,7 +313,7 @@ class QuantumTransformer(nn.Module):
 def _check(
     words: Sequence[str], dim: int, num_layers: int, restarts: int, seed: int, dtype: torch.dtype
 ) -> None:
-    """Refuse what no model can be made of.
+    """Check the arguments of `QuantumTransformer`.
 
     Raises:
         ConfigError: as `QuantumTransformer`.

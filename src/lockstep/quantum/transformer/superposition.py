@@ -27,16 +27,16 @@ def superposition(states: Tensor, num_layers: int) -> Circuit:
     """The circuit of a sentence.
 
     Args:
-        states: [T + 1, d], real and of norm 1, of its words; d = 2^n.
-        num_layers: of the ansatz.
+        states: states of the sentence's words, real and of norm 1, [T + 1, d] with d = 2^n.
+        num_layers: number of layers of the ansatz.
 
     Returns:
         A circuit on 2n qubits (first register, then second) and as many controls as T needs. Its
         parameters are the angles of V, then those of W, flat.
 
     Raises:
-        ConfigError: there are fewer than two states, they are no states of qubits, or the circuit
-            does not fit into memory.
+        ConfigError: there are fewer than two states, their dimension is not a power of two or their
+            norm not 1, or the circuit does not fit into memory.
     """
     states = _checked(states)
     as_integer(num_layers, "num_layers")

@@ -38,7 +38,7 @@ class QuantumConfig(TrainConfig):
     embedding_dim: Annotated[int, Field(ge=2)] = 4
     """d, a power of two: a word is a state of log2 d qubits."""
     num_layers: Positive = 1
-    """Of the ansatz."""
+    """Layers of the ansatz."""
     dtype: Literal["complex64", "complex128"] = "complex128"
     restarts: Positive = 1
     """Independent sets of angles that are trained side by side."""
@@ -53,11 +53,11 @@ class QuantumConfig(TrainConfig):
     shots: Positive | None = None
     """Measurements that estimate each probability; exact without."""
     deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
-    """What is dealt out to the ranks: sentences, or parts of the work on each of them."""
+    """The work that is distributed over ranks: sentences, or parts of the work on each."""
     parts: Positive = 1
     """Parts of the work on a sentence, where `deal` is not `sentences`."""
     shards: Literal["split", "strided"] = "split"
-    """Whether a microbatch gets neighbouring sentences or every so many-th."""
+    """Whether a microbatch gets neighbouring sentences, or every M-th of M microbatches."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     epochs: Positive = 50

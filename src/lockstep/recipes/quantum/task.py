@@ -32,14 +32,14 @@ TRAIN = (
     "Cats sleep quietly on sofas",
     "Dogs bark loudly at strangers",
 )
-"""What is learned without a corpus."""
+"""Sentences to learn where `corpus` is not set."""
 TEST = (
     "The quick brown fox jumps over the lazy dog",
     "I am great",
     "every day is",
     "come and play",
 )
-"""What is tested with, without a corpus of one's own."""
+"""Sentences to test with where neither `corpus` nor `test_corpus` is set."""
 
 
 class Quantum(Task):
@@ -49,7 +49,7 @@ class Quantum(Task):
     config: QuantumConfig
 
     def build_model(self) -> QuantumTransformer:
-        """The transformer, its vocabulary that of all splits.
+        """The transformer, whose vocabulary is that of all splits.
 
         Raises:
             DataError: a corpus cannot be read or has a sentence without a next word.
@@ -70,10 +70,10 @@ class Quantum(Task):
         Raises:
             DataError: a corpus cannot be read or has a sentence without a next word.
         """
-        found = self._splits.get("train" if split == "val" else split)
-        if found is None:
+        sentences = self._splits.get("train" if split == "val" else split)
+        if sentences is None:
             return None
-        words = [torch.tensor([self.vocabulary[w] for w in s]) for s in found]
+        words = [torch.tensor([self.vocabulary[w] for w in s]) for s in sentences]
         if split != "train":
             return Corpus(words, 1)
         order = list(range(len(words)))
@@ -96,24 +96,24 @@ class Quantum(Task):
         assert isinstance(model, QuantumTransformer)
         parts = self.config.parts
         if self.config.deal == "transitions":
-            found = model.by_transitions(batch, parts)
+            probabilities = model.by_transitions(batch, parts)
         elif self.config.deal == "restarts":
-            found = model.by_restarts(batch, parts)
+            probabilities = model.by_restarts(batch, parts)
         else:
-            found = self._found(model, batch, parts)
-        total = loss(found).sum()
+            probabilities = self._probabilities(model, batch, parts)
+        total = loss(probabilities).sum()
         # The value is a mean over restarts and parts, the gradient a sum.
-        share = total / (len(found) * parts)
-        if len(found) * parts > 1:
+        share = total / (len(probabilities) * parts)
+        if len(probabilities) * parts > 1:
             share = share.detach() + (total - total.detach())
-        return Loss(share, len(batch.words) / parts, self._metrics(found, parts))
+        return Loss(share, len(batch.words) / parts, self._metrics(probabilities, parts))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
-        """-ln |A|² of whole sentences; with several restarts, that of each as a metric."""
+        """-ln |A|² of whole sentences; with several restarts, also that of each as a metric."""
         assert isinstance(model, QuantumTransformer)
-        found = self._found(model, batch, 1)
-        losses, count = loss(found), len(batch.words)
-        metrics = self._metrics(found, 1)
+        probabilities = self._probabilities(model, batch, 1)
+        losses, count = loss(probabilities), len(batch.words)
+        metrics = self._metrics(probabilities, 1)
         if len(losses) > 1:
             rows = losses.sum(1)
             metrics |= {f"restart_{i}": (rows[i], count) for i in range(len(rows))}
@@ -136,7 +136,15 @@ class Quantum(Task):
         return None
 
     def predict(self, model: QuantumTransformer, prefix: str, restart: int = 0) -> list[Ranked]:
-        """The training vocabulary as next word, the most probable first.
+        """The words of the training vocabulary as next word, the most probable first.
+
+        Args:
+            model: trained model.
+            prefix: words of the prefix, separated by white space; at least one.
+            restart: number of the restart whose angles are used.
+
+        Returns:
+            Each word with |A|² of the sentence that it ends.
 
         Raises:
             ConfigError: the prefix is empty, or has a word that is not in the vocabulary.
@@ -146,8 +154,8 @@ class Quantum(Task):
             raise ConfigError("the prefix has no word; give at least one")
         known = dict.fromkeys(word for sentence in self._splits["train"] for word in sentence)
         candidates = torch.tensor(self.rows(model, " ".join(known)), device=model.angles.device)
-        found = model.rank_next(given, candidates, restart).tolist()
-        return sorted(zip(known, found, strict=True), key=lambda pair: -pair[1])
+        probabilities = model.rank_next(given, candidates, restart).tolist()
+        return sorted(zip(known, probabilities, strict=True), key=lambda pair: -pair[1])
 
     @staticmethod
     def rows(model: QuantumTransformer, text: str) -> list[int]:
@@ -178,12 +186,12 @@ class Quantum(Task):
             splits["test"] = _sentences(test, TEST)
         return splits
 
-    def _found(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
+    def _probabilities(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
         """|A|² of whole sentences, [restarts, B], by the backend."""
         config = self.config
         if config.backend == "closed_form":
-            found: Tensor = model(batch)
-            return found
+            probabilities: Tensor = model(batch)
+            return probabilities
         shift = config.grad == "shift"
         return model.by_circuits(batch, shift=shift, shots=config.shots, num_parts=parts)
 
@@ -197,9 +205,11 @@ class Quantum(Task):
         return fubini_study(model.angles[0], model.num_qubits, self.__dict__["root"])
 
     @staticmethod
-    def _metrics(found: Tensor, parts: int) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        total = found.detach().mean(0).sum()
-        return {"probability": (total / parts, found.shape[1] / parts)}
+    def _metrics(
+        probabilities: Tensor, parts: int
+    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        total = probabilities.detach().mean(0).sum()
+        return {"probability": (total / parts, probabilities.shape[1] / parts)}
 
 
 Ranked = tuple[str, float]

@@ -41,14 +41,14 @@ class UfsConfig(TrainConfig):
     ocean: Files = Field((), json_schema_extra=NO_OUTCOME)
     """The ocean's files of CF pairs, one for each of `atmosphere`, in the same order."""
     cache_dir: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """Where rows that were read are kept; `$XDG_CACHE_HOME/lockstep/ufs` without it."""
+    """Folder in which rows that were read are kept; `$XDG_CACHE_HOME/lockstep/ufs` by default."""
     level: int | None = None
     """Number of the model level of upper-air fields; the lowest in height without it."""
 
     inputs: Names = DEFAULT_INPUTS
     outputs: Names = ("aice",)
     mask_mode: Literal["sea_ice", "ocean", "both"] = "sea_ice"
-    """Which ocean cells: with more ice than `min_ice_concentration`, with no more, or all."""
+    """Which ocean cells: those with more ice than `min_ice_concentration`, the others, or both."""
     min_ice_concentration: Annotated[float, Field(ge=0, lt=1)] = 0.01
     thin_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of the cells that is kept."""

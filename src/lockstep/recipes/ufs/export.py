@@ -25,10 +25,10 @@ METADATA = "metadata.json"
 CPP = "cpp"
 
 SURFACE = 0
-"""Stands for the surface among levels."""
+"""The number that stands for the surface among levels."""
 
 LOWEST = -1
-"""Stands for the lowest level in height, whatever its number."""
+"""The number that stands for the lowest level in height, whatever its own number."""
 
 _UPPER_AIR = ("tair", "uatm", "vatm", "qref")
 _TOLERANCE = 1e-6
@@ -36,26 +36,27 @@ _TRIAL_ROWS = 64
 
 
 class Emulator(nn.Module):
-    """What is exported: inputs [N, in] to outputs [N, out], both in physical units.
+    """The exported module: inputs [N, in] to outputs [N, out], both in physical units.
 
     Attributes:
-        input_names: CF names of the inputs.
-        output_names: CF names of the outputs.
-        inputs: their short names.
-        outputs: their short names.
-        input_units: in which the inputs are.
-        cf_units: in which CF files have them.
-        spellings: what a `units` attribute may say for each of `input_units`, with `|` between.
-        cf_spellings: the same for `cf_units`.
-        cf_shifts: what is added to a value in `cf_units` to have it in `input_units`.
-        low: the least plausible value of each input.
-        high: the greatest.
+        input_names: CF name of each input.
+        output_names: CF name of each output.
+        inputs: short name of each input.
+        outputs: short name of each output.
+        input_units: unit in which the emulator takes each input.
+        cf_units: unit in which CF files store each input.
+        spellings: spellings that a `units` attribute may have for each of `input_units`, separated
+            by `|`.
+        cf_spellings: the same for each of `cf_units`.
+        cf_shifts: number to add to a value in `cf_units` to have it in `input_units`.
+        low: least plausible value of each input, in `input_units`.
+        high: greatest plausible value of each input, in `input_units`.
         levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
-        metadata: JSON with all of these, units and versions.
+        metadata: JSON text with names, units, levels and versions.
     """
 
     def __init__(self, net: SeaIceNet, metadata: Mapping[str, Any]) -> None:
-        """Wrap a network."""
+        """Wrap a network, with metadata from `describe`."""
         super().__init__()
         self.net = net
         self.input_names = list(metadata["input_names"])
@@ -74,7 +75,7 @@ class Emulator(nn.Module):
         self.metadata = json.dumps(metadata)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Predict."""
+        """Outputs [N, out] from inputs [N, in], both float32 in physical units."""
         return self.net.predict(x)
 
 
@@ -84,13 +85,14 @@ def export_net(
     """Write a network in all forms; each is read back and compared.
 
     Args:
-        net: trained, on the CPU.
-        level: that upper-air inputs are from; None is the lowest in height.
-        about: more for the metadata, JSON values.
-        folder: where to write; it exists.
+        net: trained network on the CPU.
+        level: number of the model level that upper-air inputs are from; None is the lowest in
+            height.
+        about: further entries of the metadata, JSON values.
+        folder: folder to write to; it exists.
 
     Returns:
-        What was written.
+        The paths that were written.
 
     Raises:
         DataError: the folder cannot be written, or what was read back predicts something else.
@@ -109,9 +111,9 @@ def export_net(
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     for path, load in ((paths[0], load_script), (paths[1], load_program)):
-        found, wanted = load(path)(trial), net.predict(trial)
-        if not torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-            gap = float((found - wanted).abs().max())
+        predicted, wanted = load(path)(trial), net.predict(trial)
+        if not torch.allclose(predicted, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            gap = float((predicted - wanted).abs().max())
             raise DataError(f"{path}: predicts otherwise when read back, by up to {gap:.3g}")
     return paths
 
@@ -135,14 +137,14 @@ def describe(net: SeaIceNet, level: int | None) -> dict[str, Any]:
 
 
 def load_script(path: Path) -> Callable[[Tensor], Tensor]:
-    """An emulator from its TorchScript file."""
+    """The emulator in a TorchScript file: a function from inputs [N, in] to outputs [N, out]."""
     with _without_jit_warnings():
         loaded: Callable[[Tensor], Tensor] = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
     return loaded
 
 
 def load_program(path: Path) -> Callable[[Tensor], Tensor]:
-    """An emulator from its torch.export file."""
+    """The emulator in a torch.export file: a function from inputs [N, in] to outputs [N, out]."""
     return torch.export.load(path).module()
 
 
@@ -158,7 +160,7 @@ def _program(emulator: Emulator, trial: Tensor, path: Path) -> None:
 
 
 def _trial(net: SeaIceNet) -> Tensor:
-    """Plausible inputs."""
+    """Plausible inputs [64, in], float32."""
     noise = torch.randn(_TRIAL_ROWS, len(net.inputs), generator=torch.Generator().manual_seed(0))
     return noise * net.input_deviation + net.input_mean
 

@@ -33,14 +33,14 @@ class SeaIceNet(nn.Module):
         scale: Scale,
         squash: bool,
     ) -> None:
-        """Make one.
+        """Build the network.
 
         Args:
-            inputs: short names.
-            outputs: short names.
+            inputs: short names of the input variables.
+            outputs: short names of the output variables.
             hidden: widths of the hidden layers.
-            scale: of the inputs, then the outputs.
-            squash: keep outputs that have bounds within them.
+            scale: statistics of the inputs, then the outputs, [in + out].
+            squash: whether to keep outputs that have bounds within them.
         """
         super().__init__()
         self.inputs = tuple(inputs)
@@ -88,13 +88,13 @@ class SeaIceNet(nn.Module):
         return torch.where(self.bounded, self._inside(y) * self.bounds[1] + self.bounds[0], free)
 
     def scale(self) -> Scale:
-        """The statistics it was made with: of the inputs, then the outputs."""
+        """The statistics it was built with: of the inputs, then the outputs, [in + out]."""
         mean = torch.cat([self.input_mean, self.output_mean])
         deviation = torch.cat([self.input_deviation, self.output_deviation])
-        return Scale(*(found.double().cpu().numpy() for found in (mean, deviation)))
+        return Scale(*(statistic.double().cpu().numpy() for statistic in (mean, deviation)))
 
     def _inside(self, y: Tensor) -> Tensor:
-        """Where between their bounds outputs are, in [0, 1]."""
+        """The position of outputs [..., out] between their bounds, in [0, 1]."""
         return torch.sigmoid(torch.addcmul(self.squash_in[0], y, self.squash_in[1]))
 
 

@@ -85,8 +85,8 @@ class Ufs(Task):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Squared, absolute or Huber error of normalised outputs."""
         x, y = batch[:2]
-        found: Tensor = model(x)
-        return Loss(_LOSSES[self.config.loss](found, y, reduction="sum"), y.numel())
+        predicted: Tensor = model(x)
+        return Loss(_LOSSES[self.config.loss](predicted, y, reduction="sum"), y.numel())
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """The loss, errors in physical units, and figures of the tracked rows' Jacobians."""
@@ -137,8 +137,8 @@ class Ufs(Task):
     def adopt(self, model: nn.Module) -> None:
         """Normalise with the statistics of a trained model, whatever those of the rows are."""
         assert isinstance(model, SeaIceNet)
-        # The model has its statistics in float32. Of the rows it was trained on, the exact ones are
-        # at hand: with them the rows are those of the training to the last bit.
+        # The model has its statistics in float32. For the rows it was trained on, the exact ones
+        # are known: with them the rows are those of the training to the last bit.
         trained, own = model.scale(), self.scale
         rounded = (np.float32(array) for array in vars(own).values())
         if not all(map(np.array_equal, rounded, vars(trained).values())):
@@ -160,10 +160,10 @@ class Ufs(Task):
         num_columns = first.shape[1]
         first.close()
         group = blocks(rows, num_columns, config.split_block_cells)
-        found = split(rows, group, config.split, config.val_fraction, config.test_fraction)
+        parts = split(rows, group, config.split, config.val_fraction, config.test_fraction)
         spread = {
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
-            for name, part in found.items()
+            for name, part in parts.items()
         }
         return spread, digest(rows)
 
@@ -179,7 +179,7 @@ class Ufs(Task):
 
     @property
     def cache(self) -> Path:
-        """Where rows that were read are kept."""
+        """The folder in which rows that were read are kept."""
         if self.config.cache_dir is not None:
             return self.config.cache_dir.expanduser()
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

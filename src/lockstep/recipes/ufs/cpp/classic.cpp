@@ -98,22 +98,22 @@ class Header {
     }
 
     Stored read_variable(const std::vector<Count> &dims) {
-        Stored found{name(), false, 0, 1};
+        Stored stored{name(), false, 0, 1};
         const Count rank = plausible(count());
         for (Count i = 0; i < rank; ++i) {
             const Count number = count();
             if (number >= dims.size())
-                throw Damaged{found.name + ": has a dim that is not there"};
+                throw Damaged{stored.name + ": has a dim that is not there"};
             if (i == 0 && dims[number] == 0)
-                found.is_record = true;
+                stored.is_record = true;
             else
-                found.bytes = times(found.bytes, dims[number]);
+                stored.bytes = times(stored.bytes, dims[number]);
         }
         skip_attributes();
-        found.bytes = times(found.bytes, type_bytes());
+        stored.bytes = times(stored.bytes, type_bytes());
         count();  // the size in bytes, which does not hold what is greater than 4 GiB
-        found.begin = number(offset_bytes_);
-        return found;
+        stored.begin = number(offset_bytes_);
+        return stored;
     }
 
     void skip_attributes() {
@@ -193,10 +193,10 @@ class Header {
 // Whether HDF5's signature is at the start, or behind a user block of 512 bytes or more.
 bool is_hdf5(std::ifstream &file, Count size) {
     for (Count at = 0; at < size; at = std::max<Count>(2 * at, 512)) {
-        std::string found(kHdf5.size(), '\0');
+        std::string magic(kHdf5.size(), '\0');
         file.clear();
         file.seekg(static_cast<std::streamoff>(at));
-        if (file.read(&found[0], static_cast<std::streamsize>(found.size())) && found == kHdf5)
+        if (file.read(&magic[0], static_cast<std::streamsize>(magic.size())) && magic == kHdf5)
             return true;
     }
     return false;

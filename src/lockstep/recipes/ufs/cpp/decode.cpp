@@ -49,15 +49,15 @@ struct Numbers {
 };
 
 Numbers numbers_of(int file, int variable, const char *name, const std::string &where) {
-    Numbers found;
+    Numbers numbers;
     std::size_t length = 0;
-    if (nc_inq_att(file, variable, name, &found.type, &length)) return found;
-    if (!is_number(found.type) || length == 0 || length > kMostNumbers)
+    if (nc_inq_att(file, variable, name, &numbers.type, &length)) return numbers;
+    if (!is_number(numbers.type) || length == 0 || length > kMostNumbers)
         throw UserError{where + ": " + name + ": must be a number"};
-    found.values.resize(length);
-    if (const int code = nc_get_att_double(file, variable, name, found.values.data()))
+    numbers.values.resize(length);
+    if (const int code = nc_get_att_double(file, variable, name, numbers.values.data()))
         throw UserError{where + ": " + name + ": cannot be read: " + nc_strerror(code)};
-    return found;
+    return numbers;
 }
 
 // An attribute's numbers in the type of the variable; floats are rounded to it.
@@ -80,13 +80,13 @@ std::vector<double> fitting(int file, int variable, int type, const char *name,
 
 double factor(int file, int variable, const char *name, const std::string &where, bool *is_there,
               int *type) {
-    const auto found = numbers_of(file, variable, name, where);
-    *is_there = !found.values.empty();
-    *type = found.type;
+    const auto numbers = numbers_of(file, variable, name, where);
+    *is_there = !numbers.values.empty();
+    *type = numbers.type;
     if (!*is_there) return 0;
-    if (found.values.size() != 1 || !std::isfinite(found.values[0]))
+    if (numbers.values.size() != 1 || !std::isfinite(numbers.values[0]))
         throw UserError{where + ": " + name + ": must be one number, finite and not 0"};
-    return found.values[0];
+    return numbers.values[0];
 }
 
 }  // namespace
@@ -118,11 +118,11 @@ Decoder::Decoder(int file, int variable, const std::string &where) {
     } else {
         for (const auto &limit : {std::pair<const char *, double *>{"valid_min", &low_},
                                   std::pair<const char *, double *>{"valid_max", &high_}}) {
-            const auto found = fitting(file, variable, type, limit.first, where);
-            if (found.empty()) continue;
-            if (found.size() != 1 || std::isnan(found[0]))
+            const auto bound = fitting(file, variable, type, limit.first, where);
+            if (bound.empty()) continue;
+            if (bound.size() != 1 || std::isnan(bound[0]))
                 throw UserError{where + ": " + limit.first + ": must be one number"};
-            *limit.second = found[0];
+            *limit.second = bound[0];
         }
     }
 
@@ -143,14 +143,14 @@ bool Decoder::is_missing(double stored) const {
 }
 
 double Decoder::value(double stored) const {
-    double found = stored;
+    double result = stored;
     if (has_scale_)
-        found = scaled_in_float_ ? static_cast<float>(found) * static_cast<float>(scale_)
-                                 : found * scale_;
+        result = scaled_in_float_ ? static_cast<float>(result) * static_cast<float>(scale_)
+                                  : result * scale_;
     if (has_offset_)
-        found = shifted_in_float_ ? static_cast<float>(found) + static_cast<float>(offset_)
-                                  : found + offset_;
-    return found;
+        result = shifted_in_float_ ? static_cast<float>(result) + static_cast<float>(offset_)
+                                   : result + offset_;
+    return result;
 }
 
 std::string text_attribute(int file, int variable, const char *name, const std::string &where,
@@ -161,20 +161,20 @@ std::string text_attribute(int file, int variable, const char *name, const std::
     if (!*is_there) return "";
     const std::string what = where + ": " + name;
     int code = 0;
-    std::string found;
+    std::string content;
     if (type == kNcChar && length <= kMostText) {
-        found.resize(length);
-        if (length) code = nc_get_att_text(file, variable, name, &found[0]);
+        content.resize(length);
+        if (length) code = nc_get_att_text(file, variable, name, &content[0]);
     } else if (type == kNcString && length == 1) {
         char *text = nullptr;
         code = nc_get_att_string(file, variable, name, &text);
-        if (!code && text) found = text;
+        if (!code && text) content = text;
         if (!code) nc_free_string(1, &text);
     } else {
         throw UserError{what + ": must be a short text"};
     }
     if (code) throw UserError{what + ": cannot be read: " + nc_strerror(code)};
-    return found.substr(0, found.find('\0'));
+    return content.substr(0, content.find('\0'));
 }
 
 #endif

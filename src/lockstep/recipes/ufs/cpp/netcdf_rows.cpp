@@ -89,15 +89,15 @@ struct Variable {
     }
 
     static int find(int file, const std::string &path, const Input &input, bool *is_cf) {
-        int found = 0, other = 0;
-        const bool brief = !nc_inq_varid(file, input.brief.c_str(), &found);
-        const bool cf = !nc_inq_varid(file, input.cf.c_str(), &other);
+        int brief_id = 0, cf_id = 0;
+        const bool brief = !nc_inq_varid(file, input.brief.c_str(), &brief_id);
+        const bool cf = !nc_inq_varid(file, input.cf.c_str(), &cf_id);
         const std::string names = input.brief + " (" + input.cf + ")";
         if (!brief && !cf) throw UserError{path + ": has no variable " + names};
-        if (brief && cf && found != other)
+        if (brief && cf && brief_id != cf_id)
             throw UserError{path + ": has more than one variable " + names};
         *is_cf = !brief;
-        return brief ? found : other;
+        return brief ? brief_id : cf_id;
     }
 };
 
@@ -133,10 +133,10 @@ std::vector<float> read_netcdf(const std::string &path, const std::vector<Input>
                 if (variable.decoder.is_missing(stored[row]))
                     throw UserError{where() + ": is missing; leave such rows out"};
                 const double value = variable.decoder.value(stored[row]);
-                const float found = converted(value, inputs[i], variable.is_cf);
-                if (!is_plausible(found, inputs[i]))
+                const float single = converted(value, inputs[i], variable.is_cf);
+                if (!is_plausible(single, inputs[i]))
                     throw implausible(value, inputs[i], variable.is_cf, where());
-                rows[(start + row) * width + i] = found;
+                rows[(start + row) * width + i] = single;
             }
         }
     }

@@ -44,14 +44,14 @@ std::vector<Column> columns_of(const std::string &where, const std::vector<std::
         const auto is_named = [&](const std::string &name) {
             return name == input.brief || name == input.cf;
         };
-        const auto found = std::find_if(header.begin(), header.end(), is_named);
-        if (found == header.end())
+        const auto column = std::find_if(header.begin(), header.end(), is_named);
+        if (column == header.end())
             throw UserError{where + ": has no column " + input.brief + " (" + input.cf + ")"};
         if (std::count_if(header.begin(), header.end(), is_named) > 1)
             throw UserError{where + ": has more than one column " + input.brief + " (" + input.cf +
                             ")"};
-        columns.push_back({static_cast<std::size_t>(found - header.begin()),
-                           *found != input.brief});
+        columns.push_back({static_cast<std::size_t>(column - header.begin()),
+                           *column != input.brief});
     }
     return columns;
 }
@@ -86,10 +86,10 @@ std::vector<float> read_csv(const std::string &path, const std::vector<Input> &i
             const std::string here = where + ": " + name + "=" + cell;
             if (!number(cell, &value))
                 throw UserError{where + ": " + name + "='" + cell + "' is not a number"};
-            const float found = converted(value, inputs[i], columns[i].is_cf);
-            if (!is_plausible(found, inputs[i]))
+            const float single = converted(value, inputs[i], columns[i].is_cf);
+            if (!is_plausible(single, inputs[i]))
                 throw implausible(value, inputs[i], columns[i].is_cf, here);
-            rows.push_back(found);
+            rows.push_back(single);
         }
     }
     if (rows.empty()) throw UserError{path + ": holds no rows"};
@@ -105,8 +105,8 @@ std::string shown(double value) {
 }  // namespace
 
 float converted(double value, const Input &input, bool is_cf) {
-    const float found = static_cast<float>(value);
-    return is_cf && input.cf_shift != 0 ? found + static_cast<float>(input.cf_shift) : found;
+    const float single = static_cast<float>(value);
+    return is_cf && input.cf_shift != 0 ? single + static_cast<float>(input.cf_shift) : single;
 }
 
 bool is_plausible(float value, const Input &input) {  // NaN is in no range

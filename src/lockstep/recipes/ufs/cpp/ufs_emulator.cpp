@@ -17,9 +17,9 @@ namespace {
 constexpr int64_t kRowsAtATime = 1 << 14;
 
 std::vector<std::string> texts(const torch::jit::Module &model, const char *name) {
-    std::vector<std::string> found;
-    for (const c10::IValue &item : model.attr(name).toListRef()) found.push_back(item.toStringRef());
-    return found;
+    std::vector<std::string> texts;
+    for (const c10::IValue &item : model.attr(name).toListRef()) texts.push_back(item.toStringRef());
+    return texts;
 }
 
 std::vector<double> numbers(const torch::jit::Module &model, const char *name) {

@@ -28,23 +28,25 @@ from lockstep.recipes.ufs.fields.scenes import Scene
 from lockstep.recipes.ufs.fields.sources import Source, check_sources
 
 BAND_CELLS = 1 << 17
-"""About how many cells of the grid are read at a time."""
+"""Approximate number of cells of the grid that are read at a time."""
 
 _FORMAT = 3
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
 _MOST_CHUNKED = 4
-"""Bands grow up to so many times to match the chunks that files are stored in."""
+"""Factor by which bands may grow to match the chunks that files are stored in."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is read, and which cells of it.
+    """The variables that are read, and which cells are kept.
 
     Attributes:
-        names: of the variables, short names.
-        mask_mode: `sea_ice` (more ice than `min_concentration`), `ocean` (not more) or `both`.
-        min_concentration: of ice.
-        thin_fraction: part of the cells that are kept, drawn by their place and time.
+        names: short names of the variables.
+        mask_mode: which ocean cells: `sea_ice` (more ice than `min_concentration`), `ocean` (not
+            more) or `both`.
+        min_concentration: concentration of ice, in [0, 1), above which a cell counts as ice for
+            `mask_mode`.
+        thin_fraction: part of the cells, in (0, 1], that is kept, drawn by their place and time.
     """
 
     names: tuple[str, ...]
@@ -54,7 +56,7 @@ class Selection:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """What must be read to choose cells."""
+        """The variables that must be read to choose cells."""
         return () if self.mask_mode == "both" else ("aice",)
 
 
@@ -63,12 +65,12 @@ class Band:
     """The chosen cells of some rows of one scene, N of them.
 
     Attributes:
-        values: [len(names), N], float32, in the variables' units.
-        cell: [N], int64: the number of each cell in the grid, row by row.
-        time: [N], int32: the number of its scene.
-        place: [2, N], float32: latitude and longitude in degrees.
-        counts: [5], int64: cells, those in the ocean, of these with all values, of these chosen by
-            the ice in them, of these kept in thinning out.
+        values: values in the variables' units, [len(names), N], float32.
+        cell: number of each cell in the grid, row by row, [N], int64.
+        time: number of each cell's scene, [N], int32.
+        place: latitude and longitude in degrees, [2, N], float32.
+        counts: number of cells, of those in the ocean, of these with all values, of these chosen by
+            the ice in them, and of these kept in thinning out, [5], int64.
     """
 
     values: npt.NDArray[np.float32]
@@ -84,11 +86,11 @@ def read_band(
     """Read one band.
 
     Args:
-        scene: an open scene.
-        number: of the scene.
-        rows: of its grid.
-        selection: what to read.
-        like: an open scene of another file whose cells must be at the same places.
+        scene: open scene to read from.
+        number: number of the scene.
+        rows: rows of the scene's grid that make up the band.
+        selection: variables to read and cells to keep.
+        like: open scene of another file whose cells must be at the same places.
 
     Raises:
         DataError: the file is damaged, has values that cannot be right, or is on another grid.
@@ -124,7 +126,15 @@ def read_band(
 
 
 def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each cell and time, as if random (splitmix64, as in `data.random`)."""
+    """A pseudorandom number for each cell and time (splitmix64, as in `data.random`).
+
+    Args:
+        cell: number of each cell, [N], int64.
+        time: number of each cell's scene, [N], int32; or one for all.
+
+    Returns:
+        Numbers in [0, 1), [N], float64.
+    """
     with np.errstate(over="ignore"):
         state = np.zeros(len(cell), np.uint64)
         for word in (cell, time):
@@ -132,17 +142,17 @@ def draw(cell: npt.NDArray[np.int64], time: npt.NDArray[np.int32] | int) -> npt.
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
             state ^= state >> np.uint64(31)
-    found: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return found
+    numbers: npt.NDArray[np.float64] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> list[Path]:
-    """The files of all bands of all scenes, in order; made now if no process has before.
+    """The files of all bands of all scenes, in order; those that are not there are written.
 
     Args:
         sources: the scenes, at least one.
-        selection: what to read.
-        cache: a folder, best one that all processes share.
+        selection: variables to read and cells to keep.
+        cache: folder for the files, preferably shared by all processes.
 
     Raises:
         DataError: a file is not what it should be, or no cell is left.
@@ -168,7 +178,14 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
 
 
 def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
-    """Some of a band's arrays, by the names in `Band`; no others are read.
+    """Some of a band's arrays; no others are read.
+
+    Args:
+        path: file of the band.
+        names: names of attributes of `Band`.
+
+    Returns:
+        The arrays, in the order of the names.
 
     Raises:
         DataError: the file is damaged: an array has another checksum than when it was written.
@@ -176,19 +193,19 @@ def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
     try:
         with safe_open(path, framework="numpy") as file:
             checksums = file.metadata() or {}
-            found = [file.get_tensor(name) for name in names]
+            arrays = [file.get_tensor(name) for name in names]
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: is damaged ({error}); remove it") from error
-    for name, array in zip(names, found, strict=True):
+    for name, array in zip(names, arrays, strict=True):
         if checksums.get(name) != checksum(array):
             raise DataError(f"{path}: is damaged ({name} has another checksum); remove it")
-    return found
+    return arrays
 
 
 def checksum(array: npt.NDArray[Any]) -> str:
     """CRC-32 of an array's type, shape and values."""
-    found = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
-    return f"{zlib.crc32(np.ascontiguousarray(array).data, found):08x}"
+    header = zlib.crc32(f"{array.dtype.str}{array.shape}".encode())
+    return f"{zlib.crc32(np.ascontiguousarray(array).data, header):08x}"
 
 
 class _Opened:
@@ -237,8 +254,8 @@ def _keep(
 
 def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     """Coordinates of all cells; NaN where they are missing."""
-    found: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
-    return found
+    flat: npt.NDArray[np.float32] = np.ma.filled(axis.astype(np.float32), np.nan).reshape(-1)
+    return flat
 
 
 def _ranges(scene: Scene) -> Iterator[slice]:
@@ -252,7 +269,7 @@ def _ranges(scene: Scene) -> Iterator[slice]:
 
 
 def _hint(counts: npt.NDArray[np.int64], selection: Selection) -> str:
-    """Where to look, by the count that is the first to be 0."""
+    """The setting or variable to look at, by the first count that is 0."""
     hints = (
         "the grid, which has no cells",
         "umask or sea_water_cell_thickness, which say that all is land",

@@ -34,10 +34,10 @@ class PairScene(Scene):
         """Open both.
 
         Args:
-            atmosphere: the file of the atmosphere.
-            ocean: the file of ocean and ice.
-            level: the number of the model level of upper-air fields; None is the greatest one,
-                which is the lowest in height.
+            atmosphere: file with the fields of the atmosphere.
+            ocean: file with the fields of ocean and ice.
+            level: number of the model level of upper-air fields; None is the greatest one, which is
+                the lowest in height.
 
         Raises:
             DataError: a file is damaged, has no such level, or they are on different grids or of
@@ -55,7 +55,7 @@ class PairScene(Scene):
         files, (atmosphere, ocean) = self._files, self.paths
         axes = {kind: _axes(file) for kind, file in files.items()}
         self.says_degrees = all(f.unit(n) is not None for f in files.values() for n in _AXES)
-        sizes = {kind: tuple(len(axis) for axis in found) for kind, found in axes.items()}
+        sizes = {kind: tuple(len(axis) for axis in pair) for kind, pair in axes.items()}
         if sizes["atmosphere"] != sizes["ocean"]:
             shown = " and ".join(f"{a}x{b}" for a, b in sizes.values())
             raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
@@ -90,14 +90,14 @@ class PairScene(Scene):
         self._index(self._files["ocean"], THICKNESS)
 
     def ocean(self, rows: slice) -> Bools:
-        """Where the ocean's uppermost cell has a thickness above 0 and at most 500 m."""
+        """Which cells are ocean: those whose uppermost layer is above 0 and at most 500 m thick."""
         file = self._files["ocean"]
         thickness = file.read(THICKNESS, (rows, slice(None), self._index(file, THICKNESS)))
-        found: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
-        return found
+        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
+        return is_ocean
 
     def coordinates(self, rows: slice) -> Places:
-        """The axes, spread over the cells."""
+        """Latitude and longitude: the axes, expanded to all cells."""
         latitude, longitude = np.meshgrid(self._latitude[rows], self._longitude, indexing="ij")
         return np.ma.asarray(latitude), np.ma.asarray(longitude)
 

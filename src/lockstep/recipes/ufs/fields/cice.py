@@ -23,7 +23,7 @@ from lockstep.recipes.ufs.fields.scenes import (
 from lockstep.recipes.ufs.fields.variables import OCEAN_MASK, VARIABLES, Variable
 
 MOST_TIMES = 100_000
-"""In one file: more than ten years of hours."""
+"""Most times in one file: more than ten years of hours."""
 
 _PLACES = MappingProxyType({"ULAT": "degrees_north", "ULON": "degrees_east"})
 
@@ -59,7 +59,7 @@ class HistoryScene(Scene):
 
     @staticmethod
     def count_times(path: Path) -> int:
-        """How many times a history file has.
+        """The number of times in a history file.
 
         Raises:
             DataError: it is damaged, or has none.
@@ -90,12 +90,12 @@ class HistoryScene(Scene):
             check_unit(self._file, variable.cice_name, variable.unit)
 
     def ocean(self, rows: slice) -> Bools:
-        """Where umask is 1."""
+        """Which cells are ocean: those where umask is 1."""
         mask: Bools = np.ma.filled(self._file.read(OCEAN_MASK, (rows, slice(None))) == 1, False)
         return mask
 
     def coordinates(self, rows: slice) -> Places:
-        """ULAT and ULON."""
+        """Latitude and longitude: ULAT and ULON."""
         latitude, longitude = (self._file.read(name, (rows, slice(None))) for name in _PLACES)
         return latitude, longitude
 

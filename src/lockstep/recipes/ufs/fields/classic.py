@@ -29,7 +29,7 @@ class Damaged(Exception):
 
 
 def check_whole(path: Path) -> None:
-    """See that a file is NetCDF and, if it is a classic one, that nothing of it is missing.
+    """Check that a file is NetCDF and, if it is a classic one, that no part of it is missing.
 
     Raises:
         Damaged: it is not.
@@ -60,10 +60,10 @@ class _Stored:
     """A variable's place in the file.
 
     Attributes:
-        name: of the variable.
-        is_record: whether its first dim is the record dim.
-        begin: where its first value is.
-        num_bytes: of its values; of one record, if `is_record`.
+        name: name of the variable.
+        is_record: whether the variable's first dim is the record dim.
+        begin: offset of the first value in the file, in bytes.
+        num_bytes: size of the values in bytes; of one record, if `is_record`.
     """
 
     name: str
@@ -83,7 +83,7 @@ class _Header:
         file.seek(4)
 
     def check(self) -> None:
-        """See that the file is as long as its header says."""
+        """Check that the file is as long as its header says."""
         num_records = self._count()
         if num_records == (1 << 8 * self._count_bytes) - 1:
             raise Damaged(
@@ -117,11 +117,11 @@ class _Header:
 
     def _dims(self) -> list[int]:
         """The lengths of all dims; 0 is the record dim's."""
-        found = []
+        lengths = []
         for _ in range(self._list_of(_DIMS)):
             self._name()
-            found.append(self._count())
-        return found
+            lengths.append(self._count())
+        return lengths
 
     def _variable(self, dims: list[int]) -> _Stored:
         name = self._name()
@@ -143,7 +143,7 @@ class _Header:
             self._skip(_padded(element * self._count()))
 
     def _list_of(self, kind: int) -> int:
-        """How many entries a list has; of an absent list both numbers are 0."""
+        """The number of entries of a list; an absent list has 0 for its kind and its count."""
         tag, count = self._number(4), self._count()
         if tag != kind and (tag or count):
             raise Damaged(f"its header has {tag} where a list of kind {kind} must be")
@@ -182,10 +182,10 @@ class _Header:
         self._file.seek(end)
 
     def _read(self, num_bytes: int) -> bytes:
-        found = self._file.read(num_bytes)
-        if len(found) < num_bytes or self._file.tell() > _LONGEST_HEADER:
+        content = self._file.read(num_bytes)
+        if len(content) < num_bytes or self._file.tell() > _LONGEST_HEADER:
             raise Damaged("its header ends too early or does not end")
-        return found
+        return content
 
 
 def _check_apart(stored: list[_Stored]) -> None:

@@ -1,4 +1,4 @@
-"""What the numbers of a NetCDF variable stand for: missing values, packing.
+"""Decoding the numbers of a NetCDF variable: missing values, packing.
 
 The netCDF library ignores, with a warning, attributes that do not fit a variable. Here they are
 refused: a missing value that is not recognised is a wrong value. What fits has the meaning that
@@ -35,7 +35,7 @@ _DEFAULT_FILL: Mapping[str, float] = MappingProxyType(
         "f4": 9.969209968386869e36, "f8": 9.969209968386869e36,
     }
 )  # fmt: skip
-"""What the library writes where nothing was written, if there is no `_FillValue`."""
+"""The library's fill value of each type, for values that were never written."""
 
 
 def decoded(stored: Numbers, attributes: Mapping[str, Any]) -> Masked:
@@ -45,8 +45,8 @@ def decoded(stored: Numbers, attributes: Mapping[str, Any]) -> Masked:
     not of the unpacked values.
 
     Args:
-        stored: integers or floats.
-        attributes: those of `KEYS` that the variable has.
+        stored: integers or floats of any shape, as the file stores them.
+        attributes: those attributes of `KEYS` that the variable has, by name.
 
     Returns:
         `stored * scale_factor + add_offset`, missing values masked; NaN is not masked unless it is
@@ -108,13 +108,13 @@ def _valid_range(attributes: Mapping[str, Any], dtype: np.dtype[Any]) -> tuple[A
                 "first"
             )
         return both[0], both[1]
-    found = []
+    limits = []
     for key in ("valid_min", "valid_max"):
         limit = _fitting(key, attributes[key], dtype) if key in attributes else None
         if limit is not None and (limit.size != 1 or np.isnan(limit[0])):
             raise Unusable(f"{key}={shown(attributes[key])}: must be one number")
-        found.append(None if limit is None else limit[0])
-    return found[0], found[1]
+        limits.append(None if limit is None else limit[0])
+    return limits[0], limits[1]
 
 
 def _fitting(key: str, value: Any, dtype: np.dtype[Any]) -> Numbers:
@@ -156,5 +156,5 @@ def shown(value: Any) -> str:
 
 
 def _array(values: Any) -> Numbers:
-    found: Numbers = np.asarray(values)
-    return found
+    array: Numbers = np.asarray(values)
+    return array

@@ -17,10 +17,10 @@ from lockstep.recipes.ufs.fields.decode import KEYS, Masked, Unusable, decoded
 from lockstep.recipes.ufs.fields.patience import check_opens, within_patience
 
 MOST_VALUES = 1 << 24
-"""In one piece that is read; a band of the grid is far smaller."""
+"""Most values in one piece that is read; a band of the grid is far smaller."""
 
 MOST_CHUNK_BYTES = 1 << 28
-"""The library holds a chunk in memory to read a single value of it."""
+"""Most bytes of a chunk: the library holds all of it in memory to read a single value."""
 
 _MOST_SHOWN = 40
 
@@ -29,7 +29,7 @@ class NetcdfFile:
     """A NetCDF file that is open for reading.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,19 +82,23 @@ class NetcdfFile:
                 numbers, has a dim twice, or its chunks are too large to be read.
         """
         variable = self._variable(name)
-        found = dict(zip(variable.dimensions, map(int, variable.shape), strict=True))
-        if len(found) < variable.ndim:
+        sizes = dict(zip(variable.dimensions, map(int, variable.shape), strict=True))
+        if len(sizes) < variable.ndim:
             names = ", ".join(map(printable, variable.dimensions))
             raise DataError(f"{self.path}: {name}: has one dim twice: ({names})")
-        return found
+        return sizes
 
     def unit(self, name: str) -> str | None:
         """A variable's `units` attribute, None if it has none."""
-        found = self._attributes(name, ("units",))
-        return str(found["units"]) if found else None
+        attributes = self._attributes(name, ("units",))
+        return str(attributes["units"]) if attributes else None
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> Masked:
         """A piece of a variable, unpacked; missing values are masked, NaN is not.
+
+        Args:
+            name: name of the variable.
+            index: for each of its dims, a number or a slice.
 
         Raises:
             DataError: the file is damaged there, the piece has more than `MOST_VALUES` values, or

@@ -1,4 +1,4 @@
-"""Where the cells of a grid are: degrees, not radians, and the same in all files."""
+"""Checks of the places of a grid's cells: degrees, not radians, and the same in all files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _RANGES = (("latitude", -90.0, 90.0), ("longitude", -360.0, 720.0))
 
 
 def check_degrees(path: Path, places: Places, said: bool) -> None:
-    """See that places can be in degrees.
+    """Check that places can be in degrees.
 
     Args:
-        path: of their file, for the message.
-        places: of cells, or the two axes of a grid.
+        path: path of the places' file, for the message.
+        places: latitude and longitude of cells, or the two axes of a grid.
         said: whether the file says that they are in degrees.
 
     Raises:
@@ -54,13 +54,13 @@ def check_degrees(path: Path, places: Places, said: bool) -> None:
 
 
 def check_same(first: Path, expected: Places, other: Path, found: Places) -> None:
-    """See that cells are at the same places in two files; missing places are not compared.
+    """Check that cells are at the same places in two files; missing places are not compared.
 
     Args:
-        first: the file of `expected`.
-        expected: places of some cells.
-        other: the file of `found`.
-        found: places of the same cells.
+        first: path of the file of `expected`.
+        expected: places of some cells, in degrees.
+        other: path of the file of `found`.
+        found: places of the same cells in the other file, of the same shape.
 
     Raises:
         DataError: they are not.
@@ -92,5 +92,5 @@ def _direction(values: npt.NDArray[Any]) -> float:
 def _filled(axis: Masked) -> npt.NDArray[Any]:
     """Values as floats, NaN where they are missing."""
     floats = axis if axis.dtype.kind == "f" else axis.astype(np.float64)
-    found: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
-    return found
+    filled: npt.NDArray[Any] = np.ma.filled(floats, np.nan)
+    return filled

@@ -1,4 +1,4 @@
-"""The rows a run is about: chosen, split by blocks or times, and their exact statistics."""
+"""The rows of a run: chosen, split by blocks or times, and their exact statistics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Rows:
     """Cells with their values, N of them; columns as in the `Selection`.
 
     Attributes:
-        values: [N, variables], float32, in the variables' units.
-        cell: [N], int64: which cell of the grid.
-        time: [N], int32: which scene.
-        place: [N, 2], float32: latitude and longitude in degrees.
+        values: values in the variables' units, [N, variables], float32.
+        cell: number of each row's cell in the grid, [N], int64.
+        time: number of each row's scene, [N], int32.
+        place: latitude and longitude in degrees, [N, 2], float32.
     """
 
     values: npt.NDArray[np.float32]
@@ -44,7 +44,7 @@ class Rows:
         return len(self.cell)
 
     def take(self, chosen: Bools | Ints) -> Rows:
-        """Some of the rows."""
+        """The rows that a mask [N] or indices [M] choose."""
         return Rows(**{name: array[chosen] for name, array in vars(self).items()})
 
 
@@ -54,8 +54,8 @@ def gather(paths: Sequence[Path], most: int) -> Rows:
     The files are gone through twice, so that memory holds the chosen rows and one band.
 
     Args:
-        paths: from `keep_bands`.
-        most: rows to keep; a drawn part of a larger number, from everywhere alike.
+        paths: the files of all bands, from `keep_bands`.
+        most: greatest number of rows; of more, this many are drawn, from everywhere alike.
     """
     drawn = [draw(*load(path, "cell", "time")) for path in paths]
     whole = np.concatenate(drawn)
@@ -70,11 +70,11 @@ def gather(paths: Sequence[Path], most: int) -> Rows:
 
 def digest(rows: Rows) -> str:
     """SHA-256 of all rows."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for array in vars(rows).values():
-        found.update(f"{array.dtype.str}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
+        sha256.update(f"{array.dtype.str}{array.shape}".encode())
+        sha256.update(np.ascontiguousarray(array).data)
+    return sha256.hexdigest()
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -84,10 +84,19 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def blocks(rows: Rows, num_columns: int, size: int) -> Ints:
-    """The number of each row's block: `size` x `size` cells of the grid, at all times."""
+    """The number of each row's block, which has `size` x `size` cells of the grid at all times.
+
+    Args:
+        rows: N rows.
+        num_columns: number of columns of the grid.
+        size: rows and columns of a block.
+
+    Returns:
+        Numbers of blocks, [N], int64.
+    """
     across = -(-num_columns // size)
-    found: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
-    return found
+    numbers: Ints = rows.cell // num_columns // size * across + rows.cell % num_columns // size
+    return numbers
 
 
 def split(
@@ -96,11 +105,11 @@ def split(
     """Training, validation and test rows; neighbours stay together.
 
     Args:
-        rows: all of them.
-        group: [N], the block of each, used by `blocks`.
+        rows: all rows, N of them.
+        group: number of each row's block, [N], int64; used by `blocks`.
         by: `blocks` takes whole blocks in an order that looks random, `time` the last scenes.
         val: part of the rows for validation, 0 for none.
-        test: part for testing, 0 for none.
+        test: part of the rows for testing, 0 for none.
 
     Returns:
         Rows by `train`, `val` and `test`; only those that are to be there.
@@ -131,10 +140,10 @@ def split(
             f"split={by}: val_fraction={val} and test_fraction={test} leave nothing to train on: "
             f"the {len(rows)} rows are of {len(units)} {what}"
         )
-    found = {
+    splits = {
         name: rows.take(label[index] == number) for number, name in enumerate(("train", *_SPLITS))
     }
-    return {name: part for name, part in found.items() if len(part)}
+    return {name: part for name, part in splits.items() if len(part)}
 
 
 def first_spread(rows: Rows, count: int) -> Rows:
@@ -151,8 +160,9 @@ class Scale:
     """Mean and population standard deviation of each variable.
 
     Attributes:
-        mean: [variables], float64.
-        deviation: [variables], float64; 1 for a variable that does not vary.
+        mean: mean of each variable in its unit, [variables], float64.
+        deviation: standard deviation of each variable in its unit, [variables], float64; 1 for one
+            that does not vary.
     """
 
     mean: npt.NDArray[np.float64]

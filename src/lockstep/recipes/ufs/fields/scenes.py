@@ -28,10 +28,10 @@ Ints = npt.NDArray[np.int64]
 
 
 MOST_SIDE = 100_000
-"""Rows or columns of a grid: a cell of 400 m at the equator."""
+"""Most rows or columns of a grid: at the equator, cells of 400 m."""
 
 MOST_CELLS = 1 << 30
-"""Of a grid."""
+"""Most cells of a grid."""
 
 _STRIP = 64
 """Rows of the grid whose areas are computed at a time."""
@@ -41,11 +41,11 @@ class Scene(ABC):
     """Fields on one grid at one time.
 
     Attributes:
-        paths: its files.
-        when: the time as the files give it, empty if they do not.
-        shape: rows and columns of the grid.
-        says_degrees: whether the files give units of places.
-        chunk_rows: rows stored together: to read fewer at a time is to read them twice.
+        paths: paths of the scene's files.
+        when: the time as the files give it; empty if they do not.
+        shape: number of rows and columns of the grid.
+        says_degrees: whether the files give the units of places.
+        chunk_rows: number of rows stored together: to read fewer at a time is to read them twice.
     """
 
     paths: tuple[Path, ...]
@@ -56,34 +56,40 @@ class Scene(ABC):
 
     @abstractmethod
     def check(self, names: Sequence[str]) -> None:
-        """See that variables are there, with the dims and the unit they must have.
+        """Check that variables are there, with the dims and the unit they must have.
+
+        Args:
+            names: short names of the variables.
 
         Raises:
-            DataError: they are not.
+            DataError: one is not.
         """
 
     @abstractmethod
     def ocean(self, rows: slice) -> Bools:
-        """Which cells of some rows are ocean."""
+        """Which cells of some rows of the grid are ocean: bool [rows, columns]."""
 
     @abstractmethod
     def coordinates(self, rows: slice) -> Places:
-        """Latitude and longitude of the cells of some rows, in degrees."""
+        """Latitude and longitude of the cells of some rows, in degrees: each [rows, columns]."""
 
     def land(self, most: int = 40_000) -> Floats:
         """Places [M, 2], latitude and longitude in degrees, of cells that are not ocean.
 
         Of a grid with more than `most` cells, every second, third, … row and column is looked at.
         Cells without a place are left out.
+
+        Args:
+            most: approximate number of cells that are looked at.
         """
         height, width = self.shape
         stride = math.ceil(math.sqrt(height * width / most))
-        found = []
+        places = []
         for row in range(0, height, stride):
             one = slice(row, row + 1)
             place = np.stack([np.ma.filled(a, np.nan).reshape(-1) for a in self.coordinates(one)])
-            found.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
-        cells = np.concatenate(found, axis=1).T.astype(np.float32)
+            places.append(place[:, ~self.ocean(one).reshape(-1)][:, ::stride])
+        cells = np.concatenate(places, axis=1).T.astype(np.float32)
         known: Floats = cells[np.isfinite(cells).all(axis=1)]
         return known
 
@@ -96,7 +102,7 @@ class Scene(ABC):
         height, width = self.shape
         if min(height, width) < 2:
             return np.ones(height * width)
-        found = []
+        strips = []
         for start in range(0, height, _STRIP):
             first, last = max(start - 1, 0), min(start + _STRIP + 1, height)
             first = min(first, height - 2)
@@ -115,8 +121,8 @@ class Scene(ABC):
             down, across = np.gradient(points, axis=(0, 1))
             area = np.linalg.norm(np.cross(down, across), axis=-1)
             own = slice(start - first, min(start + _STRIP, height) - first)
-            found.append(np.stack([area[own], np.cos(latitude[own])]).reshape(2, -1))
-        area, cosine = np.concatenate(found, axis=1)
+            strips.append(np.stack([area[own], np.cos(latitude[own])]).reshape(2, -1))
+        area, cosine = np.concatenate(strips, axis=1)
         known = np.isfinite(area)
         scale = area[known].sum() / cosine[known].sum() if known.any() else 1.0
         filled: npt.NDArray[np.float64] = np.where(known, area, scale * cosine)
@@ -138,9 +144,9 @@ class Scene(ABC):
         """A variable in some cells.
 
         Args:
-            name: its short name.
-            rows: of the grid.
-            cells: [N], numbers of cells in these rows, all of them ocean.
+            name: short name of the variable.
+            rows: rows of the grid to read.
+            cells: numbers of N cells within these rows, all of them ocean, [N], int64.
 
         Returns:
             Values [N] in its unit, float32, and whether they are there [N].
@@ -150,11 +156,11 @@ class Scene(ABC):
         """
         variable = VARIABLES[name]
         file, stored_name, stored_unit = self._place(variable)
-        found = self._read(variable, rows)
+        stored = self._read(variable, rows)
         there = np.ones(len(cells), bool)
-        if np.ma.is_masked(found):
-            there = ~np.ma.getmaskarray(found).reshape(-1)[cells]
-        values = found.data.reshape(-1)[cells].astype(np.float32, copy=False)
+        if np.ma.is_masked(stored):
+            there = ~np.ma.getmaskarray(stored).reshape(-1)[cells]
+        values = stored.data.reshape(-1)[cells].astype(np.float32, copy=False)
         shift = to_unit(variable.unit, stored_unit)
         if shift:
             values = values + np.float32(shift)
@@ -199,15 +205,15 @@ def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: 
 
 def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
     """The message for a variable with other dims than it must have."""
-    found = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
-    return f"{file.path}: {name}: has dims ({found}); must be {wanted}"
+    dims = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
+    return f"{file.path}: {name}: has dims ({dims}); must be {wanted}"
 
 
 def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
-    """Refuse a variable that says it is in another unit; one that says nothing is believed.
+    """Check a variable's `units` attribute; one without it is taken to be in the unit.
 
     Raises:
-        DataError: it says so.
+        DataError: the attribute names another unit.
     """
     said = file.unit(name)
     if said is not None and not known_unit(said, unit):
@@ -215,10 +221,10 @@ def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
 
 
 def check_shape(file: NetcdfFile, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape of a grid, by the variable that says it.
+    """The shape of a grid, as the variable `name` has it.
 
     Raises:
-        DataError: it has no cells, or more than any grid has.
+        DataError: the grid has no cells, or more than any grid has.
     """
     if not 0 < min(shape) <= max(shape) <= MOST_SIDE or shape[0] * shape[1] > MOST_CELLS:
         raise DataError(

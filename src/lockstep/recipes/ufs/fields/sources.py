@@ -20,9 +20,9 @@ class Source:
     """A scene that can be opened.
 
     Attributes:
-        paths: a history file, or the atmosphere's and the ocean's file.
-        time: which of a history file's times.
-        level: of upper-air fields, see `PairScene`.
+        paths: path of a history file, or of the atmosphere's and the ocean's file.
+        time: number of the scene's time in a history file, from 0.
+        level: number of the model level of upper-air fields, see `PairScene`.
     """
 
     paths: tuple[Path, ...]
@@ -40,13 +40,13 @@ class Source:
         return PairScene(self.paths[0], self.paths[1], self.level)
 
     def key(self) -> list[object]:
-        """What tells it apart from others, as JSON.
+        """A key that no other scene has, as JSON values.
 
         Files are known by path, inode, size, and the times of the last change of their content
         and, since programs can set that one, of anything.
         """
-        found = [(str(path.resolve()), path.stat()) for path in self.paths]
-        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in found]
+        stats = [(str(path.resolve()), path.stat()) for path in self.paths]
+        files = [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats]
         return [files, self.time, self.level]
 
 
@@ -57,9 +57,9 @@ def find_sources(
 
     Args:
         history: names or patterns (`*`) of CICE history files.
-        atmosphere: the same of the atmosphere's files of CF pairs.
-        ocean: the same of the ocean's files, one for each of the atmosphere's.
-        level: of upper-air fields, see `PairScene`.
+        atmosphere: names or patterns of the atmosphere's files of CF pairs.
+        ocean: names or patterns of the ocean's files, one for each of the atmosphere's.
+        level: number of the model level of upper-air fields, see `PairScene`.
 
     Raises:
         ConfigError: both formats are given, or half of a pair.
@@ -83,13 +83,17 @@ def find_sources(
 
 
 def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
-    """See that all scenes have the variables, on one grid.
+    """Check that all scenes have the variables, on one grid.
+
+    Args:
+        sources: the scenes, at least one.
+        names: short names of the variables.
 
     Returns:
-        The first, open.
+        The first scene, open.
 
     Raises:
-        DataError: they have not.
+        DataError: a scene has not.
     """
     first = sources[0].open()
     with closed_on_error(first):
@@ -109,8 +113,8 @@ def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
     paths = []
     for pattern in patterns:
         name = os.path.expanduser(pattern)
-        found = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
-        if not found:
+        matches = sorted(glob.glob(name)) if glob.has_magic(name) else [name]
+        if not matches:
             raise DataError(f"{key}={pattern}: no file has such a name")
-        paths += [Path(path) for path in found]
+        paths += [Path(path) for path in matches]
     return paths

@@ -37,14 +37,15 @@ class Variable:
     """One physical quantity.
 
     Attributes:
-        name: its short name, as config keys and outputs have it.
-        unit: what values are in once they are read.
+        name: short name, as config keys and outputs have it.
+        unit: unit of values once they are read.
         low: the least plausible value, in `unit`.
         high: the greatest plausible value.
-        cf_name: its CF name, which exported models carry.
+        cf_name: CF name, which exported models carry.
         cf_file: which file of the CF pair has it: `atmosphere`, `ocean`, or empty for neither.
-        cice_name: its name in CICE history files; empty if it is not there.
-        bounds: values it cannot leave, if there are such.
+        cice_name: name in CICE history files; empty if it is not there.
+        bounds: least and greatest value that is possible at all, in `unit`; None if there are no
+            such bounds.
     """
 
     name: str
@@ -92,13 +93,13 @@ VARIABLES = _table(
         "aice", "1", -1e-6, 1 + 1e-6, "sea_ice_area_fraction", "ocean", "aice_h", (0.0, 1.0)
     ),
 )  # fmt: skip
-"""By short name."""
+"""The variables by short name."""
 
 DEFAULT_INPUTS = (
     "sst", "sss", "tair", "tsfc", "hi", "hs", "sice", "uocn", "vocn", "uatm", "vatm", "qref",
     "flwdn", "fswdn",
 )  # fmt: skip
-"""What the emulator predicts the ice concentration from."""
+"""The default inputs of the emulator."""
 
 THICKNESS = "sea_water_cell_thickness"
 """The ocean file's variable, in m, that is 0 or missing on land."""
@@ -108,7 +109,7 @@ OCEAN_MASK = "umask"
 
 
 def spellings(unit: str) -> tuple[str, ...]:
-    """What a `units` attribute may say, in lower case."""
+    """The spellings of a unit in `units` attributes, in lower case."""
     return _UNITS[unit]
 
 
@@ -118,5 +119,5 @@ def known_unit(text: str, unit: str) -> bool:
 
 
 def to_unit(unit: str, stored: str) -> float:
-    """What is added to a stored value to have it in `unit`."""
+    """The number to add to a value in the unit `stored` to have it in `unit`."""
     return -KELVIN if (unit, stored) == ("degC", "K") else 0.0

@@ -1,1 +1,1 @@
-"""What there is to say of a trained emulator: scores, maps, sensitivities."""
+"""The report about a trained emulator: scores, maps, sensitivities."""

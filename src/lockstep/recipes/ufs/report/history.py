@@ -54,13 +54,13 @@ def draw_history(
     """Draw losses, learning rate, errors, Jacobians over steps; scatter and sensitivities.
 
     Args:
-        path: the PNG.
-        curves: see `read_curves`.
-        name: of the output that errors and scatter are of.
-        true: [N], values in the files.
-        predicted: [N], by the emulator.
-        score: of these.
-        ranking: inputs with their sensitivities, the greatest first.
+        path: path of the PNG file to write.
+        curves: steps and values of each curve, see `read_curves`.
+        name: short name of the output that errors and scatter are of.
+        true: values of the output in the files, [N], in its unit.
+        predicted: values of the output by the emulator, [N], in its unit.
+        score: score of `predicted` against `true`.
+        ranking: input names with their sensitivities, the greatest first.
     """
     figure = new_figure(17, 8, "training history")
     panels = figure.subplots(2, 4).flatten()
@@ -94,11 +94,11 @@ def draw_jacobian(
     """Draw the learned ∂aice/∂sst beside the law's.
 
     Args:
-        path: the PNG.
-        sst: [N], °C.
-        found: [N], learned, 1/°C.
-        true: [N], of the law.
-        errors: relative errors of whole Jacobians, by where.
+        path: path of the PNG file to write.
+        sst: sea surface temperature in °C, [N].
+        found: the learned ∂aice/∂sst in 1/°C, [N].
+        true: ∂aice/∂sst of the law in 1/°C, [N].
+        errors: relative errors of whole Jacobians, by where they were measured.
     """
     shown = ", ".join(f"{error:.1%} off {where}" for where, error in errors.items())
     figure = new_figure(11, 4.5, f"∂aice/∂sst; whole Jacobians are {shown}")

@@ -1,4 +1,4 @@
-"""The emulator's Jacobians ∂output/∂input of many rows at once, and what to say of them."""
+"""The emulator's Jacobians ∂output/∂input of many rows at once, and figures of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def jacobians(function: Callable[[Tensor], Tensor], x: Tensor, num_outputs: int)
     another row's inputs.
 
     Args:
-        function: [N, in] to [N, out].
-        x: [N, in].
-        num_outputs: out.
+        function: function from inputs [N, in] to outputs [N, out] that treats each row by itself.
+        x: inputs, [N, in].
+        num_outputs: number of outputs.
 
     Returns:
-        [N, out, in], without gradient.
+        Jacobians [N, out, in], without gradient.
     """
     parts = [_jacobians(function, part, num_outputs) for part in torch.split(x, CHUNK)]
     return torch.cat(parts) if parts else x.new_zeros(0, num_outputs, x.shape[-1])
@@ -39,8 +39,8 @@ def _jacobians(function: Callable[[Tensor], Tensor], x: Tensor, num_outputs: int
         pull = vjp(function, x)[1]
         chosen = torch.eye(num_outputs, dtype=x.dtype, device=x.device)
         cotangents = chosen[:, None].expand(-1, len(x), -1)
-        (found,) = vmap(pull)(cotangents)
-    transposed: Tensor = found.transpose(0, 1)
+        (by_output,) = vmap(pull)(cotangents)
+    transposed: Tensor = by_output.transpose(0, 1)
     return transposed.contiguous()
 
 
@@ -60,16 +60,17 @@ def physical(net: SeaIceNet, x: Tensor) -> Tensor:
 class BalanceOperator:
     """The emulator linearised about a background state, as data assimilation uses it.
 
-    `apply` is J: what changes of the inputs do to the outputs. `apply_adjoint` is its transpose:
-    <J δx, δy> = <δx, Jᵀ δy>. Neither makes J itself.
+    `apply` is J: it maps changes of the inputs to those of the outputs. `apply_adjoint` is its
+    transpose: <J δx, δy> = <δx, Jᵀ δy>. Neither computes J itself.
     """
 
     def __init__(self, net: SeaIceNet, background: Tensor) -> None:
         """Linearise.
 
         Args:
-            net: of the dtype of `background`; float64 (`net.double()`) for tests of the adjoint.
-            background: [N, in], in physical units.
+            net: network of the dtype of `background`; float64 (`net.double()`) for tests of the
+                adjoint.
+            background: background state in physical units, [N, in].
         """
         self._net = net
         self._background = background
@@ -77,15 +78,15 @@ class BalanceOperator:
     def apply(self, change: Tensor) -> Tensor:
         """J δx: changes of the inputs [N, in] to changes of the outputs [N, out], both physical."""
         with torch.no_grad():
-            found = jvp(self._net.predict, (self._background,), (change,))
-        result: Tensor = found[1]
+            value_and_change = jvp(self._net.predict, (self._background,), (change,))
+        result: Tensor = value_and_change[1]
         return result
 
     def apply_adjoint(self, change: Tensor) -> Tensor:
         """Jᵀ δy: [N, out] to [N, in], both in physical units."""
         with torch.no_grad():
-            (found,) = vjp(self._net.predict, self._background)[1](change)
-        result: Tensor = found
+            (gradient,) = vjp(self._net.predict, self._background)[1](change)
+        result: Tensor = gradient
         return result
 
 
@@ -97,12 +98,12 @@ def describe(jacobian: Tensor) -> dict[str, float]:
         of the entries' magnitudes, and `jacobian_condition` (greatest by least singular value of
         the matrix that all rows make together).
     """
-    found = jacobian.double()
-    magnitude = found.abs()
-    singular = torch.linalg.svdvals(found.flatten(0, 1))
+    entries = jacobian.double()
+    magnitude = entries.abs()
+    singular = torch.linalg.svdvals(entries.flatten(0, 1))
     ratio = float(singular[-1] / singular[0]) if float(singular[0]) > 0 else 0.0
     return {
-        "jacobian_norm": float(found.flatten(1).norm(dim=1).mean()),
+        "jacobian_norm": float(entries.flatten(1).norm(dim=1).mean()),
         "jacobian_mean": float(magnitude.mean()),
         "jacobian_std": float(magnitude.std(correction=0)),
         "jacobian_max": float(magnitude.max()),
@@ -111,5 +112,5 @@ def describe(jacobian: Tensor) -> dict[str, float]:
 
 
 def sensitivity(jacobian: Tensor) -> Tensor:
-    """What each input matters: the mean magnitude of its derivatives [in], of [N, out, in]."""
+    """The sensitivity to each input, [in]: its mean magnitude in Jacobians [N, out, in]."""
     return jacobian.double().abs().mean(dim=(0, 1))

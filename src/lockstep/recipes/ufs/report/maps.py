@@ -28,14 +28,14 @@ def draw_map(
     """Draw one variable in one region.
 
     Args:
-        path: the PNG.
-        region: a key of `REGIONS`; seen from above the pole, but for `global`.
-        name: of the variable.
-        when: the time, as text.
-        land: [M, 2], latitude and longitude of cells without ocean.
-        place: [N, 2], latitude and longitude in degrees.
-        true: [N].
-        predicted: [N].
+        path: path of the PNG file to write.
+        region: a key of `REGIONS`; all but `global` are seen from above the pole.
+        name: short name of the variable.
+        when: time of the fields, as text.
+        land: latitude and longitude in degrees of cells without ocean, [M, 2].
+        place: latitude and longitude in degrees of the values, [N, 2].
+        true: values in the files, in the variable's unit, [N].
+        predicted: values by the emulator, in the variable's unit, [N].
 
     Returns:
         The file; None if no point is in the region.
@@ -94,7 +94,7 @@ def _axes(figure: Any, number: int, region: str) -> Any:
 
 
 def _position(place: Floats, region: str) -> tuple[Floats, Floats]:
-    """Where points are on the axes: azimuthal equidistant about a pole, or plate carrée."""
+    """The places of points on the axes: azimuthal equidistant about a pole, or plate carrée."""
     latitude, longitude = place.T
     if region == "global":
         return longitude % 360, latitude

@@ -38,12 +38,12 @@ _ROWS_AT_A_TIME = 50_000
 
 @dataclass(frozen=True)
 class Ground:
-    """What a report has to know of the grid.
+    """What a report needs to know of the grid.
 
     Attributes:
-        when: the time of the fields, as text, may be empty.
-        land: [M, 2], latitude and longitude of cells without ocean.
-        area: [cells], relative areas of all cells.
+        when: time of the fields, as text; may be empty.
+        land: latitude and longitude in degrees of cells without ocean, [M, 2].
+        area: relative areas of all cells, [cells].
     """
 
     when: str
@@ -57,13 +57,14 @@ class Report:
     def __init__(
         self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, ground: Ground
     ) -> None:
-        """Predict.
+        """Predict the outputs of all rows of the split.
 
         Args:
-            net: trained.
+            net: trained network on the CPU.
             splits: all rows there are, by split.
-            split: the one that figures are about.
-            ground: what is known of the grid, at the time that maps are of: the split's first.
+            split: name of the split that figures are about.
+            ground: properties of the grid at the time that maps show, the first one of the
+                split.
         """
         self._net = net
         self._ground = ground
@@ -75,16 +76,16 @@ class Report:
         """Write `report.json` and pictures; lines for people.
 
         Args:
-            folder: where to.
-            run_dir: with the `metrics.csv` of the training.
-            law_is_known: whether the data are synthetic, so that true Jacobians are at hand.
+            folder: folder to write to; it exists.
+            run_dir: run directory with the `metrics.csv` of the training.
+            law_is_known: whether the data are synthetic, so that true Jacobians are known.
 
         Raises:
             DataError: the folder cannot be written, or the run has no curves.
         """
         scores = {name: self._scores(name) for name in self._net.outputs}
         ranking = self._ranking()
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             "scores": {
                 name: {region: asdict(s) for region, s in by_region.items()}
                 for name, by_region in scores.items()
@@ -97,7 +98,7 @@ class Report:
             and self._net.outputs == ("aice",)
             and {"sst", "sss"} <= {*self._net.inputs}
         ):
-            found["jacobian_error"] = self._against_law(folder / "jacobian.png")
+            summary["jacobian_error"] = self._against_law(folder / "jacobian.png")
             pictures.append(folder / "jacobian.png")
         name = self._net.outputs[0]
         pictures.append(
@@ -108,10 +109,10 @@ class Report:
         )  # fmt: skip
         try:
             with replacing(folder / "report.json") as file:
-                json.dump(_finite(found), file, indent=1)
+                json.dump(_finite(summary), file, indent=1)
         except OSError as error:
             raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
-        return [*_lines(scores, ranking, found), *(f"wrote {path}" for path in pictures)]
+        return [*_lines(scores, ranking, summary), *(f"wrote {path}" for path in pictures)]
 
     def _compare(self, rows: Rows) -> tuple[Floats, Floats]:
         """True and predicted outputs [N, out] of rows."""
@@ -122,39 +123,41 @@ class Report:
         return rows.values[:, cut:].astype(np.float64), predicted.double().numpy()
 
     def _scores(self, name: str) -> dict[str, Score]:
-        """By region; regions without rows are left out."""
+        """The scores of an output by region; regions without rows are left out."""
         column = self._net.outputs.index(name)
         latitude = self._rows.place[:, 0].astype(np.float64)
         area = self._ground.area[self._rows.cell]
-        found = {}
+        by_region = {}
         for region in REGIONS:
             here = inside(latitude, region)
             if here.any():
                 true, predicted = self._true[here, column], self._predicted[here, column]
-                found[region] = score(predicted, true, area[here], name == "aice")
-        return found
+                by_region[region] = score(predicted, true, area[here], name == "aice")
+        return by_region
 
     def _ranking(self) -> list[tuple[str, float]]:
         """Inputs with their sensitivities, the greatest first."""
         x = torch.from_numpy(self._rows.values[:_MOST_JACOBIANS, : len(self._net.inputs)])
-        found = sensitivity(normalised(self._net, self._net.normalise(x))).tolist()
-        pairs = zip(self._net.inputs, found, strict=True)
+        sensitivities = sensitivity(normalised(self._net, self._net.normalise(x))).tolist()
+        pairs = zip(self._net.inputs, sensitivities, strict=True)
         return sorted(pairs, key=lambda pair: -pair[1])
 
     def _against_law(self, picture: Path) -> dict[str, float]:
         """Relative errors of normalised Jacobians; draws them."""
         net, values = self._net, self._rows.values[:_MOST_JACOBIANS]
         columns = dict(zip((*net.inputs, *net.outputs), values.T, strict=True))
-        found = physical(net, torch.from_numpy(values[:, : len(net.inputs)]))[:, 0].double().numpy()
+        learned = (
+            physical(net, torch.from_numpy(values[:, : len(net.inputs)]))[:, 0].double().numpy()
+        )
         true = true_jacobian(columns["sst"], columns["sss"], net.inputs)
         edge = at_edge(columns["aice"])
         # In units of deviations: those of the inputs have nothing to do with one another.
         unit = (net.input_deviation / net.output_deviation).double().numpy()
-        errors = {"everywhere": relative_error(found * unit, true * unit)}
+        errors = {"everywhere": relative_error(learned * unit, true * unit)}
         if edge.any():
-            errors["at the ice edge"] = relative_error((found * unit)[edge], (true * unit)[edge])
+            errors["at the ice edge"] = relative_error((learned * unit)[edge], (true * unit)[edge])
         sst, slope = columns["sst"], net.inputs.index("sst")
-        draw_jacobian(picture, sst, found[:, slope], true[:, slope], errors)
+        draw_jacobian(picture, sst, learned[:, slope], true[:, slope], errors)
         return errors
 
     def _maps(self, folder: Path) -> Iterator[Path]:
@@ -175,7 +178,7 @@ class Report:
 def _lines(
     scores: Mapping[str, Mapping[str, Score]],
     ranking: list[tuple[str, float]],
-    found: Mapping[str, Any],
+    summary: Mapping[str, Any],
 ) -> Iterator[str]:
     for name, by_region in scores.items():
         for region, s in by_region.items():
@@ -185,7 +188,7 @@ def _lines(
                 f"bias {s.bias:.2g}  r {s.correlation:.5f}{edge}"
             )
     yield "sensitivity: " + ", ".join(f"{name} {value:.3g}" for name, value in ranking)
-    for where, error in found.get("jacobian_error", {}).items():
+    for where, error in summary.get("jacobian_error", {}).items():
         yield f"Jacobian against the law, {where}: {error:.2%} off"
 
 

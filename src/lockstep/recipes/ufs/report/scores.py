@@ -1,4 +1,4 @@
-"""How good an emulation is, by region."""
+"""Errors of an emulation, by region."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ EDGE = (ICE, 0.85)
 
 @dataclass(frozen=True)
 class Score:
-    """Of one variable in one region, in its unit.
+    """The errors of one variable in one region.
 
     Attributes:
-        count: cells and times.
-        rmse: root of the mean squared error.
-        mae: mean absolute error.
-        bias: mean error.
-        correlation: Pearson's r; NaN where one of both does not vary.
-        slope: of the least-squares line of predicted over true values; NaN as above.
-        edge_error: for ice concentration, else NaN: the area where prediction and truth disagree
-            on whether there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1),
-            as a part of the area with ice.
+        count: number of values compared: cells times times.
+        rmse: root of the mean squared error, in the variable's unit.
+        mae: mean absolute error, in the variable's unit.
+        bias: mean error, in the variable's unit.
+        correlation: Pearson's r; NaN where predicted or true values do not vary.
+        slope: slope of the least-squares line of predicted over true values; NaN where true values
+            do not vary.
+        edge_error: for ice concentration, the area where prediction and truth disagree on whether
+            there is ice (Goessling et al. 2016, doi:10.1002/2015GL067232, equation 1), as a part of
+            the area with ice; NaN for other variables.
     """
 
     count: int
@@ -53,9 +54,9 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
     """Compare values [N], N at least 1.
 
     Args:
-        predicted: by the emulator.
-        true: in the files.
-        area: of the cells, in any unit.
+        predicted: values by the emulator, [N].
+        true: values in the files, [N].
+        area: area of each value's cell in any unit, [N].
         is_ice: whether the variable is ice concentration.
     """
     error = predicted - true
@@ -74,20 +75,20 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
 
 
 def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
-    """Which points are in a region."""
+    """Which points [N] are in a region: bool [N], from latitudes in degrees."""
     south, north = REGIONS[region]
-    found: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
-    return found
+    is_inside: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
+    return is_inside
 
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
-    """Which points are at the ice edge."""
-    found: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
-    return found
+    """Which points [N] are at the ice edge: bool [N], from ice concentrations."""
+    is_edge: npt.NDArray[np.bool_] = (concentration > EDGE[0]) & (concentration < EDGE[1])
+    return is_edge
 
 
 def relative_error(found: Floats, true: Floats) -> float:
-    """Frobenius norm of the difference, as a part of that of what is true."""
+    """The Frobenius norm of `found` - `true`, as a part of that of `true`; both of one shape."""
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 

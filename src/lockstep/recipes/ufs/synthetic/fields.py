@@ -22,25 +22,46 @@ _NUM_WAVES = 16
 
 
 def grid(num_latitudes: int, num_longitudes: int) -> tuple[Floats, Floats]:
-    """Cell centres of a regular grid in degrees: latitude from south to north, longitude from 0."""
+    """Cell centres of a regular grid.
+
+    Args:
+        num_latitudes: number of rows.
+        num_longitudes: number of columns.
+
+    Returns:
+        Latitudes [num_latitudes] from south to north and longitudes [num_longitudes] from 0, both
+        in degrees, float64.
+    """
     latitude = -90 + (np.arange(num_latitudes) + 0.5) * 180 / num_latitudes
     longitude = (np.arange(num_longitudes) + 0.5) * 360 / num_longitudes
     return latitude, longitude
 
 
 def land(latitude: Floats, longitude: Floats, seed: int) -> npt.NDArray[np.bool_]:
-    """Continents [latitude, longitude]: the same at all times."""
+    """Which cells are land: the same at all times.
+
+    Args:
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        seed: seed of the continents' shapes.
+
+    Returns:
+        Bool [num_latitudes, num_longitudes].
+    """
     return _waves(latitude, longitude, _generator(seed, "land", 0)) > 0.6
 
 
 def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
-    """All variables [latitude, longitude] by short name, in their units (temperatures in °C).
+    """All variables by short name, in their units (temperatures in °C).
 
     Args:
-        latitude: [num_latitudes], degrees.
-        longitude: [num_longitudes], degrees.
-        time: number of the time; neighbouring times share their large-scale patterns.
-        seed: of all noise.
+        latitude: latitudes in degrees, [num_latitudes].
+        longitude: longitudes in degrees, [num_longitudes].
+        time: number of the time, from 0; neighbouring times share their large-scale patterns.
+        seed: seed of all noise.
+
+    Returns:
+        For each variable, [num_latitudes, num_longitudes], float32.
     """
 
     def smooth(name: str) -> Floats:
@@ -53,30 +74,32 @@ def fields(latitude: Floats, longitude: Floats, time: int, seed: int) -> Fields:
         return _generator(seed, f"rough {name}", time + 1).uniform(-1, 1, shape)
 
     cosine = np.cos(np.radians(latitude))[:, None]
-    found: dict[str, Floats] = {}
+    by_name: dict[str, Floats] = {}
     sst = 28 * cosine**2 - 2 + 1.2 * smooth("sst") + 0.1 * rough("sst")
-    found["sst"] = np.maximum(sst, -1.8)
-    found["sss"] = 34 + 0.8 * np.clip(0.5 * smooth("sss") + 0.5 * rough("sss"), -1, 1)
+    by_name["sst"] = np.maximum(sst, -1.8)
+    by_name["sss"] = 34 + 0.8 * np.clip(0.5 * smooth("sss") + 0.5 * rough("sss"), -1, 1)
     # Of what the file holds, to the last bit: the law is about float32 values.
-    stored = {name: found[name].astype(np.float32).astype(np.float64) for name in ("sst", "sss")}
+    stored = {name: by_name[name].astype(np.float32).astype(np.float64) for name in ("sst", "sss")}
     aice = concentration(stored["sst"], stored["sss"])
-    found["aice"] = aice
-    found["hi"] = aice * (1.5 + 0.5 * rough("hi"))
-    found["hs"] = found["hi"] * (0.2 + 0.08 * rough("hs"))
-    found["sice"] = aice * (5 + 2 * rough("sice"))
-    found["tair"] = found["sst"] - 15 * aice + 2 * smooth("tair") + 3 * rough("tair")
-    found["tsfc"] = found["tair"] + 2 * rough("tsfc")
-    found["qref"] = (0.8 + 0.1 * rough("qref")) * _saturation(found["tair"])
-    found["flwdn"] = 0.8 * _STEFAN_BOLTZMANN * (found["tair"] + 273.15) ** 4 + 20 * rough("flwdn")
-    found["fswdn"] = 450 * cosine * (0.7 + 0.3 * rough("fswdn"))
-    found["frzmlt"] = 20 * smooth("frzmlt") - 10 * found["sst"].clip(max=5)
+    by_name["aice"] = aice
+    by_name["hi"] = aice * (1.5 + 0.5 * rough("hi"))
+    by_name["hs"] = by_name["hi"] * (0.2 + 0.08 * rough("hs"))
+    by_name["sice"] = aice * (5 + 2 * rough("sice"))
+    by_name["tair"] = by_name["sst"] - 15 * aice + 2 * smooth("tair") + 3 * rough("tair")
+    by_name["tsfc"] = by_name["tair"] + 2 * rough("tsfc")
+    by_name["qref"] = (0.8 + 0.1 * rough("qref")) * _saturation(by_name["tair"])
+    by_name["flwdn"] = 0.8 * _STEFAN_BOLTZMANN * (by_name["tair"] + 273.15) ** 4 + 20 * rough(
+        "flwdn"
+    )
+    by_name["fswdn"] = 450 * cosine * (0.7 + 0.3 * rough("fswdn"))
+    by_name["frzmlt"] = 20 * smooth("frzmlt") - 10 * by_name["sst"].clip(max=5)
     for name, scale in (("atm", 6.0), ("ocn", 0.15)):
         for axis in "uv":
-            found[f"{axis}{name}"] = scale * (smooth(axis + name) + 0.5 * rough(axis + name))
+            by_name[f"{axis}{name}"] = scale * (smooth(axis + name) + 0.5 * rough(axis + name))
     for axis, wind, water in (("x", "uatm", "uocn"), ("y", "vatm", "vocn")):
-        found[f"strair{axis}"] = 2e-3 * found[wind] * np.abs(found[wind])
-        found[f"strocn{axis}"] = -5.0 * found[water] * np.abs(found[water])
-    return {name: np.asarray(field, np.float32) for name, field in found.items()}
+        by_name[f"strair{axis}"] = 2e-3 * by_name[wind] * np.abs(by_name[wind])
+        by_name[f"strocn{axis}"] = -5.0 * by_name[water] * np.abs(by_name[water])
+    return {name: np.asarray(field, np.float32) for name, field in by_name.items()}
 
 
 def _saturation(celsius: Floats) -> Floats:

@@ -16,13 +16,13 @@ from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS
 Array = npt.NDArray[np.floating[Any]]
 
 WIDTH = 0.25
-"""Of the transition from open water to ice, in °C."""
+"""Width of the transition from open water to ice, in °C."""
 
 EDGE = -0.9
 """Temperature at which half of the sea is covered at salinity `SALINITY`, in °C."""
 
 SALINITY = 34.0
-"""psu."""
+"""Salinity, in psu, at which the edge temperature is `EDGE`."""
 
 SALT_SLOPE = -0.0543
 """Change of the edge temperature with salinity, in °C/psu: that of the freezing point."""
@@ -39,7 +39,16 @@ def concentration(sst: Array, sss: Array) -> Array:
 def true_jacobian(
     sst: Array, sss: Array, inputs: tuple[str, ...] = DEFAULT_INPUTS
 ) -> npt.NDArray[np.float64]:
-    """∂aice/∂input of the law, in physical units: [N, len(inputs)], 0 for all but sst and sss."""
+    """∂aice/∂input of the law, in physical units.
+
+    Args:
+        sst: sea surface temperature in °C, [N].
+        sss: sea surface salinity in psu, [N].
+        inputs: short names of the inputs.
+
+    Returns:
+        Derivatives [N, len(inputs)], float64; 0 for all inputs but sst and sss.
+    """
     aice = concentration(sst.astype(np.float64), sss.astype(np.float64))
     slope = -aice * (1 - aice) / WIDTH
     jacobian = np.zeros((len(aice), len(inputs)))

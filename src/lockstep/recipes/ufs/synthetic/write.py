@@ -24,10 +24,10 @@ from lockstep.recipes.ufs.fields.variables import (
 from lockstep.recipes.ufs.synthetic.fields import Fields, fields, grid, land
 
 MISSING = np.float32(-3.33477e38)
-"""What CF files have where there is no value."""
+"""The number in CF files that stands for a missing value."""
 
 NUM_LEVELS = 3
-"""Of the atmosphere in synthetic CF files; the last is the lowest."""
+"""Levels of the atmosphere in synthetic CF files; the last is the lowest."""
 
 _EMBEDDED_GRID = (90, 180)
 _EMBEDDED_TIMES = 4
@@ -45,14 +45,14 @@ def write_synthetic(
     """Write files of all times in both formats, `iceh.000.nc`, `atm.000.nc`, `ocn.000.nc`, ….
 
     Args:
-        folder: where to; created if it is not there.
-        num_latitudes: of the grid.
-        num_longitudes: of the grid.
-        num_times: a history file, or a CF pair, for each.
-        seed: of the noise.
+        folder: folder to write to; created if it is not there.
+        num_latitudes: number of the grid's rows, at least 1.
+        num_longitudes: number of the grid's columns, at least 1.
+        num_times: number of times, at least 1; each has a history file and a CF pair.
+        seed: seed of the noise, at least 0.
 
     Returns:
-        What was written.
+        The paths that were written.
 
     Raises:
         DataError: a number is too small, or the folder cannot be written.
@@ -71,12 +71,12 @@ def write_synthetic(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for time in range(num_times):
-            found = fields(latitude, longitude, time, seed)
+            by_name = fields(latitude, longitude, time, seed)
             written.append(folder / f"iceh.{time:03}.nc")
-            _history(written[-1], latitude, longitude, on_land, found, time)
+            _history(written[-1], latitude, longitude, on_land, by_name, time)
             for kind, stem in (("atmosphere", "atm"), ("ocean", "ocn")):
                 written.append(folder / f"{stem}.{time:03}.nc")
-                _cf_file(written[-1], kind, latitude, longitude, on_land, found, time)
+                _cf_file(written[-1], kind, latitude, longitude, on_land, by_name, time)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
     return written
@@ -107,8 +107,8 @@ def write_history(
         ConfigError: the netCDF4 package is not installed.
     """
     latitude, longitude = grid(num_latitudes, num_longitudes)
-    found = fields(latitude, longitude, time, seed)
-    _history(path, latitude, longitude, land(latitude, longitude, seed), found, time)
+    by_name = fields(latitude, longitude, time, seed)
+    _history(path, latitude, longitude, land(latitude, longitude, seed), by_name, time)
 
 
 def _history(
@@ -116,7 +116,7 @@ def _history(
     latitude: npt.NDArray[Any],
     longitude: npt.NDArray[Any],
     on_land: npt.NDArray[np.bool_],
-    found: Fields,
+    by_name: Fields,
     time: int,
 ) -> None:
     """A CICE history file of one time."""
@@ -132,7 +132,7 @@ def _history(
         ):
             _put(data, name, ("nj", "ni"), values.astype(np.float32), {"units": unit})
         for variable in VARIABLES.values():
-            values = np.where(on_land, np.float32(1e30), found[variable.name])[None]
+            values = np.where(on_land, np.float32(1e30), by_name[variable.name])[None]
             _put(
                 data, variable.cice_name, ("time", "nj", "ni"), values,
                 {"units": variable.unit, "missing_value": np.float32(1e30)}, fill=1e30,
@@ -145,7 +145,7 @@ def _cf_file(
     latitude: npt.NDArray[Any],
     longitude: npt.NDArray[Any],
     on_land: npt.NDArray[np.bool_],
-    found: Fields,
+    by_name: Fields,
     time: int,
 ) -> None:
     """The atmosphere's or the ocean's file of a CF pair."""
@@ -161,7 +161,7 @@ def _cf_file(
         _put(data, "model_levels", ("levels",), np.arange(1, upper + 1, dtype=np.int32), {})
         for variable in VARIABLES.values():
             if variable.cf_file == kind:
-                _put_field(data, variable, kind, found[variable.name], on_land)
+                _put_field(data, variable, kind, by_name[variable.name], on_land)
         if kind == "ocean":
             values = np.where(on_land, 0, 10).astype(np.float32)[..., None]
             dims = ("latitude", "longitude", "dummy_surface_levels")
