@@ -32,9 +32,12 @@ def hand_over(path: str, argv: list[str]) -> None:
         "cores": sorted(os.sched_getaffinity(0)),
         "ignored": sorted(int(s) for s in ignored if s not in _HANDLED),
     }
+    # The process may be known, and signalled, before there is anything to forward to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     protocol.send(line, order, tuple(fds))
     pid, _ = protocol.receive(line)
     if pid is None:  # refused: it has to be a start of its own
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         return
 
     def forward(signum: int, frame: object) -> None:
@@ -43,6 +46,7 @@ def hand_over(path: str, argv: list[str]) -> None:
     for signum in _FORWARDED:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     for fd in fds:
         os.close(fd)  # pipes end when those who write to them do
     status, _ = protocol.receive(line)
