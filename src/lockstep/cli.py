@@ -8,35 +8,20 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
-from lockstep.commands import data as data_command
-from lockstep.commands import evaluate as evaluate_command
-from lockstep.commands import export as export_command
-from lockstep.commands import quantum as quantum_command
-from lockstep.commands import slurm as slurm_command
-from lockstep.commands import train as train_command
-from lockstep.commands import verify as verify_command
-from lockstep.commands.chaos import command as chaos_command
-from lockstep.commands.doctor import command as doctor_command
+from lockstep.commands.groups import contributed, show_help, show_version
 from lockstep.errors import LockstepError
-from lockstep.launch.rank.early import INTERRUPTED, Interrupted, interrupts
-from lockstep.recipes import recipe_names, summary
+from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
+from lockstep.recipes import command_groups, recipe_names, summary
 
 app = typer.Typer(
     name="lockstep",
-    help="Distributed training that gives the same answer on any number of processes.",
-    no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+for _group in command_groups():
+    app.add_typer(contributed(_group))
 
-data = typer.Typer(help="Write the data that recipes use.", no_args_is_help=True)
-app.add_typer(data, name="data")
-quantum_app = typer.Typer(
-    help="What to do with a trained quantum transformer.", no_args_is_help=True
-)
-app.add_typer(quantum_app, name="quantum")
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -54,7 +39,17 @@ Replace = Annotated[
     ),
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
+
+
+@app.callback(invoke_without_command=True)
+def lockstep(context: typer.Context, version: Version = False) -> None:
+    """Distributed training that gives the same answer on any number of processes."""
+    show_help(context)
 
 
 @app.command()
@@ -76,11 +71,9 @@ def train(
     replace: Replace = 0,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
-    _exit(
-        train_command.train(
-            target, overrides or [], ranks, launcher, run_dir, resume, config, replace
-        )
-    )
+    with ending_at_interrupt():
+        from lockstep.commands import train as command
+    _exit(command.train(target, overrides or [], ranks, launcher, run_dir, resume, config, replace))
 
 
 @app.command()
@@ -95,7 +88,9 @@ def resume(
 
     This runs the code that run.json in the directory names as target.
     """
-    _exit(train_command.resume(run_dir, overrides or [], ranks, launcher, replace))
+    with ending_at_interrupt():
+        from lockstep.commands import train as command
+    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace))
 
 
 @app.command("eval")
@@ -112,7 +107,9 @@ def evaluate(
 
     This runs the code that run.json in the directory names as target.
     """
-    for line in evaluate_command.lines(run_dir, split, checkpoint, report, overrides or []):
+    with ending_at_interrupt():
+        from lockstep.commands import evaluate as command
+    for line in command.lines(run_dir, split, checkpoint, report, overrides or []):
         print(line)
 
 
@@ -126,7 +123,9 @@ def export(
 
     This runs the code that run.json in the directory names as target.
     """
-    for line in export_command.export(run_dir, folder, checkpoint):
+    with ending_at_interrupt():
+        from lockstep.commands import export as command
+    for line in command.export(run_dir, folder, checkpoint):
         print(line)
 
 
@@ -139,7 +138,11 @@ def verify(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
 ) -> None:
     """Train the same config on each number of ranks and compare the final SHA-256s."""
-    _exit(verify_command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands import verify as command
+    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console()))
 
 
 @app.command()
@@ -154,8 +157,12 @@ def chaos(
     replace: Replace = 0,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
-    victims = chaos_command.Ranks(ranks, launcher, replace)
-    _exit(chaos_command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands.chaos import command
+    victims = command.Ranks(ranks, launcher, replace)
+    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
 
 
 @app.command()
@@ -194,14 +201,16 @@ def slurm(
 
     The target `doctor` makes one that tests the nodes' communication.
     """
+    with ending_at_interrupt():
+        from lockstep.commands import slurm as command
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
         "replace": replace,
     }  # fmt: skip
-    options = slurm_command.job_file(job, given)
-    request = slurm_command.Request(options, run_dir, output, submit)
-    _exit(slurm_command.slurm(target, overrides or [], request))
+    options = command.job_file(job, given)
+    request = command.Request(options, run_dir, output, submit)
+    _exit(command.slurm(target, overrides or [], request))
 
 
 @app.command()
@@ -210,60 +219,17 @@ def doctor(
     run_dir: RunDir = None,
 ) -> None:
     """Check what this machine has, and say how to mend what is missing."""
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands.doctor import command
     console = Console()
     with console.status("checking") as status:
-        checks = doctor_command.run_doctor(
+        checks = command.run_doctor(
             ranks, run_dir or Path(), on_check=lambda check: status.update(f"checked {check.name}")
         )
-    console.print(doctor_command.render(checks))
-    _exit(doctor_command.exit_code(checks))
-
-
-@data.command("ufs-synthetic")
-def ufs_synthetic(
-    folder: Annotated[Path, typer.Argument(help="Where to write; created if it is not there.")],
-    latitudes: Annotated[int, typer.Option("--latitudes", help="Rows of the grid.")] = 90,
-    longitudes: Annotated[int, typer.Option("--longitudes", help="Columns of the grid.")] = 180,
-    times: Annotated[int, typer.Option("--times", help="A file, or a pair, for each.")] = 4,
-    seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
-) -> None:
-    """Write sea ice with a known law, as CICE history files and as CF pairs."""
-    for line in data_command.ufs_synthetic(folder, latitudes, longitudes, times, seed):
-        print(line)
-
-
-@quantum_app.command()
-def predict(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    prefix: Annotated[str, typer.Argument(help="The words so far.")],
-    checkpoint: Checkpoint = "latest",
-    top: Annotated[int, typer.Option("--top", min=1, help="How many words to show.")] = 5,
-) -> None:
-    """Rank the vocabulary as next word."""
-    for line in quantum_command.predict(run_dir, prefix, checkpoint, top):
-        print(line)
-
-
-@quantum_app.command()
-def draw(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    sentence: Annotated[str, typer.Argument(help="Two words or more.")],
-    checkpoint: Checkpoint = "latest",
-) -> None:
-    """Draw the circuit of a sentence."""
-    for line in quantum_command.draw(run_dir, sentence, checkpoint):
-        print(line)
-
-
-@quantum_app.command("export")
-def export_quantum(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
-    checkpoint: Checkpoint = "latest",
-) -> None:
-    """Write parameters as .npz and the training log as CSV."""
-    for line in quantum_command.export(run_dir, output, checkpoint):
-        print(line)
+    console.print(command.render(checks))
+    _exit(command.exit_code(checks))
 
 
 def main() -> NoReturn:
