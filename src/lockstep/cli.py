@@ -38,6 +38,9 @@ Replace = Annotated[
         "--replace", min=0, help="Start this many new processes at most for killed ranks."
     ),
 ]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Show warnings, errors and the last line only.")
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 Version = Annotated[
     bool,
@@ -69,11 +72,16 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     replace: Replace = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
     with ending_at_interrupt():
         from lockstep.commands import train as command
-    _exit(command.train(target, overrides or [], ranks, launcher, run_dir, resume, config, replace))
+    _exit(
+        command.train(
+            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet
+        )
+    )
 
 
 @app.command()
@@ -83,6 +91,7 @@ def resume(
     ranks: Ranks = None,
     launcher: LauncherOption = None,
     replace: Replace = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Go on with a run from its newest valid checkpoint, on any number of ranks.
 
@@ -90,7 +99,7 @@ def resume(
     """
     with ending_at_interrupt():
         from lockstep.commands import train as command
-    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace))
+    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet))
 
 
 @app.command("eval")
@@ -236,7 +245,7 @@ def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
     try:
         with interrupts():
-            app(standalone_mode=True)
+            app(prog_name="lockstep", standalone_mode=True)
     except Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)
