@@ -63,6 +63,31 @@ def recipes() -> None:
 
 
 @app.command()
+def config(
+    target: Target,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="As a YAML file for the option --config of train.")
+    ] = False,
+) -> None:
+    """List the keys of a recipe or Task: default, type and meaning."""
+    with ending_at_interrupt():
+        from lockstep.commands import config as command
+    for line in command.as_yaml(target) if yaml else command.keys(target):
+        print(line)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("task.py"),
+) -> None:
+    """Write a task to start from: a commented script that trains at once."""
+    with ending_at_interrupt():
+        from lockstep.commands import init as command
+    for line in command.init(file):
+        print(line)
+
+
+@app.command()
 def train(
     target: Target,
     overrides: Overrides = None,
