@@ -63,7 +63,7 @@ class Section(BaseModel, metaclass=_Checked):
 
 
 class OptimizerConfig(Section):
-    """The default optimizer. A Task with its own ignores all but `sharded` and `buddy`."""
+    """The default optimizer. A Task with its own ignores all keys but `sharded` and `buddy`."""
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
     """How gradients become steps."""
@@ -92,7 +92,7 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes: linear warmup to `lr`, then `name`."""
+    """How the learning rate changes: linearly up to `lr`, then as `name` says."""
 
     name: Literal["constant", "linear", "cosine", "step", "plateau"] = "constant"
     """How the learning rate changes after the warmup."""
