@@ -36,6 +36,7 @@ test-slurm-slow: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: venv
 	$(BIN)/mypy
