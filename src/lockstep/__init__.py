@@ -51,13 +51,15 @@ _HOMES = {
 _prepare()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with _ending_at_interrupt():
-        value = getattr(_import_module(_HOMES[name]), name)
-    globals()[name] = value  # from now on it is found without this function
-    return value
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with _ending_at_interrupt():
+            value = getattr(_import_module(_HOMES[name]), name)
+        globals()[name] = value  # from now on it is found without this function
+        return value
 
 
 def __dir__() -> list[str]:

@@ -64,9 +64,18 @@ def test_while_commands_of_a_recipe_are_imported(tmp_path: Path) -> None:
     one_line(start(tmp_path, "-c", code))
 
 
-def test_while_a_script_imports_the_library(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import lockstep as ls\nls.Task",
+        "from lockstep import train",
+        "from lockstep import *",
+        "import lockstep\nimport torch",
+    ],
+)
+def test_while_a_script_imports_the_library(tmp_path: Path, use: str) -> None:
     (tmp_path / "torch.py").write_text(STRUCK.format(name="INT"))
-    script = "print('loading')\nimport lockstep as ls\nls.Task\n"
+    script = f"print('loading')\n{use}\n"
     (tmp_path / "script.py").write_text(script)
     done = start(tmp_path, "script.py")
     one_line(done)
