@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -268,6 +269,9 @@ def doctor(
 
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A sign such as ≥ that the terminal's encoding lacks must not end a command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with interrupts():
             app(prog_name="lockstep", standalone_mode=True)

@@ -142,6 +142,12 @@ def test_keys_of_ones_own(here, tmp_path: Path) -> None:
     assert "# A: b # c. [text]" in text
 
 
+def test_a_terminal_that_lacks_signs(lockstep) -> None:
+    done = lockstep("config", "digits", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "int \\u2265 1" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
