@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs-tables bench clean
 
 venv: .venv/.installed
 
@@ -36,9 +36,14 @@ test-slurm-slow: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: venv
 	$(BIN)/mypy
+
+# The tables of keys in docs/configuration.md, from the config classes.
+docs-tables: venv
+	$(BIN)/python docs/tables.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"

@@ -2,18 +2,26 @@
 
 Subclass `Task`, then call `train(MyTask(), TrainConfig(...))`: the same script runs under python,
 mpirun, torchrun and srun.
+
+Importing this package imports neither torch nor anything else that is slow: each name is imported
+from its module when it is first used.
 """
 
-from lockstep.launch.rank.early import ending_at_interrupt, prepare
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
-with ending_at_interrupt():
-    prepare()
+from lockstep.launch.rank.early import ending_at_interrupt as _ending_at_interrupt
+from lockstep.launch.rank.early import prepare as _prepare
+
+if TYPE_CHECKING:
     from lockstep.config import TrainConfig
     from lockstep.data.random import generator, numpy_generator
     from lockstep.engine.events import Finished
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
     from lockstep.front import run, train
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Finished",
@@ -26,3 +34,33 @@ __all__ = [
     "run",
     "train",
 ]
+
+_HOMES = {
+    "Finished": "lockstep.engine.events",
+    "LockstepError": "lockstep.errors",
+    "Loss": "lockstep.engine.task",
+    "Task": "lockstep.engine.task",
+    "TrainConfig": "lockstep.config",
+    "generator": "lockstep.data.random",
+    "numpy_generator": "lockstep.data.random",
+    "run": "lockstep.front",
+    "train": "lockstep.front",
+}
+"""The module that each name of `__all__` comes from."""
+
+_prepare()
+
+
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        with _ending_at_interrupt():
+            value = getattr(_import_module(_HOMES[name]), name)
+        globals()[name] = value  # from now on it is found without this function
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

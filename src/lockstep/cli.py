@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
-from lockstep.commands import data as data_command
-from lockstep.commands import evaluate as evaluate_command
-from lockstep.commands import export as export_command
-from lockstep.commands import quantum as quantum_command
-from lockstep.commands import slurm as slurm_command
-from lockstep.commands import train as train_command
-from lockstep.commands import verify as verify_command
-from lockstep.commands.chaos import command as chaos_command
-from lockstep.commands.doctor import command as doctor_command
+from lockstep.commands.groups import contributed, show_help, show_version
 from lockstep.errors import LockstepError
-from lockstep.launch.rank.early import INTERRUPTED, Interrupted, interrupts
-from lockstep.recipes import recipe_names, summary
+from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
+from lockstep.recipes import command_groups, recipe_names, summary
 
 app = typer.Typer(
     name="lockstep",
-    help="Distributed training that gives the same answer on any number of processes.",
-    no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+for _group in command_groups():
+    app.add_typer(contributed(_group))
 
-data = typer.Typer(help="Write the data that recipes use.", no_args_is_help=True)
-app.add_typer(data, name="data")
-quantum_app = typer.Typer(
-    help="What to do with a trained quantum transformer.", no_args_is_help=True
-)
-app.add_typer(quantum_app, name="quantum")
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -53,8 +39,21 @@ Replace = Annotated[
         "--replace", min=0, help="Start this many new processes at most for killed ranks."
     ),
 ]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Show warnings, errors and the last line only.")
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Where the run's files go.")]
+
+
+@app.callback(invoke_without_command=True)
+def lockstep(context: typer.Context, version: Version = False) -> None:
+    """Distributed training that gives the same answer on any number of processes."""
+    show_help(context)
 
 
 @app.command()
@@ -62,6 +61,31 @@ def recipes() -> None:
     """List the recipes that come with Lockstep."""
     for name in recipe_names():
         print(f"{name:12} {summary(name)}")
+
+
+@app.command()
+def config(
+    target: Target,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="As a YAML file for the option --config of train.")
+    ] = False,
+) -> None:
+    """List the keys of a recipe or Task: default, type and meaning."""
+    with ending_at_interrupt():
+        from lockstep.commands import config as command
+    for line in command.as_yaml(target) if yaml else command.keys(target):
+        print(line)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("task.py"),
+) -> None:
+    """Write a task to start from: a commented script that trains at once."""
+    with ending_at_interrupt():
+        from lockstep.commands import init as command
+    for line in command.init(file):
+        print(line)
 
 
 @app.command()
@@ -74,11 +98,14 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     replace: Replace = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
+    with ending_at_interrupt():
+        from lockstep.commands import train as command
     _exit(
-        train_command.train(
-            target, overrides or [], ranks, launcher, run_dir, resume, config, replace
+        command.train(
+            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet
         )
     )
 
@@ -90,12 +117,15 @@ def resume(
     ranks: Ranks = None,
     launcher: LauncherOption = None,
     replace: Replace = 0,
+    quiet: Quiet = False,
 ) -> None:
     """Go on with a run from its newest valid checkpoint, on any number of ranks.
 
     This runs the code that run.json in the directory names as target.
     """
-    _exit(train_command.resume(run_dir, overrides or [], ranks, launcher, replace))
+    with ending_at_interrupt():
+        from lockstep.commands import train as command
+    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet))
 
 
 @app.command("eval")
@@ -112,7 +142,9 @@ def evaluate(
 
     This runs the code that run.json in the directory names as target.
     """
-    for line in evaluate_command.lines(run_dir, split, checkpoint, report, overrides or []):
+    with ending_at_interrupt():
+        from lockstep.commands import evaluate as command
+    for line in command.lines(run_dir, split, checkpoint, report, overrides or []):
         print(line)
 
 
@@ -126,7 +158,9 @@ def export(
 
     This runs the code that run.json in the directory names as target.
     """
-    for line in export_command.export(run_dir, folder, checkpoint):
+    with ending_at_interrupt():
+        from lockstep.commands import export as command
+    for line in command.export(run_dir, folder, checkpoint):
         print(line)
 
 
@@ -139,7 +173,11 @@ def verify(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
 ) -> None:
     """Train the same config on each number of ranks and compare the final SHA-256s."""
-    _exit(verify_command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands import verify as command
+    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console()))
 
 
 @app.command()
@@ -154,8 +192,12 @@ def chaos(
     replace: Replace = 0,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
-    victims = chaos_command.Ranks(ranks, launcher, replace)
-    _exit(chaos_command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands.chaos import command
+    victims = command.Ranks(ranks, launcher, replace)
+    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
 
 
 @app.command()
@@ -194,14 +236,16 @@ def slurm(
 
     The target `doctor` makes one that tests the nodes' communication.
     """
+    with ending_at_interrupt():
+        from lockstep.commands import slurm as command
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
         "replace": replace,
     }  # fmt: skip
-    options = slurm_command.job_file(job, given)
-    request = slurm_command.Request(options, run_dir, output, submit)
-    _exit(slurm_command.slurm(target, overrides or [], request))
+    options = command.job_file(job, given)
+    request = command.Request(options, run_dir, output, submit)
+    _exit(command.slurm(target, overrides or [], request))
 
 
 @app.command()
@@ -210,67 +254,27 @@ def doctor(
     run_dir: RunDir = None,
 ) -> None:
     """Check what this machine has, and say how to mend what is missing."""
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands.doctor import command
     console = Console()
     with console.status("checking") as status:
-        checks = doctor_command.run_doctor(
+        checks = command.run_doctor(
             ranks, run_dir or Path(), on_check=lambda check: status.update(f"checked {check.name}")
         )
-    console.print(doctor_command.render(checks))
-    _exit(doctor_command.exit_code(checks))
-
-
-@data.command("ufs-synthetic")
-def ufs_synthetic(
-    folder: Annotated[Path, typer.Argument(help="Where to write; created if it is not there.")],
-    latitudes: Annotated[int, typer.Option("--latitudes", help="Rows of the grid.")] = 90,
-    longitudes: Annotated[int, typer.Option("--longitudes", help="Columns of the grid.")] = 180,
-    times: Annotated[int, typer.Option("--times", help="A file, or a pair, for each.")] = 4,
-    seed: Annotated[int, typer.Option("--seed", help="Of the noise.")] = 0,
-) -> None:
-    """Write sea ice with a known law, as CICE history files and as CF pairs."""
-    for line in data_command.ufs_synthetic(folder, latitudes, longitudes, times, seed):
-        print(line)
-
-
-@quantum_app.command()
-def predict(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    prefix: Annotated[str, typer.Argument(help="The words so far.")],
-    checkpoint: Checkpoint = "latest",
-    top: Annotated[int, typer.Option("--top", min=1, help="How many words to show.")] = 5,
-) -> None:
-    """Rank the vocabulary as next word."""
-    for line in quantum_command.predict(run_dir, prefix, checkpoint, top):
-        print(line)
-
-
-@quantum_app.command()
-def draw(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    sentence: Annotated[str, typer.Argument(help="Two words or more.")],
-    checkpoint: Checkpoint = "latest",
-) -> None:
-    """Draw the circuit of a sentence."""
-    for line in quantum_command.draw(run_dir, sentence, checkpoint):
-        print(line)
-
-
-@quantum_app.command("export")
-def export_quantum(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
-    checkpoint: Checkpoint = "latest",
-) -> None:
-    """Write parameters as .npz and the training log as CSV."""
-    for line in quantum_command.export(run_dir, output, checkpoint):
-        print(line)
+    console.print(command.render(checks))
+    _exit(command.exit_code(checks))
 
 
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A sign such as ≥ that the terminal's encoding lacks must not end a command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with interrupts():
-            app(standalone_mode=True)
+            app(prog_name="lockstep", standalone_mode=True)
     except Interrupted:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(INTERRUPTED)

@@ -2,7 +2,8 @@
 
 A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change the result
 (where files go, how often something is logged) are marked `outcome=False`; all others make up
-`TrainConfig.hash`, which a checkpoint carries and a run directory is bound to.
+`TrainConfig.hash`, which a checkpoint carries and a run directory is bound to. The text below a
+key is its description in `lockstep config` and in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Section(BaseModel, metaclass=_Checked):
         ConfigError: a key is unknown or a value does not fit.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -73,16 +76,23 @@ class Section(BaseModel, metaclass=_Checked):
 
 
 class OptimizerConfig(Section):
-    """The default optimizer. A Task with its own ignores all but `sharded` and `buddy`."""
+    """The default optimizer. A Task with its own ignores all keys but `sharded` and `buddy`."""
 
     name: Literal["sgd", "adam", "adamw"] = "adamw"
+    """How gradients become steps."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decay of parameters: decoupled (adamw), or added to the gradient (sgd, adam)."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the running means of gradients and their squares (adam, adamw)."""
     eps: PositiveFloat = 1e-8
+    """Added to the denominator (adam, adamw)."""
     momentum: NonNegativeFloat = 0.0
+    """Factor of the last step in the next one (sgd)."""
     nesterov: bool = False
+    """Nesterov's momentum (sgd); needs a momentum above 0."""
     sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
-    """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory."""
+    """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory.
+    For element-wise optimizers."""
     buddy: bool = Field(True, json_schema_extra=NO_OUTCOME)
     """With `sharded`, and where survivors can go on: each rank also keeps and steps the slice of
     the rank before it, so that the loss of a rank loses no state."""
@@ -95,40 +105,45 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes: linear warmup to `lr`, then `name`."""
+    """How the learning rate changes: linearly up to `lr`, then as `name` says."""
 
     name: Literal["constant", "linear", "cosine", "step", "plateau"] = "constant"
+    """How the learning rate changes after the warmup."""
     warmup_steps: Count = 0
+    """Steps in which the learning rate rises linearly to `lr`."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the last step, or the least (plateau), as a part of `lr`."""
+    """Learning rate at the last step (linear, cosine), or the least one (plateau), as a part of
+    `lr`."""
     step_size: Positive = 1000
     """Steps between two decays (step)."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Factor of each decay (step, plateau)."""
     patience: Count = 10
-    """Evaluations without a better watched metric before the next one decays (plateau)."""
+    """Evaluations without a better `watch` before the next one decays (plateau)."""
 
 
 class PrecisionConfig(Section):
     """Autocast and loss scaling."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast of forward passes; parameters stay as they are."""
     loss_scale: PositiveFloat = 2.0**16
-    """First loss scale (fp16): halved when a gradient overflows, that step being skipped."""
+    """First loss scale (fp16): halved when a gradient overflows, and that step changes nothing."""
     growth_interval: Positive = 2000
     """Steps without overflow before the loss scale is doubled (fp16)."""
 
 
 class EarlyStoppingConfig(Section):
-    """Stop when the watched metric has not improved for `patience` evaluations."""
+    """Stop when `watch` has not improved for `patience` evaluations."""
 
     patience: Count = 0
-    """0 turns early stopping off."""
+    """Evaluations without a better `watch` after which the run ends; 0 never ends it."""
     min_delta: NonNegativeFloat = 0.0
+    """Least change of `watch` that counts as better."""
 
 
 class ConvergenceConfig(Section):
-    """Stop when a metric has settled."""
+    """A rule that ends the run when a metric has settled."""
 
     metric: str = "loss"
     """An evaluation metric."""
@@ -142,37 +157,45 @@ class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
     every: Count = Field(0, json_schema_extra=NO_OUTCOME)
-    """Steps between checkpoints; 0 writes one at each epoch's end. The last step always has one."""
+    """Steps between checkpoints; 0 writes one at each epoch's end. The last step, and each new best
+    one, always has one."""
     keep: Positive = Field(3, json_schema_extra=NO_OUTCOME)
     """How many of the newest to keep, beside the best."""
     background: bool = Field(True, json_schema_extra=NO_OUTCOME)
-    """Write in a background thread from a snapshot in memory."""
+    """Write in a background thread from a copy in memory."""
 
 
 class DataConfig(Section):
     """How batches are fetched."""
 
     num_workers: Count = Field(0, json_schema_extra=NO_OUTCOME)
-    """Processes that prefetch microbatches; 0 fetches in the training process."""
+    """Processes of each rank that fetch microbatches ahead; 0 fetches in the training process."""
     prefetch: Positive = Field(2, json_schema_extra=NO_OUTCOME)
     """Microbatches each worker process fetches ahead."""
     shuffle: bool = True
+    """Draw a new order for each epoch."""
 
 
 class TrainConfig(Section):
     """Everything that shapes a run. Subclass it to give a recipe keys of its own."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything random."""
     batch_size: Positive = 256
     """Samples in a global batch: one optimizer step, whatever the number of ranks."""
     num_microbatches: Positive = 8
+    """Parts of a global batch, dealt out to the ranks; at most `batch_size`. More ranks than this
+    have nothing to do."""
     epochs: Positive = 1
+    """Passes over the data."""
     steps: Positive | None = None
     """Optimizer steps of the whole run, instead of `epochs`; the schedule spans them."""
     stop_at_step: Positive | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """End this sitting after this step, with a checkpoint; the run can be resumed."""
+    """End this sitting after this step, with a checkpoint; the run can be resumed. Not written to
+    `config.yaml`."""
 
     lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     clip_norm: PositiveFloat | None = None
@@ -184,6 +207,8 @@ class TrainConfig(Section):
     threads: Positive = 1
     """Threads a rank computes with. Sums inside an operation, and so the bits, depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
+    The hash holds the word, not the device found."""
 
     min_ranks: Positive = Field(1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
@@ -195,25 +220,30 @@ class TrainConfig(Section):
     is stopped for this long by a signal, so that the others can go on; 0 never does."""
 
     eval_every: Count = 0
-    """Steps between evaluations; 0 evaluates at each epoch's end. The last step always is."""
+    """Steps between evaluations of `val`; 0 evaluates at each epoch's end. There always is one
+    after the last step."""
     eval_batch_size: Positive = 256
     """Samples in one evaluation batch, on one rank."""
     watch: str = "loss"
     """The evaluation metric that says which checkpoint is best."""
     watch_mode: Literal["min", "max"] = "min"
+    """Whether less or more of `watch` is better."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     convergence: tuple[ConvergenceConfig, ...] = ()
-    """Each a reason to stop, such as {metric: loss, window: 5, tolerance: 0.001}."""
+    """Rules that each end the run when a metric has settled, such as
+    `{metric: loss, window: 5, tolerance: 0.001}`."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
     digest_every: Count = Field(0, json_schema_extra=NO_OUTCOME)
     """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
     log_every: Positive = Field(10, json_schema_extra=NO_OUTCOME)
-    """Steps between rows of metrics.csv and events.jsonl."""
+    """Steps between rows of `metrics.csv` and `events.jsonl`. One more comes before each evaluation
+    and checkpoint."""
     tensorboard: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    """Write event files for TensorBoard."""
     bucket_bytes: Positive = Field(8 << 20, json_schema_extra=NO_OUTCOME)
-    """Most bytes of gradient a rank exchanges at a time."""
+    """About the most bytes of gradient that a rank receives at a time."""
 
     @model_validator(mode="after")
     def _microbatches_fit(self) -> TrainConfig:

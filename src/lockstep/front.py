@@ -52,6 +52,7 @@ class Sitting:
         overrides: `key=value` items for the config.
         console: show progress on standard output.
         target: what `lockstep resume` has to load to get the task; empty finds it out.
+        quiet: show warnings and how the run ended only, rather than progress.
     """
 
     run_dir: str | None = None
@@ -59,6 +60,7 @@ class Sitting:
     overrides: tuple[str, ...] = ()
     console: bool = True
     target: str = ""
+    quiet: bool = False
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""
@@ -171,7 +173,10 @@ def _run(
         stack.callback(directory.close)
         desk = EventHub(
             lambda: open_sinks(
-                directory.path, tensorboard=config.tensorboard, console=sitting.console
+                directory.path,
+                tensorboard=config.tensorboard,
+                console=sitting.console,
+                quiet=sitting.quiet,
             )
         )
         stack.callback(desk.close)

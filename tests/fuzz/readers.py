@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
-from lockstep.commands.quantum import training_log
 from lockstep.commands.slurm import job_file
 from lockstep.commands.target import trusted_target
 from lockstep.config import load, override
@@ -26,6 +25,7 @@ from lockstep.launch.slurm.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
 from lockstep.observe.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
+from lockstep.recipes.quantum.commands import training_log
 from lockstep.recipes.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.recipes.ufs.fields.bands import load as load_band
 from lockstep.recipes.ufs.fields.sources import check_sources, find_sources

@@ -26,7 +26,7 @@ from sample_events import (
 )
 
 from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
-from lockstep.observe import ConsoleView, Sinks, text
+from lockstep.observe import ConsoleView, QuietView, Sinks, text
 from lockstep.observe.console import stdout_console
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
@@ -332,3 +332,20 @@ def test_a_dumb_terminal_gets_plain_lines(shown_in_pty: dict[str, str]) -> None:
     assert "\x1b" not in output
     assert "step 500/500" in output
     assert "status      completed at step 500" in output
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_view_shows_what_matters(terminal: bool) -> None:
+    shown = Shown(terminal=terminal)
+    shown.view = QuietView(shown.console)
+    shown(run_started(), joined(0), step_done(1), checkpointed(1), evaluated(1, accuracy=0.5))
+    assert shown.lines == []
+    shown(Warned(step=2, message="mind"), Failed(step=2, error="E", message="printed elsewhere"))
+    end = finished(2)
+    shown(end)
+    shown.view.close()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(shown.lines))
+    assert plain.splitlines() == [
+        "step 2: warning: mind",
+        f"{end.status} at step 2, SHA-256 {end.params_sha256}, /runs/grün",
+    ]

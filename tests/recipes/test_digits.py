@@ -292,6 +292,7 @@ def test_every_recipe_loads_and_has_a_summary() -> None:
     assert load_recipe("digits") is Digits
     for name in recipe_names():
         assert 10 < len(summary(name)) < 100
+        assert (load_recipe(name).__doc__ or "").startswith(summary(name))
     assert summary("digits").startswith("Handwritten digits")
 
 

@@ -24,7 +24,10 @@ import protocol
 
 _PRELOADED = (
     "torch._dynamo", "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli",
-    "lockstep.recipes.digits", "lockstep.recipes.quantum.task", "lockstep.recipes.ufs.task",
+    "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify",
+    "lockstep.commands.chaos.command", "lockstep.commands.doctor.command",
+    "lockstep.recipes.digits", "lockstep.recipes.quantum.commands", "lockstep.recipes.ufs.task",
+    "lockstep.recipes.ufs.cli",
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _FIRST_FREE_FD = 512

@@ -9,21 +9,19 @@ from pathlib import Path
 from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load, override
 from lockstep.engine.assembly import build_model, evaluations
-from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
-from lockstep.engine.checkpoint.resumable import check_meta
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import restore_task
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
-from lockstep.errors import CheckpointError, ConfigError, DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.rank.environment import detect
 from lockstep.launch.rank.join import open_transport
 from lockstep.launch.rank.threads import set_threads
-from lockstep.parsing import parse_int, shown
 from lockstep.recipes.abilities import Adopts, Reports
+from lockstep.snapshots import find_snapshot
 
 SPLITS = ("train", "val", "test")
 
@@ -119,40 +117,3 @@ def made(folder: Path, option: str) -> Path:
     except OSError as error:
         raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror}") from error
     return folder
-
-
-def find_snapshot(root: Path, which: str) -> Snapshot:
-    """The checkpoint that `--checkpoint` means.
-
-    Args:
-        root: the folder of a run's checkpoints.
-        which: `best`, `latest`, or a step's number.
-
-    Raises:
-        CheckpointError: there is none, or what it says of its progress cannot be.
-    """
-    snapshot = _found(root, which)
-    check_meta(snapshot, str(root / checkpoint.folder_name(snapshot.step)))
-    return snapshot
-
-
-def _found(root: Path, which: str) -> Snapshot:
-    if which == "latest":
-        snapshot, _, skipped = checkpoint.newest_valid(root)
-        if snapshot is None:
-            raise CheckpointError(
-                f"{root}: holds no valid checkpoint {'; '.join(skipped)}".rstrip()
-            )
-        return snapshot
-    if which == "best":
-        folder = checkpoint.read_hint(root, "best")
-        if folder is None:
-            raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
-        return checkpoint.read(folder)
-    try:
-        step = parse_int(which)
-    except ValueError:
-        raise CheckpointError(
-            f"--checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
-        ) from None
-    return checkpoint.read(root / checkpoint.folder_name(step))

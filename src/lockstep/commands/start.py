@@ -29,7 +29,7 @@ from lockstep.launch.job.commands import (
 )
 from lockstep.launch.job.run import Outcome, run_ranks
 from lockstep.launch.rank.early import NOTHING_SAVED
-from lockstep.observe import ConsoleView, Sinks, event_from_row, read_result
+from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
@@ -164,8 +164,8 @@ def _notice(text: str) -> None:
 
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
-    """Run ranks to their end, with their progress on the console."""
-    view = Sinks([ConsoleView()])
+    """Run ranks to their end, shown on the console as `sitting` says."""
+    view = Sinks([QuietView() if sitting.quiet else ConsoleView()])
 
     def on_row(row: dict[str, Any]) -> None:
         view(event_from_row(row))

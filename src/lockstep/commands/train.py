@@ -32,6 +32,7 @@ def train(
     resume: bool,
     config_file: Path | None = None,
     replacements: int = 0,
+    quiet: bool = False,
 ) -> int:
     """Train a target here, if this process is a rank or is to be the only one, else start ranks.
 
@@ -51,7 +52,7 @@ def train(
                 f"{target}: this process is already a rank; start `python {target}` itself under "
                 f"{environment.launcher}"
             )
-        sitting = given or Sitting(str(run_dir) if run_dir else None, resume)
+        sitting = given or Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
         )
@@ -67,15 +68,15 @@ def train(
                 "single keys with key=value"
             )
         path = run_dir or new_run_dir(Path(target).stem)
-        sitting = Sitting(str(path), resume, tuple(overrides), False, where)
+        sitting = Sitting(str(path), resume, tuple(overrides), False, where, quiet)
         return _start(rank_command(chosen, num_ranks, where, (), replacements), sitting, threads=1)
     kind, config = configured(target, overrides, config_file)
     if chosen == "python":
-        sitting = Sitting(str(run_dir) if run_dir else None, resume, target=where)
+        sitting = Sitting(str(run_dir) if run_dir else None, resume, target=where, quiet=quiet)
         return _train_here(target, overrides, sitting, config_file)
     task = make_task(kind, config)
     path = run_dir or new_run_dir(task.name)
-    sitting = Sitting(str(path), resume, (), False, where)
+    sitting = Sitting(str(path), resume, (), False, where, quiet)
     directory = RunDirectory(path)
     claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
     directory.close()
@@ -90,6 +91,7 @@ def resume(
     ranks: int | None,
     launcher: str | None,
     replacements: int = 0,
+    quiet: bool = False,
 ) -> int:
     """Go on with the run in a directory; overrides may change what does not change the result.
 
@@ -105,7 +107,7 @@ def resume(
         overrides, file = [*known.overrides, *overrides], None
     else:
         file = run_dir / "config.yaml"
-    return train(target, overrides, ranks, launcher, run_dir, True, file, replacements)
+    return train(target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet)
 
 
 def _train_here(

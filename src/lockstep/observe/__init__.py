@@ -25,6 +25,7 @@ from lockstep.observe.jsonl import (
     read_events,
 )
 from lockstep.observe.metrics_csv import MetricsCsv
+from lockstep.observe.quiet import QuietView
 from lockstep.observe.result import ResultJson, read_result
 from lockstep.observe.sink import Sink, Sinks
 from lockstep.observe.tensorboard import TensorBoard
@@ -34,6 +35,7 @@ __all__ = [
     "EventHub",
     "EventsJsonl",
     "MetricsCsv",
+    "QuietView",
     "ResultJson",
     "Sink",
     "Sinks",
@@ -47,16 +49,17 @@ __all__ = [
 ]
 
 
-def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool) -> Sinks:
+def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool = False) -> Sinks:
     """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
 
     A run that goes on from a checkpoint uses the same files. The step it goes on from is that of
     its `RunStarted`: curves of later steps are removed then, since they come again.
 
     Args:
-        run_dir: path of the run directory; created if it is not there.
-        tensorboard: whether to write TensorBoard event files.
-        console: whether to show the run on standard output.
+        run_dir: the run directory; made if need be.
+        tensorboard: write TensorBoard event files.
+        console: show the run on standard output.
+        quiet: show warnings and how the run ended only.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
@@ -75,6 +78,6 @@ def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool) -> Sinks:
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         if console:
-            add(ConsoleView())
+            add(QuietView() if quiet else ConsoleView())
         undo.pop_all()
     return Sinks(sinks)

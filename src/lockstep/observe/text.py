@@ -68,6 +68,12 @@ def summary(plan: RunStarted | None, end: Finished) -> Pairs:
     return [(name, text) for name, text in pairs if text]
 
 
+def outcome(plan: RunStarted | None, end: Finished) -> str:
+    """How a run ended, in one line."""
+    where = [plan.run_dir] if plan else []
+    return ", ".join([f"{end.status} at step {end.step:,}", f"SHA-256 {end.params_sha256}", *where])
+
+
 def progress(done: StepDone) -> list[str]:
     """The state of training as short items, the most important first."""
     return [

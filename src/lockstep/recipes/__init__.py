@@ -1,30 +1,87 @@
-"""The trainable systems that come with Lockstep: each is a module with a Task and its config."""
+"""The trainable systems that come with Lockstep: each is a module with a Task and its config.
+
+This module knows of them without importing them. A recipe is imported when it is asked for.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from lockstep.engine.task import Task
 from lockstep.errors import ConfigError
 from lockstep.launch.rank.early import ending_at_interrupt
 
-_RECIPES: Mapping[str, str] = MappingProxyType(
+if TYPE_CHECKING:
+    from lockstep.engine.task import Task
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """Subcommands that a recipe adds to `lockstep`.
+
+    Attributes:
+        name: the word after `lockstep`.
+        summary: what they are for, in one line.
+        module: keeps the protocol `lockstep.recipes.abilities.HasCommands`.
+    """
+
+    name: str
+    summary: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of a recipe before it is imported.
+
+    Attributes:
+        task: its Task class, as `module:class`.
+        summary: what it trains, in one line.
+        commands: the subcommands that it adds.
+    """
+
+    task: str
+    summary: str
+    commands: CommandGroup | None = None
+
+
+_RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
-        "digits": "lockstep.recipes.digits:Digits",
-        "ufs": "lockstep.recipes.ufs.task:Ufs",
-        "quantum": "lockstep.recipes.quantum.task:Quantum",
+        "digits": Recipe(
+            "lockstep.recipes.digits:Digits",
+            "Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN.",
+        ),
+        "ufs": Recipe(
+            "lockstep.recipes.ufs.task:Ufs",
+            "Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out.",
+            CommandGroup("data", "Write the data that recipes use.", "lockstep.recipes.ufs.cli"),
+        ),
+        "quantum": Recipe(
+            "lockstep.recipes.quantum.task:Quantum",
+            "A quantum transformer that learns sentences word by word.",
+            CommandGroup(
+                "quantum",
+                "What to do with a trained quantum transformer.",
+                "lockstep.recipes.quantum.cli",
+            ),
+        ),
     }
 )
 
 
 def recipe_names() -> list[str]:
-    """The names `load_recipe` knows, sorted. Imports none of them."""
+    """The names `load_recipe` knows, sorted."""
     return sorted(_RECIPES)
+
+
+def command_groups() -> list[CommandGroup]:
+    """The subcommands that recipes add, sorted by name."""
+    groups = [recipe.commands for recipe in _RECIPES.values() if recipe.commands]
+    return sorted(groups, key=lambda group: group.name)
 
 
 def load_recipe(name: str) -> type[Task]:
@@ -33,19 +90,23 @@ def load_recipe(name: str) -> type[Task]:
     Raises:
         ConfigError: there is no recipe of that name; the message has the nearest one.
     """
-    if name not in _RECIPES:
-        nearest = difflib.get_close_matches(name, _RECIPES, n=1, cutoff=0.5)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ConfigError(f"unknown recipe {name!r}{hint} (there are: {', '.join(recipe_names())})")
-    module, _, attribute = _RECIPES[name].partition(":")
+    module, _, attribute = _recipe(name).task.partition(":")
     with ending_at_interrupt():
         return cast("type[Task]", getattr(importlib.import_module(module), attribute))
 
 
 def summary(name: str) -> str:
-    """A description of a recipe in one line: the first of its docstring.
+    """What a recipe trains, in one line. Nothing is imported.
 
     Raises:
         ConfigError: there is no recipe of that name.
     """
-    return (inspect.getdoc(load_recipe(name)) or "").partition("\n")[0]
+    return _recipe(name).summary
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in _RECIPES:
+        nearest = difflib.get_close_matches(name, _RECIPES, n=1, cutoff=0.5)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"unknown recipe {name!r}{hint} (there are: {', '.join(recipe_names())})")
+    return _RECIPES[name]

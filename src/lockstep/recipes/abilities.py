@@ -1,12 +1,14 @@
-"""Protocols for what a task may offer besides training, by which commands ask for it."""
+"""What a recipe may be able to do beside training: commands ask for it by these protocols."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    import typer
+    from torch import Tensor, nn
 
 
 @runtime_checkable
@@ -53,3 +55,15 @@ class Exports(Protocol):
         Returns:
             Lines for people.
         """
+
+
+class HasCommands(Protocol):
+    """A module with subcommands of a recipe; `lockstep.recipes.CommandGroup` names it.
+
+    It is imported to list them too, so its functions import what is slow themselves.
+
+    Attributes:
+        app: the subcommands.
+    """
+
+    app: typer.Typer

@@ -32,15 +32,51 @@ def one_line(done: subprocess.CompletedProcess[str]) -> None:
     assert early.NOTHING_SAVED in done.stderr
 
 
-@pytest.mark.parametrize("library", ["torch", "typer"])
-def test_while_the_command_is_imported(tmp_path: Path, library: str) -> None:
+@pytest.mark.parametrize(
+    ("library", "arguments"),
+    [
+        ("typer", "--help"),
+        ("torch", "train digits"),
+        ("torch", "resume r"),
+        ("torch", "eval r"),
+        ("torch", "export r out"),
+        ("torch", "verify digits"),
+        ("torch", "chaos digits"),
+        ("torch", "slurm digits"),
+        ("torch", "doctor"),
+        ("numpy", "data ufs-synthetic d"),
+        ("torch", "quantum export r"),
+    ],
+)
+def test_while_the_command_is_imported(tmp_path: Path, library: str, arguments: str) -> None:
     (tmp_path / f"{library}.py").write_text(STRUCK.format(name="INT"))
-    one_line(start(tmp_path, "-m", "lockstep", "train", "digits"))
+    one_line(start(tmp_path, "-m", "lockstep", *arguments.split()))
 
 
-def test_while_a_script_imports_the_library(tmp_path: Path) -> None:
+def test_while_commands_of_a_recipe_are_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys, os, signal, lockstep.recipes.quantum as package\n"
+        f"package.__path__.insert(0, {str(tmp_path)!r})\n"
+        "sys.argv = ['lockstep', 'quantum', 'predict']\n"
+        "from lockstep.__main__ import main\nmain()\n"
+    )
+    (tmp_path / "cli.py").write_text(STRUCK.format(name="INT"))
+    one_line(start(tmp_path, "-c", code))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import lockstep as ls\nls.Task",
+        "from lockstep import train",
+        "from lockstep import *",
+        "import lockstep\nimport torch",
+    ],
+)
+def test_while_a_script_imports_the_library(tmp_path: Path, use: str) -> None:
     (tmp_path / "torch.py").write_text(STRUCK.format(name="INT"))
-    (tmp_path / "script.py").write_text("print('loading')\nimport lockstep\n")
+    script = f"print('loading')\n{use}\n"
+    (tmp_path / "script.py").write_text(script)
     done = start(tmp_path, "script.py")
     one_line(done)
     assert done.stdout == "loading\n"
@@ -109,4 +145,5 @@ def test_a_rank_takes_note_of_a_preemption(
     tmp_path: Path, env: dict[str, str], expected: int
 ) -> None:
     (tmp_path / "yaml.py").write_text(STRUCK.format(name="USR1") + "os._exit(0)\n")
-    assert start(tmp_path, "-c", "import lockstep", **env).returncode == expected
+    code = "import lockstep; lockstep.TrainConfig"
+    assert start(tmp_path, "-c", code, **env).returncode == expected

@@ -24,6 +24,8 @@ class QuantumOptimizerConfig(OptimizerConfig):
     """Gradient descent unless another is named."""
 
     name: Literal["sgd", "adam", "adamw", "lbfgs", "natural"] = "sgd"  # type: ignore[assignment]
+    """Also L-BFGS (with `lr=1`) and the quantum natural gradient; both need `clip_norm=null` and
+    the whole corpus as batch."""
     history: Positive = 10
     """Pairs of steps and gradient changes that are kept (lbfgs)."""
     max_step: PositiveFloat = 1.0
@@ -36,24 +38,26 @@ class QuantumConfig(TrainConfig):
     """The keys of the model and its corpus, and the defaults of the MPI training guide."""
 
     embedding_dim: Annotated[int, Field(ge=2)] = 4
-    """d, a power of two: a word is a state of log2 d qubits."""
+    """A power of two: a word is a state of so many amplitudes."""
     num_layers: Positive = 1
     """Layers of the ansatz."""
     dtype: Literal["complex64", "complex128"] = "complex128"
+    """Type of the amplitudes."""
     restarts: Positive = 1
-    """Independent sets of angles that are trained side by side."""
+    """Independent sets of angles, trained side by side; more than one needs `clip_norm=null`."""
     corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """A text file, one sentence a line; without it, eight built-in sentences."""
+    """UTF-8 text, one sentence a line; without it, eight built-in sentences."""
     test_corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """The same for testing; without it and without `corpus`, four built-in sentences."""
+    """The same for testing; without both, four built-in sentences."""
     backend: Literal["closed_form", "circuit"] = "closed_form"
     """Whether amplitudes are computed, or circuits simulated gate by gate."""
     grad: Literal["exact", "shift"] = "exact"
     """Gradients of circuits: by adjoint differentiation, or by the parameter-shift rule."""
     shots: Positive | None = None
-    """Measurements that estimate each probability; exact without."""
+    """Measurements that estimate each probability, with noise from the seed; exact without. Needs
+    `grad=shift`."""
     deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
-    """The work that is distributed over ranks: sentences, or parts of the work on each."""
+    """What is dealt out to microbatches: sentences, or parts of the work on each of them."""
     parts: Positive = 1
     """Parts of the work on a sentence, where `deal` is not `sentences`."""
     shards: Literal["split", "strided"] = "split"

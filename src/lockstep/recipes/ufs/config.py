@@ -41,35 +41,43 @@ class UfsConfig(TrainConfig):
     ocean: Files = Field((), json_schema_extra=NO_OUTCOME)
     """The ocean's files of CF pairs, one for each of `atmosphere`, in the same order."""
     cache_dir: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
-    """Folder in which rows that were read are kept; `$XDG_CACHE_HOME/lockstep/ufs` by default."""
+    """Where rows that were read are kept, best where all ranks see it;
+    `$XDG_CACHE_HOME/lockstep/ufs` (`~/.cache/…`) without it."""
     level: int | None = None
     """Number of the model level of upper-air fields; the lowest in height without it."""
 
     inputs: Names = DEFAULT_INPUTS
+    """Input variables."""
     outputs: Names = ("aice",)
+    """Output variables."""
     mask_mode: Literal["sea_ice", "ocean", "both"] = "sea_ice"
     """Which ocean cells: those with more ice than `min_ice_concentration`, the others, or both."""
     min_ice_concentration: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Ice concentration above which `mask_mode` takes a cell for sea ice."""
     thin_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of the cells that is kept."""
     max_patterns: Positive = 400_000
-    """Most cells that are kept, of all files together."""
+    """Most cells that are kept, drawn from all files together."""
     split: Literal["blocks", "time"] = "blocks"
     """Whether validation and test rows are blocks of the grid or the last times."""
     split_block_cells: Positive = 8
     """Rows and columns of a block."""
     val_fraction: Fraction = 0.1
+    """Part of the rows held out for validation."""
     test_fraction: Fraction = 0.1
+    """Part of the rows held out for testing."""
 
     hidden: Annotated[tuple[Positive, ...], Field(min_length=1)] = (64, 64, 64)
     """Widths of the hidden layers."""
     squash: bool = True
     """Keep outputs that have bounds (aice) within them, by a logistic function."""
     loss: Literal["mse", "mae", "huber"] = "mse"
+    """Of normalised outputs: squared, absolute or Huber error."""
     start_from: Path | None = None
     """A run whose best network (the newest, if it was never evaluated) training starts from."""
     jacobian_samples: Count = 100
-    """Validation rows whose Jacobians each evaluation looks at; 0 for none."""
+    """Validation rows whose Jacobians each evaluation looks at, at most `eval_batch_size`; 0 for
+    none."""
 
     batch_size: Positive = 1000
     num_microbatches: Positive = 4

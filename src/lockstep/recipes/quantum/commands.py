@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.commands.evaluate import find_snapshot
 from lockstep.config import load
 from lockstep.engine.assembly import build_model
 from lockstep.engine.checkpoint.format import Snapshot
@@ -26,6 +25,7 @@ from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer.model import QuantumTransformer
 from lockstep.recipes.quantum.config import QuantumConfig
 from lockstep.recipes.quantum.task import Quantum
+from lockstep.snapshots import find_snapshot
 
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 

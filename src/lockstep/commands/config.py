@@ -1,0 +1,95 @@
+"""`lockstep config`: the keys of a target, for people or as a YAML file."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import yaml
+
+from lockstep.commands.target import is_script, task_class
+from lockstep.config_help import Group, Key, describe
+from lockstep.errors import ConfigError
+
+_MOST_COLUMNS = 100
+
+
+def keys(target: str) -> list[str]:
+    """Each key of a target with its default, its type, and what it means; for people.
+
+    Raises:
+        ConfigError: there is no such recipe, file or class.
+    """
+    columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+    lines = []
+    for group in describe(task_class(target).Config):
+        if group.name:
+            of = "each of " if group.is_list else ""
+            lines += ["", *textwrap.wrap(f"{of}{group.name}: {group.about}", columns), ""]
+        for key in group.keys:
+            lines += _key_lines(key, columns)
+    lines += ["", "*: cannot change the result, so it may be changed at every resume"]
+    return [line.replace("`", "") for line in lines]
+
+
+def _key_lines(key: Key, columns: int) -> list[str]:
+    mark = "" if key.is_outcome else " *"
+    head = key.name if key.is_needed else f"{key.name} = {key.shown}"
+    kind = f"{key.type}{', needed' if key.is_needed else ''}{mark}"
+    indent = " " * 4
+    meaning = textwrap.wrap(key.meaning, columns, initial_indent=indent, subsequent_indent=indent)
+    return [f"{head:<34}  {kind}", *meaning]
+
+
+def as_yaml(target: str) -> list[str]:
+    """A YAML file with all keys of a target, their defaults, and comments that explain them.
+
+    Raises:
+        ConfigError: there is no such recipe, file or class, or it is a script, which takes none.
+    """
+    kind = task_class(target)
+    if is_script(target):
+        raise ConfigError(
+            f"{target}: is a script, which brings its own config and takes no --config; name its "
+            f"task: {target}:{kind.__name__}"
+        )
+    groups = describe(kind.Config)
+    lines = [f"# All keys of {target}: lockstep train {target} --config FILE"]
+    return [*lines, *_section(groups[0], [g for g in groups[1:] if not g.is_list], 0)]
+
+
+def _section(group: Group, others: Sequence[Group], depth: int) -> Iterator[str]:
+    """The lines of a section, and of the sections in it.
+
+    Args:
+        group: the section.
+        others: the rest of the groups.
+        depth: how many sections it lies in.
+    """
+    indent = "  " * depth
+    for key in group.keys:
+        leaf = key.name.rpartition(".")[2]
+        needed = " (has no default)" if key.is_needed else ""
+        yield ""
+        yield from _comment(f"{key.meaning} [{key.type}]{needed}".strip().replace("`", ""), indent)
+        yield indent + (f"# {leaf}:" if key.is_needed else _item(leaf, key))
+    for other in others:
+        outer, _, leaf = other.name.rpartition(".")
+        if outer == group.name:
+            yield ""
+            yield from _comment(other.about.replace("`", ""), indent)
+            yield f"{indent}{leaf}:"
+            yield from _section(other, others, depth + 1)
+
+
+def _item(leaf: str, key: Key) -> str:
+    text = yaml.safe_dump(
+        {leaf: key.default}, default_flow_style=True, allow_unicode=True, width=10**9
+    )
+    return text.strip()[1:-1]
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    start = f"{indent}# "
+    return textwrap.wrap(text, _MOST_COLUMNS, initial_indent=start, subsequent_indent=start)

@@ -1,0 +1,48 @@
+"""Which checkpoint of a run is meant: its best, its latest, or that of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.resumable import check_meta
+from lockstep.errors import CheckpointError
+from lockstep.parsing import parse_int, shown
+
+
+def find_snapshot(root: Path, which: str) -> Snapshot:
+    """The checkpoint that `--checkpoint` means.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        which: `best`, `latest`, or a step's number.
+
+    Raises:
+        CheckpointError: there is none, or what it says of its progress cannot be.
+    """
+    snapshot = _read(root, which)
+    check_meta(snapshot, str(root / checkpoint.folder_name(snapshot.step)))
+    return snapshot
+
+
+def _read(root: Path, which: str) -> Snapshot:
+    if which == "latest":
+        snapshot, _, skipped = checkpoint.newest_valid(root)
+        if snapshot is None:
+            raise CheckpointError(
+                f"{root}: holds no valid checkpoint {'; '.join(skipped)}".rstrip()
+            )
+        return snapshot
+    if which == "best":
+        folder = checkpoint.read_hint(root, "best")
+        if folder is None:
+            raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
+        return checkpoint.read(folder)
+    try:
+        step = parse_int(which)
+    except ValueError:
+        raise CheckpointError(
+            f"--checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
+        ) from None
+    return checkpoint.read(root / checkpoint.folder_name(step))

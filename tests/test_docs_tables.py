@@ -1,0 +1,49 @@
+"""The tables of keys in the documentation are those of the config classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lockstep.config import TrainConfig
+from lockstep.config_help import describe
+from lockstep.recipes import recipe_names
+
+DOCS = Path(__file__).parents[1] / "docs"
+CORE = [group.name for group in describe(TrainConfig)]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(tables: ModuleType) -> None:
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.written(page) == page, "run `make docs-tables`"
+
+
+def test_no_section_and_no_recipe_is_left_out(tables: ModuleType) -> None:
+    page = tables.PAGE.read_text(encoding="utf-8")
+    subjects = re.findall(r"<!-- keys: (.+?) -->", page)
+    assert subjects == [f"core {name}".strip() for name in CORE] + ["digits", "ufs", "quantum"]
+    assert sorted(subjects[len(CORE) :]) == recipe_names()
+
+
+def test_a_stale_table_is_written_anew(tables: ModuleType) -> None:
+    stale = "before\n<!-- keys: core data -->\n\n| old |\n\n<!-- end -->\nafter\n"
+    new = tables.written(stale)
+    assert new.startswith("before\n<!-- keys: core data -->\n")
+    assert new.endswith("\n<!-- end -->\nafter\n")
+    assert "| old |" not in new
+    assert "| `data.shuffle` | bool | `true` | yes | Draw a new order for each epoch. |" in new
+    assert tables.written(new) == new
