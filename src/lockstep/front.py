@@ -171,7 +171,7 @@ def _run(
         sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
-        desk = EventHub(
+        hub = EventHub(
             lambda: open_sinks(
                 directory.path,
                 tensorboard=config.tensorboard,
@@ -179,11 +179,11 @@ def _run(
                 quiet=sitting.quiet,
             )
         )
-        stack.callback(desk.close)
+        stack.callback(hub.close)
 
         def take_over() -> None:
             directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
-            desk.open()
+            hub.open()
 
         runtime = Runtime(
             transport=transport,
@@ -191,7 +191,7 @@ def _run(
             slot=environment.rank,
             launcher=environment.launcher,
             local_rank=environment.local_rank,
-            listen=desk,
+            listen=hub,
             take_over=take_over,
             stop_reason=stop.reason,
             at=injector(os.environ, environment.rank),

@@ -56,10 +56,10 @@ def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool =
     its `RunStarted`: curves of later steps are removed then, since they come again.
 
     Args:
-        run_dir: the run directory; made if need be.
-        tensorboard: write TensorBoard event files.
-        console: show the run on standard output.
-        quiet: show warnings and how the run ended only.
+        run_dir: path of the run directory; created if it is not there.
+        tensorboard: whether to write TensorBoard event files.
+        console: whether to show the run on standard output.
+        quiet: whether to show warnings and how the run ended only.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
