@@ -169,12 +169,17 @@ def _has_workers(target: str, overrides: Sequence[str]) -> bool:
 
 
 def _damage_newest(root: Path) -> None:
-    """Flip a bit in the newest checkpoint, if there is one."""
-    for folder in checkpoint.folders(root)[:1]:
-        file = folder / "model.safetensors"
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+    """Flip a bit in the newest checkpoint, if there is another one to go back to.
+
+    A run whose only checkpoint is damaged does not start over by itself.
+    """
+    folders = checkpoint.folders(root)
+    if len(folders) < 2:
+        return
+    file = folders[0] / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
