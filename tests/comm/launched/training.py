@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.backend.backend import init_process_group
+from lockstep.comm.backend import init_process_group
 
 group = init_process_group()
 RANK, SIZE = dist.get_rank(), dist.get_world_size()

@@ -219,7 +219,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("kind", ["python", "mpi"])
+@pytest.mark.cold
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
 @pytest.mark.parametrize("met", [True, False])
 def test_ranks_that_have_just_met_are_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, met: bool

@@ -21,7 +21,7 @@ def start(environment: Environment, backend: str) -> str:
     if backend == "mpi4py":
         from mpi4py import MPI
 
-        from lockstep.comm.backend.backend import init_process_group
+        from lockstep.comm.backend import init_process_group
 
         init_process_group(timeout=timeout)
         library = MPI.Get_library_version().partition(",")[0]

@@ -64,8 +64,8 @@ class Job:
         stderr: file that gets the command's standard error.
         notify: function that gets each message for the user.
         start_timeout_s: seconds that the ranks may take to meet each other.
-        has_met: function that returns whether the ranks have written that they have met, which
-            `note` may not know yet.
+        written: function that returns the rows that the ranks have written so far, of which
+            `note` may not know all yet.
 
     Attributes:
         ended: event that is set when all processes are gone.
@@ -82,7 +82,7 @@ class Job:
         stderr: IO[bytes],
         notify: Callable[[str], None],
         start_timeout_s: float,
-        has_met: Callable[[], bool],
+        written: Callable[[], list[dict[str, Any]]],
     ) -> None:
         self.ended = threading.Event()
         self.failure: str | None = None
@@ -90,7 +90,7 @@ class Job:
         self.stopped_by: signal.Signals | None = None
         self._command = command
         self._notify = notify
-        self._has_met = has_met
+        self._written = written
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         self._kill_deadline: float | None = None
@@ -197,7 +197,8 @@ class Job:
             send(held, signal.SIGSTOP)
         while not all(map(is_held, held)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        self.met = self._has_met()
+        for row in self._written():  # whom to ask to stop is known from them too
+            self.note(row)
         if self.met:
             if self._command.launcher != "mpi":
                 send(held, signal.SIGCONT)

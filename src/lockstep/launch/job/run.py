@@ -17,7 +17,7 @@ from typing import IO, Any, TypeAlias
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.files import open_regular
 from lockstep.launch.job.commands import RankCommand
-from lockstep.launch.job.job import GRACE_S, Job, says_met
+from lockstep.launch.job.job import GRACE_S, Job
 from lockstep.launch.rank.signals import PREEMPTED
 from lockstep.observe.jsonl import end_of_events, follow_events
 
@@ -87,12 +87,13 @@ def run_ranks(
     with _opened(log) as stderr, _received_signals() as received:
         log_start, rows_start = stderr.tell(), end_of_events(events)
 
-        def has_met() -> bool:
+        def written() -> list[Row]:
+            rows: list[Row] = []
             with contextlib.suppress(LockstepError):
-                return any(map(says_met, follow_events(events, lambda: True, start=rows_start)))
-            return False
+                rows.extend(follow_events(events, lambda: True, start=rows_start))
+            return rows
 
-        job = Job(command, env, stderr, on_notice, start_timeout_s, has_met)
+        job = Job(command, env, stderr, on_notice, start_timeout_s, written)
         # Bounded: ranks that print faster than is shown have to wait.
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
