@@ -9,10 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.quantum.circuits.circuit import Circuit, gate, parameter
-from lockstep.quantum.simulation.measure import PauliSum
-from lockstep.quantum.simulation.shift import share, shifted
-from lockstep.quantum.simulation.statevector import Simulator
+from lockstep.quantum import Circuit, PauliSum, Simulator, gate, parameter, share, shifted
 
 
 class IsingConfig(ls.TrainConfig):

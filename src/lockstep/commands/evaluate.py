@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load, override
 from lockstep.engine.assembly import build_model, evaluations
+from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -21,7 +22,6 @@ from lockstep.launch.rank.environment import detect
 from lockstep.launch.rank.join import open_transport
 from lockstep.launch.rank.threads import set_threads
 from lockstep.recipes.abilities import Adopts, Reports
-from lockstep.snapshots import find_snapshot
 
 SPLITS = ("train", "val", "test")
 

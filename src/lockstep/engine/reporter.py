@@ -132,7 +132,7 @@ class Reporter:
                 "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
                 "`mpirun --with-ft ulfm` of Open MPI 5"
             )
-        if transport.size > used:
+        if Mesh(used, transport.size).num_spares:
             yield (
                 f"{transport.size} ranks for {used} microbatches: ranks {used} to "
                 f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.config import load
 from lockstep.engine.assembly import build_model
+from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -25,7 +26,6 @@ from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer.model import QuantumTransformer
 from lockstep.recipes.quantum.config import QuantumConfig
 from lockstep.recipes.quantum.task import Quantum
-from lockstep.snapshots import find_snapshot
 
 _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 

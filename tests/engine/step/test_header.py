@@ -1,0 +1,38 @@
+"""What ranks tell one another in each step arrives as it was said."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.engine.step.header import STOP_REASONS, Header, num_values
+from lockstep.engine.timing import Times
+
+seconds = st.floats(0, 1e9)
+counters = st.lists(st.one_of(st.just(-math.inf), st.integers(0, 2**53).map(float)), max_size=4)
+
+
+@given(
+    st.booleans(),
+    st.sampled_from(STOP_REASONS),
+    st.booleans(),
+    st.tuples(seconds, seconds, seconds, seconds),
+    counters,
+)
+def test_a_header_survives_the_journey(
+    has_failed: bool,
+    stop_reason: str,
+    grows: bool,
+    times: tuple[float, float, float, float],
+    counted: list[float],
+) -> None:
+    header = Header(has_failed, stop_reason, grows, Times(*times), tuple(counted))
+    values = header.pack()
+    assert len(values) == num_values(len(counted))
+    assert Header.unpack(values) == header
+
+
+def test_times_since() -> None:
+    assert Times(5, 4, 3, 2).since(Times(1, 1, 1, 2)) == Times(4, 3, 2, 0)
