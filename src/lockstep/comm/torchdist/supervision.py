@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
 
-_MESSAGE_BYTES = 1 << 16
+from lockstep.comm.torchdist.messages import MAX_BYTES, FromRank, Saying, ToRank
+
 _LEAVE_S = 5.0
 
 
@@ -107,28 +106,31 @@ class Supervision:
     def _is_lost(self) -> bool:
         return self._lost == self._generation
 
-    def _say(self, what: str, **more: Any) -> None:
-        message = {"say": what, "generation": self._generation, **more}
-        self._line.send(json.dumps(message).encode())
+    def _say(self, saying: Saying, takes_in: bool = False, code: int = 1) -> None:
+        self._line.send(FromRank(saying, self._generation, takes_in, code).encode())
 
     def _listen(self) -> None:
         while not self._has_left:
-            data = self._line.recv(_MESSAGE_BYTES)
-            if not data:  # the supervisor has died, and this process will in a moment
+            packet = self._line.recv(MAX_BYTES)
+            if not packet:  # the supervisor has died, and this process will in a moment
                 return
-            self._hear(json.loads(data))
+            self._hear(ToRank.decode(packet))
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: ToRank) -> None:
         with self._changed:
-            if "members" in message:
-                self._generation, self._members = message["generation"], message["members"]
+            if message.generation is not None and message.members is not None:
+                self._generation, self._members = message.generation, list(message.members)
                 self._num_agreed = 0
                 self.has_newcomer = False
-            self.has_newcomer = message.get("newcomer", self.has_newcomer)
-            self._built = message.get("built", self._built)
-            self._num_agreed += "agree" in message
-            self._lost = message.get("lost", self._lost)
-            self._has_left = "left" in message
+            if message.newcomer is not None:
+                self.has_newcomer = message.newcomer
+            if message.built is not None:
+                self._built = message.built
+            if message.agree is not None:
+                self._num_agreed += 1
+            if message.lost is not None:
+                self._lost = message.lost
+            self._has_left = message.left is not None
             self._changed.notify_all()
-        if "lost" in message:
+        if message.lost is not None:
             self._on_loss()

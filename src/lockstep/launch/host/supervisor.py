@@ -6,13 +6,12 @@ must not differ in are made here, one after the other, so survivors need no agre
 themselves: who belongs to a generation of the group, whether it is complete, and whether all have
 arrived somewhere before the next loss.
 
-This file is run as a script that does not import `lockstep`, so that ranks start without delay.
+This file is run as a script that imports nothing slow, so that ranks start without delay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -22,7 +21,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from lockstep.comm.torchdist.messages import MAX_BYTES, FromRank, ToRank
 
 PREFIX = "LOCKSTEP_LOCAL_"
 """Prefix of the environment variables that tell a rank its place."""
@@ -42,8 +42,6 @@ VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
 
 PLACE = f"{PREFIX}PLACE"
 """Set for a process that is started later: the rank whose local rank it takes."""
-
-_MESSAGE_BYTES = 1 << 16
 
 _GRACE_S = 3.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -90,16 +88,16 @@ class _Rank:
         code = self.process.returncode or 0
         return 128 - code if code < 0 else code
 
-    def tell(self, **message: Any) -> None:
+    def tell(self, message: ToRank) -> None:
         with contextlib.suppress(OSError):  # it has died, which `run` notices soon
-            self.line.send(json.dumps(message).encode())
+            self.line.send(message.encode())
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[FromRank]:
         """The messages that it has sent by now."""
         messages = []
         with contextlib.suppress(OSError):
-            while data := self.line.recv(_MESSAGE_BYTES):
-                messages.append(json.loads(data))
+            while packet := self.line.recv(MAX_BYTES):
+                messages.append(FromRank.decode(packet))
             self.is_silent = True
         return messages
 
@@ -187,33 +185,37 @@ class Supervisor:
 
     def _listen(self, rank: _Rank) -> None:
         for message in rank.read():
-            said, is_current = message["say"], message.get("generation") == self._generation
-            if said == "meet":
-                rank.takes_in = message["takes_in"]
+            is_current = message.generation == self._generation
+            if message.say == "meet":
+                rank.takes_in = message.takes_in
                 self._meet(rank)
-            elif said == "leave":
+            elif message.say == "leave":
                 rank.phase = "out"
                 # What concerns the others is not for its next group.
                 self._members.discard(rank.slot)
-                rank.tell(left=True)
+                rank.tell(ToRank(left=True))
                 self._dismiss()
-            elif said == "abort":
-                self._aborted = message["code"]
+            elif message.say == "abort":
+                self._aborted = message.code
                 self._end()
             elif is_current and not self._broken:
-                arrived = self._built if said == "built" else self._arrived
+                has_built = message.say == "built"
+                arrived = self._built if has_built else self._arrived
                 arrived.add(rank.slot)
                 # Told to all in one order: what all have reached counts, also if a loss comes next.
                 if arrived == self._members:
                     arrived.clear()
-                    self._tell(self._members, **{said: self._generation})
+                    number = self._generation
+                    self._tell(
+                        self._members, ToRank(built=number) if has_built else ToRank(agree=number)
+                    )
 
     def _meet(self, rank: _Rank) -> None:
         """A rank wants a group: the first one, or one without those that are lost."""
         if rank.slot in self._members:  # who asks for a new group has given this one up
             self._break()
         elif rank.phase == "starting":
-            self._tell(self._members, newcomer=True)
+            self._tell(self._members, ToRank(newcomer=True))
         if rank.phase == "out":  # the first training of a script, or one after another
             self._is_over = False
         rank.phase = "waiting"
@@ -234,7 +236,7 @@ class Supervisor:
     def _break(self) -> None:
         if not self._broken:
             self._broken = True
-            self._tell(self._members, lost=self._generation)
+            self._tell(self._members, ToRank(lost=self._generation))
 
     def _form(self) -> None:
         """Begin a generation of all living ranks, if all of them wait for it."""
@@ -253,14 +255,15 @@ class Supervisor:
         self._broken = False
         for rank in living:
             rank.phase, rank.is_new = "in", False
-        self._tell(self._members, generation=self._generation, members=sorted(self._members))
+        members = tuple(sorted(self._members))
+        self._tell(members, ToRank(generation=self._generation, members=members))
         if any(rank.phase == "waiting" for rank in self._ranks):
-            self._tell(self._members, newcomer=True)
+            self._tell(self._members, ToRank(newcomer=True))
 
-    def _tell(self, slots: Iterable[int], **message: Any) -> None:
+    def _tell(self, slots: Iterable[int], message: ToRank) -> None:
         for slot in slots:
             if self._ranks[slot].is_alive:
-                self._ranks[slot].tell(**message)
+                self._ranks[slot].tell(message)
 
     def _handle_exit(self, rank: _Rank) -> None:
         """Take note of a rank that has ended: tell the others, replace it, or begin a new group."""
