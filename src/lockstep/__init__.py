@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
     from lockstep.front import run, train
+    from lockstep.loading import Loaded, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Finished",
+    "Loaded",
     "LockstepError",
     "Loss",
     "Task",
     "TrainConfig",
     "generator",
+    "load",
     "numpy_generator",
     "run",
     "train",
@@ -38,10 +41,12 @@ __all__ = [
 _HOMES = {
     "Finished": "lockstep.engine.events",
     "LockstepError": "lockstep.errors",
+    "Loaded": "lockstep.loading",
     "Loss": "lockstep.engine.task",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
     "generator": "lockstep.data.random",
+    "load": "lockstep.loading",
     "numpy_generator": "lockstep.data.random",
     "run": "lockstep.front",
     "train": "lockstep.front",

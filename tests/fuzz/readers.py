@@ -13,7 +13,6 @@ import torch
 
 import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
 from lockstep.commands.slurm import job_file
-from lockstep.commands.target import trusted_target
 from lockstep.config import load, override
 from lockstep.data.idx import read_labelled, write_idx
 from lockstep.engine.checkpoint import format as checkpoint
@@ -31,6 +30,7 @@ from lockstep.recipes.ufs.fields.bands import load as load_band
 from lockstep.recipes.ufs.fields.sources import check_sources, find_sources
 from lockstep.recipes.ufs.report.history import read_curves
 from lockstep.recipes.ufs.synthetic.write import write_synthetic
+from lockstep.targets import trusted_target
 from tests.distributed.tasks import EverythingConfig
 from tests.fuzz.base import Made
 from tests.observe.sample_events import evaluated, finished, joined, run_started, step_done

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import yaml
 
-from lockstep.commands.target import is_script, task_class
 from lockstep.config_help import Group, Key, describe
 from lockstep.errors import ConfigError
+from lockstep.targets import is_script, task_class
 
 _MOST_COLUMNS = 100
 

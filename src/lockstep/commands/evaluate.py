@@ -6,14 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load, override
-from lockstep.engine.assembly import build_model, evaluations
+from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.task_state import restore_task
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
@@ -21,7 +18,9 @@ from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.rank.environment import detect
 from lockstep.launch.rank.join import open_transport
 from lockstep.launch.rank.threads import set_threads
-from lockstep.recipes.abilities import Adopts, Reports
+from lockstep.loading import restored
+from lockstep.recipes.abilities import Reports
+from lockstep.targets import make_task, task_class, trusted_target
 
 SPLITS = ("train", "val", "test")
 
@@ -62,12 +61,7 @@ def evaluate(
     snapshot = find_snapshot(directory.checkpoints, which)
     transport = open_transport(environment, device, TIMEOUT_S)
     try:
-        model = build_model(task, config, device)
-        check_fits(snapshot, model, str(directory.checkpoints))
-        load_model(snapshot, model)
-        restore_task(task, snapshot.task, snapshot.meta.get("task", {}))
-        if isinstance(task, Adopts):
-            task.adopt(model)
+        model = restored(task, config, snapshot, device, str(directory.checkpoints))
         found = evaluations(task, config, device, (split,))
         if split not in found:
             raise DataError(f"--split {split}: the task has no such dataset")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.commands.evaluate import made
-from lockstep.commands.target import make_task, task_class, trusted_target
 from lockstep.config import load
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
 from lockstep.recipes.abilities import Exports
+from lockstep.targets import make_task, task_class, trusted_target
 
 
 def export(run_dir: Path, folder: Path, which: str) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.mpi.collectives import without_hierarchy
-from lockstep.commands.target import absolute, configured, is_script
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
 from lockstep.errors import LaunchError
 from lockstep.files import replacing
@@ -23,6 +22,7 @@ from lockstep.launch.host.cores import THREAD_VARIABLES
 from lockstep.launch.job.commands import mpirun_command
 from lockstep.launch.slurm.resources import Resources
 from lockstep.launch.slurm.script import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.targets import absolute, configured, is_script
 
 DOCTOR = "doctor"
 """The target that tests communication instead of training."""

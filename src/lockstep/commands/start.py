@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lockstep.commands.target import is_script, script_path
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launch.host.cores import usable_cores
@@ -30,6 +29,7 @@ from lockstep.launch.job.commands import (
 from lockstep.launch.job.run import Outcome, run_ranks
 from lockstep.launch.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
+from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
 

@@ -14,13 +14,13 @@ from lockstep.commands.start import (
     rank_command,
     start_shown,
 )
-from lockstep.commands.target import absolute, configured, is_script, make_task, trusted_target
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting, claim, new_run_dir
 from lockstep.front import train as train_here
 from lockstep.launch.job.commands import RankCommand
 from lockstep.launch.rank.environment import detect
+from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
 
 
 def train(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.commands.target import configured, make_task
+from lockstep.targets import configured, make_task
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples" / "ising.py")
 

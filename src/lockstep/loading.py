@@ -1,0 +1,107 @@
+"""A trained model back in Python: `lockstep.load`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.config import TrainConfig
+from lockstep.config import load as load_config
+from lockstep.engine.assembly import build_model
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.restore import check_fits, load_model
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.task_state import restore_task
+from lockstep.engine.task import Task
+from lockstep.recipes.abilities import Adopts
+from lockstep.targets import make_task, task_class, trusted_target
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run has trained.
+
+    Attributes:
+        model: in evaluation mode, with the parameters and buffers of the checkpoint.
+        task: made anew, with its own state of the checkpoint.
+        config: of the run.
+        step: how many optimizer steps the checkpoint has seen.
+        run_dir: the run directory.
+    """
+
+    model: nn.Module
+    task: Task
+    config: TrainConfig
+    step: int
+    run_dir: Path
+
+
+def load(
+    run_dir: str | Path, which: str | int = "best", device: str | torch.device = "cpu"
+) -> Loaded:
+    """The model of a run's checkpoint, in this process; its data need not be there.
+
+    The task is made from the script or recipe that the run directory names, so its code is
+    imported. Random generators are left as they were.
+
+    Args:
+        run_dir: of the run.
+        which: `best`, `latest`, or a step's number.
+        device: where the model is to be.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, it is damaged, or the task's code has
+            changed so that the model does not fit.
+    """
+    directory = RunDirectory(Path(run_dir))
+    kind = task_class(trusted_target(directory))
+    config = load_config(kind.Config, directory.path / "config.yaml")
+    task = make_task(kind, config)
+    snapshot = find_snapshot(directory.checkpoints, str(which))
+    with _unchanged_generators():
+        model = restored(task, config, snapshot, torch.device(device), str(directory.checkpoints))
+    return Loaded(model.eval(), task, config, snapshot.step, directory.path)
+
+
+def restored(
+    task: Task, config: TrainConfig, snapshot: Snapshot, device: torch.device, where: str
+) -> nn.Module:
+    """A task's model with the state of a snapshot; the task gets its own state from it too.
+
+    Args:
+        task: of the run.
+        config: of the run.
+        snapshot: of the run.
+        device: where the model is to be.
+        where: what errors call the snapshot.
+
+    Raises:
+        LockstepError: the snapshot is of another model or task.
+    """
+    model = build_model(task, config, device)
+    check_fits(snapshot, model, where)
+    load_model(snapshot, model)
+    restore_task(task, snapshot.task, snapshot.meta.get("task", {}))
+    if isinstance(task, Adopts):
+        task.adopt(model)
+    return model
+
+
+@contextmanager
+def _unchanged_generators() -> Iterator[None]:
+    """Puts the global generators back, which a model's start values are drawn from."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
