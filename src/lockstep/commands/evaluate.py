@@ -62,10 +62,10 @@ def evaluate(
     transport = open_transport(environment, device, TIMEOUT_S)
     try:
         model = restored(task, config, snapshot, device, str(directory.checkpoints))
-        found = evaluations(task, config, device, (split,))
-        if split not in found:
+        splits = evaluations(task, config, device, (split,))
+        if split not in splits:
             raise DataError(f"--split {split}: the task has no such dataset")
-        metrics = found[split].run(transport, model, Compute(task, model, config, device))
+        metrics = splits[split].run(transport, model, Compute(task, model, config, device))
         more = _on_other_data(task, snapshot)
         if isinstance(task, Reports) and report is not None and transport.rank == 0:
             more += task.report(model.eval(), split, made(report, "--report"), run_dir)

@@ -224,7 +224,7 @@ def _never_trains(script: str) -> str:
     """What to do about a script that has ended without training."""
     tree = ast.parse(Path(script).read_bytes())
     bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    tasks = [name for name, found in bases.items() if any("Task" in ast.unparse(b) for b in found)]
+    tasks = [name for name, kinds in bases.items() if any("Task" in ast.unparse(b) for b in kinds)]
     return (
         f"{script}: ended without calling lockstep.train; call it, or name a Task class to have "
         f"it trained: {', '.join(f'{script}:{name}' for name in tasks or ['Task'])}"
@@ -234,11 +234,11 @@ def _never_trains(script: str) -> str:
 def _own_message(stderr: str) -> str:
     """The message a rank printed for the user, without what launchers print around it."""
     lines = stderr.splitlines()
-    found = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
-    if found is None:
+    first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
+    if first is None:
         return ""
-    own = [lines[found].removeprefix("error: ")]
-    for line in lines[found + 1 :]:
+    own = [lines[first].removeprefix("error: ")]
+    for line in lines[first + 1 :]:
         if not line or line.startswith(("---", "W1", "E1", "prterun")):
             break
         own.append(line)

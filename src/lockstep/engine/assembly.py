@@ -90,8 +90,8 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     everywhere(transport, lambda: check_judged(config, splits))
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
     if "val" in splits:
-        found = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
-        check_watched(config, found)
+        judged = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
+        check_watched(config, judged)
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics or ())
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -142,10 +142,10 @@ def evaluations(
     task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] = ("val", "test")
 ) -> dict[str, Evaluation]:
     """The splits there are, ready to be evaluated."""
-    found = {name: task.dataset(name) for name in splits}
+    datasets = {name: task.dataset(name) for name in splits}
     return {
         name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
-        for name, data in found.items()
+        for name, data in datasets.items()
         if data is not None
     }
 

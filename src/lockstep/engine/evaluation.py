@@ -71,14 +71,14 @@ class Evaluation:
         # What a batch changes would depend on how many batches this rank has.
         kept = KeptBuffers(model)
         constants = Constants(model, kept.names)
-        found = []
+        values = []
         for chunk in range(*chunks):
             try:
-                found.append(self._chunk(chunk, compute, transport))
+                values.append(self._chunk(chunk, compute, transport))
             finally:
                 kept.restore()
             constants.check(f"evaluation of batch {chunk}")
-        return found
+        return values
 
     def first_batch(
         self, transport: Transport, model: nn.Module, compute: Compute

@@ -107,8 +107,8 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     Raises:
         ConfigError: the variable does not hold faults.
     """
-    found, log = _due(env, slot)
-    due = [fault for fault in found if fault.kind != "edit"]
+    planned, log = _due(env, slot)
+    due = [fault for fault in planned if fault.kind != "edit"]
     if not due:
         return nothing
 
@@ -128,14 +128,14 @@ def injector(env: Mapping[str, str], slot: int) -> At:
 
 def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
-    found, log = _due(env, slot)
+    planned, log = _due(env, slot)
     original = task.loss
 
     def loss(model: nn.Module, batch: Any) -> Loss:
-        found = original(model, batch)
-        return replace(found, sum=found.sum * (1 + 2**-10))
+        loss = original(model, batch)
+        return replace(loss, sum=loss.sum * (1 + 2**-10))
 
-    for fault in found:
+    for fault in planned:
         if fault.kind == "edit":
             _note(fault, log)
             task.loss = loss  # type: ignore[method-assign]
@@ -148,14 +148,14 @@ def _due(env: Mapping[str, str], slot: int) -> tuple[list[PlannedFault], str]:
     if not text:
         return [], ""
     try:
-        found = as_type(_Given, parse_object(text))
-        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in found.faults):
+        given = as_type(_Given, parse_object(text))
+        if not all(min(f.delay_s, f.sleep_s) >= 0 for f in given.faults):
             raise ValueError("a time is less than 0")
     except ValueError as error:
         raise ConfigError(
             f"environment variable {FAULTS}: is not a list of faults ({error}); unset it"
         ) from None
-    log, faults = found.log, found.faults
+    log, faults = given.log, given.faults
     struck = _struck(Path(log)) if log else []
     return [f for f in faults if f.slot == slot and asdict(f) not in struck], log
 

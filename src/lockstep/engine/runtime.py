@@ -90,9 +90,9 @@ def everywhere(transport: Transport, action: Callable[[], T]) -> T:
         result = action()
     except (Exception, SystemExit) as caught:
         error = caught
-    found = shared_error(transport, error)
-    if found is not None:
-        raise found
+    failure = shared_error(transport, error)
+    if failure is not None:
+        raise failure
     return result  # type: ignore[return-value]
 
 
@@ -107,8 +107,8 @@ def shared_error(
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         _let_go(error)
-    found = next((e for e in transport.gather_json(mine) if e), None)
-    return _error(*found) if found else None
+    first = next((e for e in transport.gather_json(mine) if e), None)
+    return _error(*first) if first else None
 
 
 def _let_go(error: BaseException | None) -> None:
@@ -121,11 +121,11 @@ def _let_go(error: BaseException | None) -> None:
     seen: set[int] = set()  # an exception may be its own cause
     waiting = [error]
     while waiting:
-        found = waiting.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            traceback.clear_frames(found.__traceback__)
-            waiting += [found.__cause__, found.__context__]
+        raised = waiting.pop()
+        if raised is not None and id(raised) not in seen:
+            seen.add(id(raised))
+            traceback.clear_frames(raised.__traceback__)
+            waiting += [raised.__cause__, raised.__context__]
 
 
 def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
@@ -146,5 +146,5 @@ def check_can_regroup(transport: Transport, loss: GroupBroken) -> None:
 
 def _error(kind: str, message: str) -> LockstepError:
     """The error of a kind, by its class's name, on all ranks."""
-    found: type[LockstepError] = getattr(errors, kind, LockstepError)
-    return shared(found(message))
+    error_class: type[LockstepError] = getattr(errors, kind, LockstepError)
+    return shared(error_class(message))

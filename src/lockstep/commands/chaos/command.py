@@ -98,10 +98,10 @@ def chaos(
         before: list[Row] = []
         for blows in plan:
             with console.status(f"training with faults: {len(effects)} of {num_faults} done"):
-                found, rows = runs.sit(keep / "chaos", blows)
+                more, rows = runs.sit(keep / "chaos", blows)
             if effects and effects[-1].blow.ends_sitting:
                 effects[-1] = started_again(effects[-1], before, rows)
-            effects += found
+            effects += more
             before = rows
         console.print(render(effects))
         return _verdict(reference, keep / "chaos", console)

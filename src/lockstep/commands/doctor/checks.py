@@ -88,17 +88,17 @@ def _torch() -> Check:
 
 
 def _packages() -> Check:
-    found, missing = [], []
+    there, missing = [], []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            there.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
         return Check(
             "packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"
         )
-    return Check("packages", "ok", ", ".join(found))
+    return Check("packages", "ok", ", ".join(there))
 
 
 def _environment(env: Mapping[str, str]) -> Check:

@@ -64,7 +64,7 @@ def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> d
     Returns:
         For each path, such as `task.calls`, a text that differs when its value does.
     """
-    return _Walk(roots, without).found
+    return _Walk(roots, without).texts
 
 
 def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
@@ -117,7 +117,7 @@ class _Walk:
     """Visits each object once, depth first, up to a bound on their number."""
 
     def __init__(self, roots: Mapping[str, object], without: Iterable[object] = ()) -> None:
-        self.found: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
         self._seen: dict[int, object] = {id(value): value for value in without}
         modules = [root for root in roots.values() if isinstance(root, nn.Module)]
@@ -132,7 +132,7 @@ class _Walk:
 
     def _visit(self, path: str, value: object) -> Iterator[tuple[str, object]]:
         if isinstance(value, _PLAIN):
-            self.found[path] = short(repr(value))
+            self.texts[path] = short(repr(value))
             return
         if _is_opaque(value) or id(value) in self._seen or len(self._seen) >= _MOST_OBJECTS:
             return
@@ -141,7 +141,7 @@ class _Walk:
             self.generators[path] = value
         text = leaf(value)
         if text is not None and id(value) not in self._known:
-            self.found[path] = text
+            self.texts[path] = text
         if text is None or isinstance(value, Tensor):
             self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is its own
             yield from _children(value)
@@ -193,24 +193,24 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _attributes(value: object) -> dict[str, object]:
-    found: dict[str, object] = {}
+    parts: dict[str, object] = {}
     with suppress(AttributeError):  # without `__getattr__`, which may compute
-        found |= object.__getattribute__(value, "__dict__")
+        parts |= object.__getattribute__(value, "__dict__")
     if isinstance(value, Tensor):
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        return found | {name: getattr(value, name, None) for name in hooks}
+        return parts | {name: getattr(value, name, None) for name in hooks}
     if isinstance(value, nn.Module):
-        found.pop("training", None)
+        parts.pop("training", None)
         for part in ("_parameters", "_buffers", "_modules"):
-            inside: Any = found.pop(part, {})
-            found |= inside
+            inside: Any = parts.pop(part, {})
+            parts |= inside
     for kind in type(value).__mro__:
-        found |= _slots(kind, value)
+        parts |= _slots(kind, value)
         if not _is_library(kind.__module__):
             own = _own(kind)
-            overridden = {n: v for n, v in own.items() if n in found and callable(v)}
-            found |= own | found | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}
-    return found
+            overridden = {n: v for n, v in own.items() if n in parts and callable(v)}
+            parts |= own | parts | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}
+    return parts
 
 
 def _own(kind: type) -> dict[str, object]:
@@ -223,13 +223,13 @@ def _own(kind: type) -> dict[str, object]:
 
 
 def _slots(kind: type, value: object) -> dict[str, object]:
-    found: dict[str, object] = {}
+    slots: dict[str, object] = {}
     # Types of C have descriptors of their own, which may compute; only Python's are read.
     for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
         if isinstance(slot, types.MemberDescriptorType):
             with suppress(AttributeError):  # not assigned yet
-                found[name] = slot.__get__(value)
-    return found
+                slots[name] = slot.__get__(value)
+    return slots
 
 
 def _content(cell: types.CellType) -> object:

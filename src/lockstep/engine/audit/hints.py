@@ -44,7 +44,7 @@ def ignored_methods(kind: type[Task]) -> list[str]:
     used = {name for _, function in own for name in _names(function.__code__)}
     meant = {name: instead for instead, names in _FOREIGN.items() for name in names}
     hooks = [n for n, v in vars(Task).items() if isinstance(v, FunctionType) and n[0] != "_"]
-    found = {}
+    hints = {}
     for name, _ in own:
         if name in used or name in vars(Task) or name[0] == "_":
             continue
@@ -52,8 +52,8 @@ def ignored_methods(kind: type[Task]) -> list[str]:
         instead = meant.get(name) or (close[0] if close else "")
         if instead or name.startswith("on_"):
             end = f"; use {instead}" if instead else ": there are no such hooks"
-            found[name] = f"{kind.__name__}.{name} is never called{end}"
-    return list(found.values())
+            hints[name] = f"{kind.__name__}.{name} is never called{end}"
+    return list(hints.values())
 
 
 def mean_loss(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:

@@ -20,9 +20,9 @@ _OPAQUE = (
 
 def optimizers_in(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
     """An optimizer under the name "", and those it holds under the paths of its attributes."""
-    found: dict[str, optim.Optimizer] = {}
-    _collect(optimizer, "", found)
-    return found
+    optimizers: dict[str, optim.Optimizer] = {}
+    _collect(optimizer, "", optimizers)
+    return optimizers
 
 
 def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, object]:
@@ -34,7 +34,7 @@ def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, obje
         values: by name.
         without: addresses of the storages of tensors that are left out.
     """
-    found: dict[str, object] = {}
+    marks: dict[str, object] = {}
     seen: set[int] = set()
 
     def walk(value: Any, path: str, depth: int) -> None:
@@ -42,7 +42,7 @@ def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, obje
             return
         mark = _mark(value, without)
         if mark is not None:
-            found[path] = mark
+            marks[path] = mark
         elif id(value) not in seen:
             seen.add(id(value))
             for name, inner in _inside(value):
@@ -50,7 +50,7 @@ def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, obje
 
     for name, value in values.items():
         walk(value, name, 0)
-    return found
+    return marks
 
 
 def _mark(value: Any, without: Set[int]) -> object | None:
@@ -87,12 +87,12 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{k}", inner) for k, inner in getattr(value, "__dict__", {}).items())
 
 
-def _collect(value: Any, path: str, found: dict[str, optim.Optimizer]) -> None:
+def _collect(value: Any, path: str, optimizers: dict[str, optim.Optimizer]) -> None:
     inside: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, optim.Optimizer):
-        if any(value is known for known in found.values()):
+        if any(value is known for known in optimizers.values()):
             return
-        found[path] = value
+        optimizers[path] = value
         own = ("state", "param_groups", "defaults")
         inside = [(k, v) for k, v in vars(value).items() if k not in own]
     elif isinstance(value, Mapping):
@@ -100,4 +100,4 @@ def _collect(value: Any, path: str, found: dict[str, optim.Optimizer]) -> None:
     elif isinstance(value, (list, tuple)):
         inside = enumerate(value)
     for key, inner in inside:
-        _collect(inner, f"{path}.{key}" if path else str(key), found)
+        _collect(inner, f"{path}.{key}" if path else str(key), optimizers)

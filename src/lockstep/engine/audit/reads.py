@@ -14,15 +14,15 @@ def attributes_read(kind: type, method: str) -> set[str]:
         kind: the class.
         method: its name.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     waiting = [method]
     while waiting:
         function = getattr(kind, waiting.pop(), None)
         if isinstance(function, FunctionType):
-            new = set(_reads(function.__code__)) - found
-            found |= new
+            new = set(_reads(function.__code__)) - names
+            names |= new
             waiting += new
-    return found
+    return names
 
 
 def _reads(code: CodeType) -> Iterator[str]:

@@ -200,8 +200,8 @@ def folders(root: Path) -> list[Path]:
     """All complete checkpoints, newest step first."""
     if not root.is_dir():
         return []
-    found = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
-    steps = {p: int(match[1]) for p, match in found.items() if match and p.is_dir()}
+    matches = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
+    steps = {p: int(match[1]) for p, match in matches.items() if match and p.is_dir()}
     return sorted(steps, key=steps.__getitem__, reverse=True)
 
 

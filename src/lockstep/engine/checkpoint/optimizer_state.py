@@ -82,8 +82,8 @@ def to_json(value: Any, home: torch.device | None = None) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor) and value.dim() == 0 and is_savable(value):
-        found = {"dtype": dtype_name(value.dtype), "value": value.item()}
-        return found if home in (None, value.device) else found | {"device": value.device.type}
+        scalar = {"dtype": dtype_name(value.dtype), "value": value.item()}
+        return scalar if home in (None, value.device) else scalar | {"device": value.device.type}
     if isinstance(value, np.generic) and value.dtype.name in DTYPES:
         return {"numpy": value.dtype.name, "value": value.item()}
     if type(value) in (list, tuple):
@@ -133,12 +133,12 @@ def describe(optimizers: Mapping[str, optim.Optimizer], names: Mapping[int, str]
         for index, group in enumerate(optimizer.param_groups):
             stepped = [p for p in group["params"] if id(p) in names]
             digest = hashlib.sha256("\n".join(names[id(p)] for p in stepped).encode())
-            found = {
+            described = {
                 "number of tensors": len(stepped),
                 "number of elements": sum(p.numel() for p in stepped),
                 "SHA-256 of parameters' names": digest.hexdigest(),
             } | {k: _plain(v) for k, v in group.items() if k != "params"}
-            facts |= {f"{key} of group {index} of {what}": v for key, v in found.items()}
+            facts |= {f"{key} of group {index} of {what}": v for key, v in described.items()}
     return facts
 
 
@@ -238,14 +238,14 @@ class SharedState:
 
     def _jsons(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         """Those of the values that have a form in JSON."""
-        found = {}
+        jsons = {}
         for key, value in values.items():
             if key not in _SET_BY_ENGINE:
                 try:
-                    found[key] = to_json(value, self._home)
+                    jsons[key] = to_json(value, self._home)
                 except TypeError:
                     continue
-        return found
+        return jsons
 
     def _assign(self, target: dict[str, Any], now: Mapping[str, Any], then: dict[str, Any]) -> None:
         for key in now.keys() - then.keys():

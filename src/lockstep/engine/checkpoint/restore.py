@@ -99,14 +99,14 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
                 f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
             )
     entries = {e.name: e for e in train_step.flat.entries}
-    found = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
+    saved = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
     if train_step.flat_optimizer.elementwise:
-        wanted = {(key, name) for key, _ in found for name in entries}
+        wanted = {(key, name) for key, _ in saved for name in entries}
     else:
         scalars = snapshot.meta["optimizer_scalars"]
         wanted = {(k, n) for n, kept in scalars.items() for k, v in kept.items() if v == TENSOR}
-    for key, name in [*found, *wanted]:
-        tensor = found.get((key, name))
+    for key, name in [*saved, *wanted]:
+        tensor = saved.get((key, name))
         if tensor is None or name not in entries:
             raise CheckpointError(f"{where}: is damaged: optimizer state {key}/{name} does not fit")
         shape, dtype = entries[name].shape, train_step.flat.segments[entries[name].segment].dtype

@@ -153,10 +153,10 @@ def _loss_scale_problem(saved: Any, scale: LossScale, config: TrainConfig) -> st
     return "" if fits else f"loss_scale={saved}: cannot be that of {config.precision.dtype}"
 
 
-def _scalars_problem(found: Any) -> str:
-    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-        return f"optimizer_scalars={shown(found)}: must be objects by name"
-    for owner, values in found.items():
+def _scalars_problem(scalars: Any) -> str:
+    if not isinstance(scalars, dict) or not all(isinstance(v, dict) for v in scalars.values()):
+        return f"optimizer_scalars={shown(scalars)}: must be objects by name"
+    for owner, values in scalars.items():
         for key, value in values.items():
             place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
             if value != TENSOR and not _is_state(value):
@@ -164,9 +164,9 @@ def _scalars_problem(found: Any) -> str:
     return ""
 
 
-def _shared_problem(found: Any) -> str:
+def _shared_problem(saved: Any) -> str:
     try:
-        states = as_type(dict[str, _Shared], found)
+        states = as_type(dict[str, _Shared], saved)
     except ValueError as error:
         return f"optimizer_shared: {error}"
     for path, state in states.items():
@@ -179,11 +179,11 @@ def _shared_problem(found: Any) -> str:
 
 def _task_problem(snapshot: Snapshot, task: Task) -> str:
     """What is wrong with the task's own state: it must have all parts, of whatever kind by now."""
-    found = snapshot.meta.get("task", {})
-    if not isinstance(found, dict):
-        return f"task={shown(found)}: must be an object"
+    state = snapshot.meta.get("task", {})
+    if not isinstance(state, dict):
+        return f"task={shown(state)}: must be an object"
     tensors, values = capture_task(task)
-    missing = [n for n in (*tensors, *values) if n not in found and n not in snapshot.task]
+    missing = [n for n in (*tensors, *values) if n not in state and n not in snapshot.task]
     return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
 
 
@@ -242,21 +242,21 @@ def _check_layout(snapshot: Snapshot, train_step: TrainStep, is_exact: bool, whe
     """
     scalars = snapshot.meta["optimizer_scalars"]
     scale = train_step.loss_scale
-    found = _Layout(
+    theirs = _Layout(
         {name.partition("/")[0] for name in snapshot.optimizer},
         {owner: {k: _kind(v) for k, v in values.items()} for owner, values in scalars.items()},
     )
-    if found == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
+    if theirs == _Layout(set(), {}) and (scale.enabled or not snapshot.step):
         return  # no step so far, or all of them were skipped
     own, attributes = _layout(train_step)
-    if not any(_TENSOR in values.values() for values in found.scalars.values()):
+    if not any(_TENSOR in values.values() for values in theirs.scalars.values()):
         own = own.without_tensors()  # as earlier versions wrote it
-    groups = [group for group, values in found.scalars.items() if values]
-    fits = all(found.scalars[group] == own.scalars.get(group) for group in groups)
-    fits = fits and found.tensors == (own.tensors if groups else set())
-    if found != own and (is_exact or not fits):
+    groups = [group for group, values in theirs.scalars.items() if values]
+    fits = all(theirs.scalars[group] == own.scalars.get(group) for group in groups)
+    fits = fits and theirs.tensors == (own.tensors if groups else set())
+    if theirs != own and (is_exact or not fits):
         raise CheckpointError(
-            f"{where}: is of another optimizer: it has {found}, this "
+            f"{where}: is of another optimizer: it has {theirs}, this "
             f"{type(train_step.flat_optimizer.optimizer).__name__} keeps {own}"
         )
     for path, state in snapshot.meta.get("optimizer_shared", {}).items() if is_exact else ():

@@ -42,11 +42,11 @@ def check_start(transport: Transport, model: nn.Module) -> None:
     Raises:
         TaskError: on every rank, naming the first tensor and the ranks that differ.
     """
-    found = _first_difference(transport, _digests(model.state_dict() | dict(model.named_buffers())))
-    if found:
+    which = _first_difference(transport, _digests(model.state_dict() | dict(model.named_buffers())))
+    if which:
         raise shared(
             TaskError(
-                f"build_model: {found} right after it was built; draw all initial values from "
+                f"build_model: {which} right after it was built; draw all initial values from "
                 "torch's, numpy's or Python's global random state (it is seeded alike on all "
                 "ranks), never from a rank, the time or the system"
             )
@@ -73,10 +73,10 @@ def check_replicas(
     digests = transport.gather_json([model_digest(model, buffers), own])
     if all(d == digests[0] for d in digests):
         return
-    found = _first_difference(transport, _digests(model.state_dict() | dict(buffers)) | own)
+    which = _first_difference(transport, _digests(model.state_dict() | dict(buffers)) | own)
     raise shared(
         DivergenceError(
-            f"step {step}: {found}, though all ranks must hold the same bits: memory or hardware "
+            f"step {step}: {which}, though all ranks must hold the same bits: memory or hardware "
             "may be failing, or the task changed parameters outside the optimizer; the run stops, "
             "earlier checkpoints are untouched"
         )

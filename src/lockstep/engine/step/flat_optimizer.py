@@ -173,16 +173,16 @@ class FlatOptimizer:
         """
         state = OptimizerState({}, {}, {}, {})
         for part, name, value in self._states():
-            found = TENSOR
+            kept = TENSOR
             if not isinstance(value, Tensor) or value.dim() == 0:
-                found = to_json(value, part.tensor.device)
+                kept = to_json(value, part.tensor.device)
             elif self.elementwise:
                 if name not in state.flats:
                     state.flats[name] = [torch.zeros_like(f) for f in self._flat.flats]
                 state.flats[name][part.segment][part.range.first : part.range.last] = value
             else:
                 state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
-            state.scalars.setdefault(part.owner, {})[name] = found
+            state.scalars.setdefault(part.owner, {})[name] = kept
         state.shared.update({path: shared.values() for path, shared in self._shared.items()})
         return state
 
@@ -242,13 +242,13 @@ class FlatOptimizer:
         """
         for part in self._stepped:
             for path, inner in self._optimizers.items():
-                found = inner.state.get(part.tensor, {})
-                if not isinstance(found, Mapping):
+                kept_here = inner.state.get(part.tensor, {})
+                if not isinstance(kept_here, Mapping):
                     raise TaskError(
-                        f"build_optimizer: {type(inner).__name__} keeps a {type(found).__name__} "
-                        "as state of a parameter; it must be a dict"
+                        f"build_optimizer: {type(inner).__name__} keeps a "
+                        f"{type(kept_here).__name__} as state of a parameter; it must be a dict"
                     )
-                for key, value in found.items():
+                for key, value in kept_here.items():
                     self._check_savable(part, key, value)
                     yield part, f"{path}.{key}" if path else key, value
 
@@ -274,8 +274,8 @@ class FlatOptimizer:
     def _split(self, name: str) -> tuple[str, str]:
         """The path of the optimizer and the key that `_states` made a name of."""
         paths = sorted((p for p in self._optimizers if p), key=len, reverse=True)
-        found = next((p for p in paths if name.startswith(f"{p}.")), "")
-        return found, name[len(found) + 1 :] if found else name
+        prefix = next((p for p in paths if name.startswith(f"{p}.")), "")
+        return prefix, name[len(prefix) + 1 :] if prefix else name
 
 
 def _may_draw(optimizer: optim.Optimizer) -> bool:
@@ -287,11 +287,11 @@ def _may_draw(optimizer: optim.Optimizer) -> bool:
 def _own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
     """Each optimizer's groups, but for those that one before it has too."""
     seen: set[int] = set()
-    found: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for path, optimizer in optimizers.items():
-        found[path] = [g for g in optimizer.param_groups if id(g) not in seen]
+        groups[path] = [g for g in optimizer.param_groups if id(g) not in seen]
         seen |= {id(g) for g in optimizer.param_groups}
-    return found
+    return groups
 
 
 def _all_keys(state: OptimizerState, owner: str) -> dict[str, Any]:

@@ -58,9 +58,9 @@ class Compute:
         with torch.no_grad(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
         self._check(loss, training=False)
-        found = {"loss": (loss.sum, loss.weight), **loss.metrics}
-        values = copied([v for pair in found.values() for v in pair])()
-        return dict(zip(found, zip(values[::2], values[1::2], strict=True), strict=True))
+        pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
+        values = copied([v for pair in pairs.values() for v in pair])()
+        return dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True))
 
     def scalars(self, loss: Loss) -> list[Number]:
         """Loss and metrics as [sum, weight, sum, weight, …]."""

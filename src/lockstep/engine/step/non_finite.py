@@ -26,8 +26,8 @@ def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]
     everyone = transport.gather_json(bad)
     places = [
         f"{value} in microbatch {m} (rank {rank})"
-        for rank, found in enumerate(everyone)
-        for m, value in found
+        for rank, losses_there in enumerate(everyone)
+        for m, value in losses_there
     ]
     rest = f" and {len(places) - 3} others" if len(places) > 3 else ""
     return shared(
@@ -52,10 +52,10 @@ def non_finite_gradient(
     names = [
         entry.name for entry in flat.entries if not flat.view(gradients, entry).isfinite().all()
     ]
-    found = sorted({n for part in transport.gather_json(names) for n in part})
+    affected = sorted({n for part in transport.gather_json(names) for n in part})
     return shared(
         NonFiniteError(
-            f"step {step}: the loss is finite, but not the gradient of {', '.join(found[:3])}"
-            f"{' and others' if len(found) > 3 else ''}; {_UNCHANGED}"
+            f"step {step}: the loss is finite, but not the gradient of {', '.join(affected[:3])}"
+            f"{' and others' if len(affected) > 3 else ''}; {_UNCHANGED}"
         )
     )

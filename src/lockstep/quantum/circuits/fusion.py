@@ -60,9 +60,9 @@ class Block:
         """Whether any of the qubits takes part."""
         return any(q in self.targets or q in self.controls for q in qubits)
 
-    def take(self, found: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
+    def take(self, gates: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
         """Add gates, once it is known that they fit."""
-        self.gates += found
+        self.gates += gates
         self.targets, self.controls = targets, controls
 
 

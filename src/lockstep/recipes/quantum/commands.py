@@ -111,11 +111,11 @@ def training_log(events: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(_CSV_COLUMNS)
-    for epoch, found in epochs.items():
-        samples = sum(step.samples for step in found)
-        mean = sum(step.loss * step.samples for step in found) / samples if samples else math.nan
-        seconds = sum(step.seconds for step in found)
-        writer.writerow([epoch + 1, repr(mean), repr(found[-1].grad_norm), f"{seconds:.6f}"])
+    for epoch, of_epoch in epochs.items():
+        samples = sum(step.samples for step in of_epoch)
+        mean = sum(step.loss * step.samples for step in of_epoch) / samples if samples else math.nan
+        seconds = sum(step.seconds for step in of_epoch)
+        writer.writerow([epoch + 1, repr(mean), repr(of_epoch[-1].grad_norm), f"{seconds:.6f}"])
     return text.getvalue()
 
 

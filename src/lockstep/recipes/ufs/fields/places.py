@@ -53,19 +53,19 @@ def check_degrees(path: Path, places: Places, said: bool) -> None:
         )
 
 
-def check_same(first: Path, expected: Places, other: Path, found: Places) -> None:
+def check_same(first: Path, expected: Places, other: Path, places: Places) -> None:
     """Check that cells are at the same places in two files; missing places are not compared.
 
     Args:
         first: path of the file of `expected`.
         expected: places of some cells, in degrees.
-        other: path of the file of `found`.
-        found: places of the same cells in the other file, of the same shape.
+        other: path of the file of `places`.
+        places: places of the same cells in the other file, of the same shape.
 
     Raises:
         DataError: they are not.
     """
-    for (name, *_), one, two in zip(_RANGES, expected, found, strict=True):
+    for (name, *_), one, two in zip(_RANGES, expected, places, strict=True):
         a, b = _filled(one), _filled(two)
         if np.array_equal(a, b, equal_nan=True):
             continue

@@ -89,14 +89,14 @@ def draw_history(
 
 
 def draw_jacobian(
-    path: Path, sst: Floats, found: Floats, true: Floats, errors: Mapping[str, float]
+    path: Path, sst: Floats, learned: Floats, true: Floats, errors: Mapping[str, float]
 ) -> Path:
     """Draw the learned ∂aice/∂sst beside the law's.
 
     Args:
         path: path of the PNG file to write.
         sst: sea surface temperature in °C, [N].
-        found: the learned ∂aice/∂sst in 1/°C, [N].
+        learned: the learned ∂aice/∂sst in 1/°C, [N].
         true: ∂aice/∂sst of the law in 1/°C, [N].
         errors: relative errors of whole Jacobians, by where they were measured.
     """
@@ -104,12 +104,12 @@ def draw_jacobian(
     figure = new_figure(11, 4.5, f"∂aice/∂sst; whole Jacobians are {shown}")
     left, right = figure.subplots(1, 2)
     left.scatter(sst, true, s=10, label="law", color="black")
-    left.scatter(sst, found, s=4, label="emulator", color="tab:orange")
+    left.scatter(sst, learned, s=4, label="emulator", color="tab:orange")
     left.set(xlabel="sst, °C", ylabel="∂aice/∂sst, 1/°C")
     left.legend()
-    ends = [float(min(true.min(), found.min())), float(max(true.max(), found.max()))]
+    ends = [float(min(true.min(), learned.min())), float(max(true.max(), learned.max()))]
     right.plot(ends, ends, color="black", linewidth=0.8)
-    right.scatter(true, found, s=4, color="tab:orange")
+    right.scatter(true, learned, s=4, color="tab:orange")
     right.set(xlabel="law, 1/°C", ylabel="emulator, 1/°C")
     return save(figure, path)
 

@@ -87,9 +87,9 @@ def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:
     return is_edge
 
 
-def relative_error(found: Floats, true: Floats) -> float:
-    """The Frobenius norm of `found` - `true`, as a part of that of `true`; both of one shape."""
-    return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+def relative_error(learned: Floats, true: Floats) -> float:
+    """The Frobenius norm of `learned` - `true`, as a part of that of `true`; both of one shape."""
+    return float(np.linalg.norm(learned - true) / np.linalg.norm(true))
 
 
 def _edge_error(predicted: Floats, true: Floats, area: Floats) -> float:
