@@ -279,3 +279,9 @@ def test_ports_of_steps_differ_and_are_not_ephemeral() -> None:
     ports = {detect(STEP | {"SLURM_STEP_ID": str(step)}).master_port for step in range(100)}
     assert len(ports) == 100
     assert all(port is not None and 1024 < port < 32_768 for port in ports)
+
+
+def test_a_value_of_any_length_makes_a_short_message() -> None:
+    with pytest.raises(EnvironError, match="environment variable RANK=") as caught:
+        detect({"RANK": "1" * 10_000, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"})
+    assert len(str(caught.value)) < 500

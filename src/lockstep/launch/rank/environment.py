@@ -13,7 +13,7 @@ from typing import Literal
 from lockstep.errors import EnvironError
 from lockstep.launch.host import supervisor as local
 from lockstep.launch.slurm.nodelist import first_host, num_hosts
-from lockstep.parsing import parse_int
+from lockstep.parsing import parse_int, shown
 
 Launcher = Literal["python", "local", "mpi", "torchrun", "slurm"]
 
@@ -322,5 +322,5 @@ def _text(env: Mapping[str, str], name: str, advice: str) -> str:
 
 
 def _wrong(env: Mapping[str, str], name: str, what: str, advice: str) -> EnvironError:
-    shown = f"{name}={env[name]}" if name in env else name
-    return EnvironError(f"environment variable {shown} {what}; {advice}")
+    which = f"{name}={shown(env[name])[1:-1]}" if name in env else name
+    return EnvironError(f"environment variable {which} {what}; {advice}")
