@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from lockstep.config import TrainConfig
-from lockstep.config_help import Group, Key, describe
+from lockstep.config.help import Group, Key, describe
 from lockstep.recipes import load_recipe
 
 PAGE = Path(__file__).with_name("configuration.md")

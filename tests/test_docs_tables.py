@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from lockstep.config import TrainConfig
-from lockstep.config_help import describe
+from lockstep.config.help import describe
 from lockstep.recipes import recipe_names
 
 DOCS = Path(__file__).parents[1] / "docs"

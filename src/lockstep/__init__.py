@@ -14,7 +14,16 @@ from lockstep.launch.rank.early import ending_at_interrupt as _ending_at_interru
 from lockstep.launch.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
-    from lockstep.config import TrainConfig
+    from lockstep.config import (
+        CheckpointConfig,
+        ConvergenceConfig,
+        DataConfig,
+        EarlyStoppingConfig,
+        OptimizerConfig,
+        PrecisionConfig,
+        ScheduleConfig,
+        TrainConfig,
+    )
     from lockstep.data.random import generator, numpy_generator
     from lockstep.engine.events import Finished
     from lockstep.engine.task import Loss, Task
@@ -25,10 +34,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointConfig",
+    "ConvergenceConfig",
+    "DataConfig",
+    "EarlyStoppingConfig",
     "Finished",
     "Loaded",
     "LockstepError",
     "Loss",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "ScheduleConfig",
     "Task",
     "TrainConfig",
     "generator",
@@ -39,10 +55,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointConfig": "lockstep.config",
+    "ConvergenceConfig": "lockstep.config",
+    "DataConfig": "lockstep.config",
+    "EarlyStoppingConfig": "lockstep.config",
     "Finished": "lockstep.engine.events",
-    "LockstepError": "lockstep.errors",
     "Loaded": "lockstep.loading",
+    "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
+    "OptimizerConfig": "lockstep.config",
+    "PrecisionConfig": "lockstep.config",
+    "ScheduleConfig": "lockstep.config",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
     "generator": "lockstep.data.random",

@@ -12,8 +12,8 @@ from tests.conftest import TASKS, result, target
 from tests.distributed.tasks import EverythingConfig
 
 from lockstep.config import NO_OUTCOME, Positive, Section, TrainConfig, load
-from lockstep.config_help import describe, in_words
-from lockstep.config_keys import keys
+from lockstep.config.help import describe, in_words
+from lockstep.config.keys import keys
 from lockstep.recipes import load_recipe, recipe_names
 
 OWN = '''

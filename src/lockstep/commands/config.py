@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import yaml
 
-from lockstep.config_help import Group, Key, describe
+from lockstep.config.help import Group, Key, describe
 from lockstep.errors import ConfigError
 from lockstep.targets import is_script, task_class
 

@@ -1,0 +1,52 @@
+"""Typed configuration: the same keys in Python, in YAML and as `key=value` on the command line.
+
+A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change the result
+(where files go, how often something is logged) are marked `outcome=False`; all others make up
+`TrainConfig.hash`, which a checkpoint carries and a run directory is bound to. The text below a
+key is its description in `lockstep config` and in docs/configuration.md.
+"""
+
+from lockstep.config.reading import Config, build, load, override
+from lockstep.config.section import (
+    NO_OUTCOME,
+    Beta,
+    Count,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    outcome,
+)
+from lockstep.config.sections import (
+    CheckpointConfig,
+    ConvergenceConfig,
+    DataConfig,
+    EarlyStoppingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
+from lockstep.config.train_config import TrainConfig
+
+__all__ = [
+    "NO_OUTCOME",
+    "Beta",
+    "CheckpointConfig",
+    "Config",
+    "ConvergenceConfig",
+    "Count",
+    "DataConfig",
+    "EarlyStoppingConfig",
+    "NonNegativeFloat",
+    "OptimizerConfig",
+    "Positive",
+    "PositiveFloat",
+    "PrecisionConfig",
+    "ScheduleConfig",
+    "Section",
+    "TrainConfig",
+    "build",
+    "load",
+    "outcome",
+    "override",
+]

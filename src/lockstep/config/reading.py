@@ -1,0 +1,98 @@
+"""Configs from YAML files, from `key=value` items and from plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from lockstep.config.keys import unknown_key
+from lockstep.config.section import Section, explain
+from lockstep.config.train_config import TrainConfig
+from lockstep.errors import ConfigError
+from lockstep.files import read_text
+from lockstep.parsing import parse_yaml, shown
+
+Config = TypeVar("Config", bound=TrainConfig)
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def override(config: Config, overrides: Iterable[str], source: str = "command line") -> Config:
+    """A new config with `key=value` items applied; keys may be dotted, values are YAML.
+
+    Raises:
+        ConfigError: an item has no `=`, a key is unknown or a value is of the wrong type.
+    """
+    data = config.model_dump()
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{source}: {shown(item)} is not of the form key=value")
+        try:
+            value = parse_yaml(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"{source}: {shown(key)[1:-1]}: {shown(text)} is not a YAML value: {error}"
+            ) from None
+        _set(data, key, value, type(config), source)
+    return build(type(config), data, source)
+
+
+def load(kind: type[AnySection], path: Path) -> AnySection:
+    """The config in a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or does not fit `kind`.
+    """
+    try:
+        data = parse_yaml(read_text(path, follow_links=True))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: must hold keys and values, holds a {type(data).__name__}")
+    return build(kind, data, str(path))
+
+
+def build(kind: type[AnySection], data: Mapping[str, Any], source: str) -> AnySection:
+    """A validated config from plain data; errors name `source`, the key and the value.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit.
+    """
+    try:
+        return kind.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(kind, e, source) for e in error.errors())) from None
+
+
+def _set(data: dict[str, Any], key: str, value: Any, kind: type[TrainConfig], source: str) -> None:
+    *sections, leaf = key.split(".")
+    target: dict[str, Any] = data
+    section: type[BaseModel] | None = kind
+    for name in sections:
+        section = _section(section, name)
+        # What was set as a whole before may lack keys, which then have their defaults.
+        inside = target.get(name)
+        target[name] = inside = inside if isinstance(inside, dict) else {}
+        target = inside
+    if section is None or leaf not in section.model_fields:
+        raise ConfigError(f"{source}: {unknown_key(kind, key)}")
+    if isinstance(target.get(leaf), dict) and not isinstance(value, dict):
+        inner = ", ".join(f"{key}.{name}" for name in target[leaf])
+        raise ConfigError(f"{source}: {key}={shown(value)}: {key} is a section; set one of {inner}")
+    target[leaf] = value
+
+
+def _section(kind: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
+    """The class of a section of a config class, if there is such a section."""
+    field = kind.model_fields.get(name) if kind else None
+    annotation = field.annotation if field else None
+    return (
+        annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    )

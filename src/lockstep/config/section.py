@@ -1,0 +1,92 @@
+"""What a group of config keys is: typed, checked, and an error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.config import JsonDict
+
+from lockstep.config.keys import keys, unknown_key
+from lockstep.errors import ConfigError
+from lockstep.parsing import shown
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _ModelMetaclass
+else:
+    _ModelMetaclass = type(BaseModel)
+
+NO_OUTCOME: JsonDict = {"outcome": False}
+"""Marks a field that cannot change the final parameters; it is left out of the hash."""
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Checked(_ModelMetaclass):
+    """Turns pydantic's errors about a config class's arguments into a `ConfigError`."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            kind = cast("type[Section]", cls)
+            lines = [explain(kind, e, cls.__name__) for e in error.errors()]
+            raise ConfigError("\n".join(lines)) from None
+
+
+class Section(BaseModel, metaclass=_Checked):
+    """A group of keys. Unknown keys are errors.
+
+    Raises:
+        ConfigError: a key is unknown or a value does not fit.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, frozen=True, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """A key that a subclass declares again, for another default, keeps its limits."""
+        kept = False
+        for base in cls.__bases__:
+            for name, field in getattr(base, "model_fields", {}).items():
+                own = cls.model_fields[name]
+                if own.annotation == field.annotation and field.metadata and not own.metadata:
+                    own.metadata = field.metadata
+                    kept = True
+        if kept:
+            cls.model_rebuild(force=True)
+
+
+def outcome(section: BaseModel) -> dict[str, Any]:
+    """The keys of a section that can change the result, as plain data."""
+    values: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.get("outcome") is False:
+            continue
+        value = getattr(section, name)
+        values[name] = outcome(value) if isinstance(value, BaseModel) else value
+    return values
+
+
+def explain(kind: type[Section], error: Any, source: str) -> str:
+    """One of pydantic's errors as a message that names the source, the key and the value."""
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        if len(error["loc"]) == 1 and key in keys(kind):
+            section, _, leaf = key.rpartition(".")
+            return f"{source}: {key}: write it as {section}: {{{leaf}: …}}"
+        return f"{source}: {unknown_key(kind, key)}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{source}: {message}"
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
+        return f"{source}: {key}: {message}"
+    return f"{source}: {key}={shown(error['input'])}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,118 @@
+"""The sections of `TrainConfig`: keys that belong together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from lockstep.config.section import (
+    NO_OUTCOME,
+    Beta,
+    Count,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+
+
+class OptimizerConfig(Section):
+    """The default optimizer. A Task with its own ignores all keys but `sharded` and `buddy`."""
+
+    name: Literal["sgd", "adam", "adamw"] = "adamw"
+    """How gradients become steps."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decay of parameters: decoupled (adamw), or added to the gradient (sgd, adam)."""
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """Decay rates of the running means of gradients and their squares (adam, adamw)."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator (adam, adamw)."""
+    momentum: NonNegativeFloat = 0.0
+    """Factor of the last step in the next one (sgd)."""
+    nesterov: bool = False
+    """Nesterov's momentum (sgd); needs a momentum above 0."""
+    sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory.
+    For element-wise optimizers."""
+    buddy: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    """With `sharded`, and where survivors can go on: each rank also keeps and steps the slice of
+    the rank before it, so that the loss of a rank loses no state."""
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> OptimizerConfig:
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError("nesterov=True needs a momentum above 0")
+        return self
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes: linearly up to `lr`, then as `name` says."""
+
+    name: Literal["constant", "linear", "cosine", "step", "plateau"] = "constant"
+    """How the learning rate changes after the warmup."""
+    warmup_steps: Count = 0
+    """Steps in which the learning rate rises linearly to `lr`."""
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the last step (linear, cosine), or the least one (plateau), as a part of
+    `lr`."""
+    step_size: Positive = 1000
+    """Steps between two decays (step)."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Factor of each decay (step, plateau)."""
+    patience: Count = 10
+    """Evaluations without a better `watch` before the next one decays (plateau)."""
+
+
+class PrecisionConfig(Section):
+    """Autocast and loss scaling."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast of forward passes; parameters stay as they are."""
+    loss_scale: PositiveFloat = 2.0**16
+    """First loss scale (fp16): halved when a gradient overflows, and that step changes nothing."""
+    growth_interval: Positive = 2000
+    """Steps without overflow before the loss scale is doubled (fp16)."""
+
+
+class EarlyStoppingConfig(Section):
+    """Stop when `watch` has not improved for `patience` evaluations."""
+
+    patience: Count = 0
+    """Evaluations without a better `watch` after which the run ends; 0 never ends it."""
+    min_delta: NonNegativeFloat = 0.0
+    """Least change of `watch` that counts as better."""
+
+
+class ConvergenceConfig(Section):
+    """A rule that ends the run when a metric has settled."""
+
+    metric: str = "loss"
+    """An evaluation metric."""
+    window: Annotated[int, Field(ge=2)] = 5
+    """Evaluations that are looked at."""
+    tolerance: NonNegativeFloat = 1e-3
+    """Most by which they may differ, as a part of their greatest magnitude."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Steps between checkpoints; 0 writes one at each epoch's end. The last step, and each new best
+    one, always has one."""
+    keep: Positive = Field(3, json_schema_extra=NO_OUTCOME)
+    """How many of the newest to keep, beside the best."""
+    background: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    """Write in a background thread from a copy in memory."""
+
+
+class DataConfig(Section):
+    """How batches are fetched."""
+
+    num_workers: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Processes of each rank that fetch microbatches ahead; 0 fetches in the training process."""
+    prefetch: Positive = Field(2, json_schema_extra=NO_OUTCOME)
+    """Microbatches each worker process fetches ahead."""
+    shuffle: bool = True
+    """Draw a new order for each epoch."""

@@ -1,0 +1,118 @@
+"""The config of a run: all keys that every task has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from lockstep.config.section import (
+    NO_OUTCOME,
+    Count,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+    outcome,
+)
+from lockstep.config.sections import (
+    CheckpointConfig,
+    ConvergenceConfig,
+    DataConfig,
+    EarlyStoppingConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
+
+
+class TrainConfig(Section):
+    """Everything that shapes a run. Subclass it to give a recipe keys of its own."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of everything random."""
+    batch_size: Positive = 256
+    """Samples in a global batch: one optimizer step, whatever the number of ranks."""
+    num_microbatches: Positive = 8
+    """Parts of a global batch, dealt out to the ranks; at most `batch_size`. More ranks than this
+    have nothing to do."""
+    epochs: Positive = 1
+    """Passes over the data."""
+    steps: Positive | None = None
+    """Optimizer steps of the whole run, instead of `epochs`; the schedule spans them."""
+    stop_at_step: Positive | None = Field(None, json_schema_extra=NO_OUTCOME)
+    """End this sitting after this step, with a checkpoint; the run can be resumed. Not written to
+    `config.yaml`."""
+
+    lr: NonNegativeFloat = 1e-3
+    """Learning rate."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip_norm: PositiveFloat | None = None
+    """Scale the mean gradient down to this global norm."""
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: tuple[str, ...] = ()
+    """Glob patterns of module names whose activations are recomputed in the backward pass."""
+
+    threads: Positive = 1
+    """Threads a rank computes with. Sums inside an operation, and so the bits, depend on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
+    The hash holds the word, not the device found."""
+
+    min_ranks: Positive = Field(1, json_schema_extra=NO_OUTCOME)
+    """Stop with a checkpoint when fewer ranks than this are left."""
+
+    balance_every: Count = Field(50, json_schema_extra=NO_OUTCOME)
+    """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
+    hang_timeout_s: NonNegativeFloat = Field(300.0, json_schema_extra=NO_OUTCOME)
+    """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
+    is stopped for this long by a signal, so that the others can go on; 0 never does."""
+
+    eval_every: Count = 0
+    """Steps between evaluations of `val`; 0 evaluates at each epoch's end. There always is one
+    after the last step."""
+    eval_batch_size: Positive = 256
+    """Samples in one evaluation batch, on one rank."""
+    watch: str = "loss"
+    """The evaluation metric that says which checkpoint is best."""
+    watch_mode: Literal["min", "max"] = "min"
+    """Whether less or more of `watch` is better."""
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    convergence: tuple[ConvergenceConfig, ...] = ()
+    """Rules that each end the run when a metric has settled, such as
+    `{metric: loss, window: 5, tolerance: 0.001}`."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    data: DataConfig = DataConfig()
+    digest_every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
+    log_every: Positive = Field(10, json_schema_extra=NO_OUTCOME)
+    """Steps between rows of `metrics.csv` and `events.jsonl`. One more comes before each evaluation
+    and checkpoint."""
+    tensorboard: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    """Write event files for TensorBoard."""
+    bucket_bytes: Positive = Field(8 << 20, json_schema_extra=NO_OUTCOME)
+    """About the most bytes of gradient that a rank receives at a time."""
+
+    @model_validator(mode="after")
+    def _microbatches_fit(self) -> TrainConfig:
+        if self.num_microbatches > self.batch_size:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches} is more than "
+                f"batch_size={self.batch_size}: a microbatch needs at least one sample"
+            )
+        return self
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
+        canonical = json.dumps(outcome(self), sort_keys=True, default=str)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        """All keys with their values, as YAML that `load` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
