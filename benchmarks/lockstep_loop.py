@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import CheckpointConfig, OptimizerConfig
-from lockstep.front import Sitting
+from lockstep.front import Sitting, run
 from lockstep.launch.rank.environment import detect
 from lockstep.observe import read_events
 from peers.models import MODELS, workload
@@ -89,7 +89,7 @@ def main() -> None:
     )
     task = Training(args.model, NUM_BATCHES * config.batch_size, config)
     with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
-        lockstep.run(task, config, Sitting(run_dir=folder, console=False))
+        run(task, config, Sitting(run_dir=folder, console=False))
         if place.rank:
             return
         rows = read_events(Path(folder) / "events.jsonl")

@@ -25,7 +25,7 @@ import lockstep
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.front import Sitting
+from lockstep.front import Sitting, run
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep_loop import Training
@@ -164,7 +164,7 @@ def rss(model: str, num_microbatches: int) -> dict[str, Any]:
     )
     task = Watched(model, 2 * num_microbatches, config)
     with tempfile.TemporaryDirectory() as folder:
-        lockstep.run(task, config, Sitting(run_dir=folder, console=False))
+        run(task, config, Sitting(run_dir=folder, console=False))
     return {"name": "rss", "num_microbatches": num_microbatches, "peak_bytes": task.peak_bytes}
 
 

@@ -10,9 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep.config import CheckpointConfig
-from lockstep.front import Sitting
+from lockstep.front import Sitting, run
 from lockstep.launch.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.recipes.ufs.config import UfsConfig
@@ -29,7 +28,7 @@ def main() -> None:
     place = detect(os.environ)
     with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
         config = UfsConfig() if args.target else speed(args, place.world_size)
-        lockstep.run(Ufs(config), config, Sitting(run_dir=folder, console=False))
+        run(Ufs(config), config, Sitting(run_dir=folder, console=False))
         if place.rank:
             return
         rows = read_events(Path(folder) / "events.jsonl")

@@ -28,4 +28,4 @@ class Digits(ls.Task):
 
 
 if __name__ == "__main__":
-    ls.train(Digits(), ls.TrainConfig(batch_size=256, num_microbatches=8, epochs=20, lr=0.01))
+    ls.main(Digits(), ls.TrainConfig(batch_size=256, num_microbatches=8, epochs=20, lr=0.01))

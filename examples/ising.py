@@ -71,4 +71,4 @@ if __name__ == "__main__":
     config = IsingConfig(
         batch_size=8, epochs=200, lr=0.05, optimizer={"name": "adam"}, checkpoint={"every": 50}
     )
-    ls.train(Ising(config), config)
+    ls.main(Ising(config), config)

@@ -1,6 +1,6 @@
 """Distributed training that gives the same answer on any number of processes.
 
-Subclass `Task`, then call `train(MyTask(), TrainConfig(...))`: the same script runs under python,
+Subclass `Task`, then call `main(MyTask(), TrainConfig(...))`: the same script runs under python,
 mpirun, torchrun and srun.
 
 Importing this package imports neither torch nor anything else that is slow: each name is imported
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from lockstep.data.random import generator, numpy_generator
-    from lockstep.engine.events import Finished
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
-    from lockstep.front import run, train
+    from lockstep.front import Result, Stopped, main, train
     from lockstep.loading import Loaded, load
 
 __version__ = "0.1.0"
@@ -38,19 +37,20 @@ __all__ = [
     "ConvergenceConfig",
     "DataConfig",
     "EarlyStoppingConfig",
-    "Finished",
     "Loaded",
     "LockstepError",
     "Loss",
     "OptimizerConfig",
     "PrecisionConfig",
+    "Result",
     "ScheduleConfig",
+    "Stopped",
     "Task",
     "TrainConfig",
     "generator",
     "load",
+    "main",
     "numpy_generator",
-    "run",
     "train",
 ]
 
@@ -59,19 +59,20 @@ _HOMES = {
     "ConvergenceConfig": "lockstep.config",
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",
-    "Finished": "lockstep.engine.events",
     "Loaded": "lockstep.loading",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
     "OptimizerConfig": "lockstep.config",
     "PrecisionConfig": "lockstep.config",
+    "Result": "lockstep.front",
     "ScheduleConfig": "lockstep.config",
+    "Stopped": "lockstep.front",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
     "generator": "lockstep.data.random",
     "load": "lockstep.loading",
+    "main": "lockstep.front",
     "numpy_generator": "lockstep.data.random",
-    "run": "lockstep.front",
     "train": "lockstep.front",
 }
 """The module that each name of `__all__` comes from."""

@@ -33,10 +33,12 @@ class LockstepError(ValueError):
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
             error the group has to be aborted, or the rest would wait for this rank for ever.
         rank: rank of this process in its group; None while there was no group.
+        is_told: whether the user has been told already, so that no message is printed for it.
     """
 
     exit_code = 2
     is_shared = False
+    is_told = False
     rank: int | None = None
 
     def __init__(self, message: str = "") -> None:

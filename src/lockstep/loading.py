@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.config import load as load_config
+from lockstep.data.random import kept_generators
 from lockstep.engine.assembly import build_model
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
@@ -45,30 +42,34 @@ class Loaded:
 
 
 def load(
-    run_dir: str | Path, which: str | int = "best", device: str | torch.device = "cpu"
+    run_dir: str | Path,
+    which: str | int = "best",
+    device: str | torch.device = "cpu",
+    task: type[Task] | None = None,
 ) -> Loaded:
     """The model of a run's checkpoint, in this process; its data need not be there.
 
     The task is made from the script or recipe that the run directory names, so its code is
-    imported. Random generators are left as they were.
+    imported, unless its class is given. Random generators are left as they were.
 
     Args:
         run_dir: of the run.
         which: `best`, `latest`, or a step's number.
         device: where the model is to be.
+        task: class of the run's task, for a run that was started in a notebook.
 
     Raises:
         LockstepError: there is no such run or checkpoint, it is damaged, or the task's code has
             changed so that the model does not fit.
     """
     directory = RunDirectory(Path(run_dir))
-    kind = task_class(trusted_target(directory))
+    kind = task or task_class(trusted_target(directory))
     config = load_config(kind.Config, directory.path / "config.yaml")
-    task = make_task(kind, config)
+    made = make_task(kind, config)
     snapshot = find_snapshot(directory.checkpoints, str(which))
-    with _unchanged_generators():
-        model = restored(task, config, snapshot, torch.device(device), str(directory.checkpoints))
-    return Loaded(model.eval(), task, config, snapshot.step, directory.path)
+    with kept_generators():
+        model = restored(made, config, snapshot, torch.device(device), str(directory.checkpoints))
+    return Loaded(model.eval(), made, config, snapshot.step, directory.path)
 
 
 def restored(
@@ -93,15 +94,3 @@ def restored(
     if isinstance(task, Adopts):
         task.adopt(model)
     return model
-
-
-@contextmanager
-def _unchanged_generators() -> Iterator[None]:
-    """Puts the global generators back, which a model's start values are drawn from."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

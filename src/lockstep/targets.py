@@ -20,7 +20,7 @@ from lockstep.recipes import load_recipe
 
 
 def is_script(target: str) -> bool:
-    """Whether the target is a script that calls `lockstep.train` itself."""
+    """Whether the target is a script that calls `lockstep.main` itself."""
     return target.endswith(".py")
 
 
@@ -83,20 +83,19 @@ def task_class(target: str) -> type[Task]:
     if not target:
         raise ConfigError(
             "the run's task is in no file: it was started from a notebook or standard input; go on "
-            "there with train(task, config, run_dir=..., resume=True)"
+            "there with train(task, config, run_dir=..., resume=True), or load(run_dir, task=...)"
         )
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
-    tasks = {
+    there = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isclass(value)
-        and issubclass(value, Task)
-        and not inspect.isabstract(value)
-        and value.__module__ == module.__name__
+        if inspect.isclass(value) and issubclass(value, Task) and not inspect.isabstract(value)
     }
+    tasks = {n: value for n, value in there.items() if value.__module__ == module.__name__}
     if is_script(target):
+        tasks = tasks or there  # a script may import its task
         if len(tasks) != 1:
             names = ", ".join(sorted(tasks)) or "none"
             raise ConfigError(f"{target}: must define one Task class, defines {names}")

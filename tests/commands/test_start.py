@@ -99,5 +99,5 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     command = python_command([sys.executable, str(script)])
     ended = start(command, sitting, 1, on_row=lambda row: None)
     assert ended.exit_code == 2
-    assert f"{script}: ended without calling lockstep.train" in ended.message
+    assert f"{script}: ended without calling lockstep.main" in ended.message
     assert f"{script}:Mine" in ended.message

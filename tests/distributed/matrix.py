@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import lockstep as ls
+from lockstep import front
 from lockstep.config import override
 from lockstep.front import Sitting
 from lockstep.launch.rank.environment import detect
@@ -54,7 +54,7 @@ def main() -> None:
     for name in names or CASES:
         config = override(EverythingConfig(), CASES[name], name)
         run_dir = Path(folder) / f"{environment.launcher}-{environment.world_size}-{name}"
-        finished = ls.run(Everything(config), config, Sitting(str(run_dir), console=False))
+        finished = front.run(Everything(config), config, Sitting(str(run_dir), console=False))
         found[name] = [finished.params_sha256, finished.step, finished.metrics]
     if environment.rank == 0:
         print("RESULT " + json.dumps(found), flush=True)

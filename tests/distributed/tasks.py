@@ -155,4 +155,4 @@ class NoTrainingData(Everything):
 
 
 if __name__ == "__main__":
-    ls.train(Everything(), run_dir=os.environ.get("RUN_DIR"))
+    ls.main(Everything(), run_dir=os.environ.get("RUN_DIR"))

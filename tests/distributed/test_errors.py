@@ -81,7 +81,7 @@ def test_garbage_in_the_environment(here, monkeypatch, variable, value):
 def test_garbage_from_the_launcher(monkeypatch, capsys, value):
     monkeypatch.setenv("LOCKSTEP_SITTING", value)
     with pytest.raises(SystemExit) as ended:
-        ls.train(Everything())
+        ls.main(Everything())
     assert ended.value.code == 2
     assert "error: environment variable LOCKSTEP_SITTING" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_a_split_that_is_none(here):
 def test_a_run_from_standard_input(here, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["-"])
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
-    ls.train(Everything(), EverythingConfig(steps=2), run_dir=tmp_path / "r")
+    ls.main(Everything(), EverythingConfig(steps=2), run_dir=tmp_path / "r")
     assert json.loads((tmp_path / "r" / "run.json").read_text())["target"] == ""
     for command in ("resume", "eval"):
         refused(here(command, "r"), "in no file", "resume=True")
@@ -267,8 +267,8 @@ def test_who_is_rank_0_now_tells_of_errors(monkeypatch, capsys, before, now):
 
     for name, value in {"RANK": before, "WORLD_SIZE": 3, "TORCHELASTIC_RUN_ID": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(front, "run", fail)
+    monkeypatch.setattr(front.api, "run", fail)
     with pytest.raises(SystemExit) as ended:
-        front.train(SimpleNamespace(config=TrainConfig()))
+        front.main(SimpleNamespace(config=TrainConfig()))
     assert ended.value.code == 2
     assert capsys.readouterr().err == ("error: x.csv: is gone\n" if now == 0 else "")

@@ -397,7 +397,7 @@ class Mine(Digits):
         loss = super().loss(model, batch)
         return replace(loss, sum=loss.sum * 1.0)
 
-lockstep.train(Mine())
+lockstep.main(Mine())
 """
 
 

@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep import front
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError, RankFailure, shared
+from lockstep.front import Sitting, rank
 
 
 class Aborted(BaseException):
@@ -50,10 +50,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(front, "_run", fail)
-        monkeypatch.setattr(front, "open_transport", lambda *_: transport)
+        monkeypatch.setattr(rank, "_run", fail)
+        monkeypatch.setattr(rank, "open_transport", lambda *_: transport)
         with pytest.raises((LockstepError, Aborted)) as caught:
-            front.run(Nothing(), TrainConfig(), front.Sitting())
+            rank.run(Nothing(), TrainConfig(), Sitting())
         assert transport.closed == (caught.value is error)
         return caught.value  # type: ignore[return-value]
 

@@ -17,4 +17,4 @@ class SlowDigits(Digits):
 
 
 if __name__ == "__main__":
-    ls.train(SlowDigits(), SlowDigits.Config())
+    ls.main(SlowDigits(), SlowDigits.Config())

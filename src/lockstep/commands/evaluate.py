@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
 from lockstep.launch.rank.environment import detect
 from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.threads import set_threads
+from lockstep.launch.rank.threads import num_threads
 from lockstep.loading import restored
 from lockstep.recipes.abilities import Reports
 from lockstep.targets import make_task, task_class, trusted_target
@@ -53,25 +53,25 @@ def evaluate(
     kind = task_class(trusted_target(directory))
     config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
     environment = detect(os.environ)
-    set_threads(config.threads, environment)
-    device = choose_device(config.device, environment)
-    task = make_task(kind, config)
-    if report is not None and not isinstance(task, Reports):
-        raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
-    snapshot = find_snapshot(directory.checkpoints, which)
-    transport = open_transport(environment, device, TIMEOUT_S)
-    try:
-        model = restored(task, config, snapshot, device, str(directory.checkpoints))
-        splits = evaluations(task, config, device, (split,))
-        if split not in splits:
-            raise DataError(f"--split {split}: the task has no such dataset")
-        metrics = splits[split].run(transport, model, Compute(task, model, config, device))
-        more = _on_other_data(task, snapshot)
-        if isinstance(task, Reports) and report is not None and transport.rank == 0:
-            more += task.report(model.eval(), split, made(report, "--report"), run_dir)
-        return metrics, more
-    finally:
-        transport.close()
+    with num_threads(config.threads, environment):
+        device = choose_device(config.device, environment)
+        task = make_task(kind, config)
+        if report is not None and not isinstance(task, Reports):
+            raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
+        snapshot = find_snapshot(directory.checkpoints, which)
+        transport = open_transport(environment, device, TIMEOUT_S)
+        try:
+            model = restored(task, config, snapshot, device, str(directory.checkpoints))
+            splits = evaluations(task, config, device, (split,))
+            if split not in splits:
+                raise DataError(f"--split {split}: the task has no such dataset")
+            metrics = splits[split].run(transport, model, Compute(task, model, config, device))
+            more = _on_other_data(task, snapshot)
+            if isinstance(task, Reports) and report is not None and transport.rank == 0:
+                more += task.report(model.eval(), split, made(report, "--report"), run_dir)
+            return metrics, more
+        finally:
+            transport.close()
 
 
 def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:

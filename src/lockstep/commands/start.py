@@ -226,7 +226,7 @@ def _never_trains(script: str) -> str:
     bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     tasks = [name for name, kinds in bases.items() if any("Task" in ast.unparse(b) for b in kinds)]
     return (
-        f"{script}: ended without calling lockstep.train; call it, or name a Task class to have "
+        f"{script}: ended without calling lockstep.main; call it, or name a Task class to have "
         f"it trained: {', '.join(f'{script}:{name}' for name in tasks or ['Task'])}"
     )
 

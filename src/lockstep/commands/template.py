@@ -50,4 +50,4 @@ class Spirals(ls.Task):
 
 
 if __name__ == "__main__":
-    ls.train(Spirals())
+    ls.main(Spirals())

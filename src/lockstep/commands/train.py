@@ -15,9 +15,8 @@ from lockstep.commands.start import (
     start_shown,
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.errors import ConfigError, LaunchError
-from lockstep.front import Sitting, claim, new_run_dir
-from lockstep.front import train as train_here
+from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.front import Sitting, claim, leave, new_run_dir, run
 from lockstep.launch.job.commands import RankCommand
 from lockstep.launch.rank.environment import detect
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
@@ -115,7 +114,10 @@ def _train_here(
 ) -> int:
     """Be a rank, or the only process."""
     kind, config = configured(target, overrides, config_file)
-    train_here(make_task(kind, config), config, sitting=sitting)
+    try:
+        run(make_task(kind, config), config, sitting)
+    except LockstepError as error:
+        leave(error)
     return 0
 
 

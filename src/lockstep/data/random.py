@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -61,6 +63,18 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 def numpy_generator() -> np.random.Generator:
     """As `generator`, for numpy."""
     return np.random.default_rng(_drawn_seed())
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leaves all global generators as they were before, whatever is drawn while in here."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def global_state() -> object:

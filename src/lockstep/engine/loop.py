@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from torch import nn
+
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.after_step import AfterStep
@@ -104,6 +106,21 @@ class Trainer:
         finally:
             self._microbatches.close()
             self._parts.loader.close()
+
+    @property
+    def task(self) -> Task:
+        """The task that is trained."""
+        return self._parts.train_step.task
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, with the parameters of the newest step."""
+        return self._parts.model
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run has come."""
+        return self._state.progress
 
     def _train(self) -> Finished:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""

@@ -53,7 +53,7 @@ class Loss:
 
 
 class Task(ABC):
-    """A trainable system: subclass it, then call `lockstep.train(MyTask(), config)`.
+    """A trainable system: subclass it, then call `lockstep.main(MyTask(), config)`.
 
     Attributes:
         Config: the config class, for tasks with keys of their own.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep import front
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.task_state import restore_task
 from lockstep.engine.events import Finished
@@ -61,7 +62,7 @@ def config(**more: Any) -> ls.TrainConfig:
 
 
 def run(folder: Path, task: ls.Task, resume: bool = False, **more: Any) -> Finished:
-    return ls.run(task, config(**more), Sitting(str(folder), resume, console=False))
+    return front.run(task, config(**more), Sitting(str(folder), resume, console=False))
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "compute"])

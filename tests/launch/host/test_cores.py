@@ -11,7 +11,7 @@ import torch
 
 from lockstep.launch.host.cores import THREAD_VARIABLES, thread_warnings, usable_cores
 from lockstep.launch.rank.environment import Environment
-from lockstep.launch.rank.threads import set_threads
+from lockstep.launch.rank.threads import num_threads
 
 HERE = len(os.sched_getaffinity(0))
 
@@ -132,25 +132,29 @@ def test_warns(threads: int, ranks: int, cores: int, message: str | None) -> Non
         assert re.search(message, warning), warning
 
 
-def test_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computes_with_so_many_threads_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in THREAD_VARIABLES:
         monkeypatch.setenv(name, "7")
+    monkeypatch.delenv(THREAD_VARIABLES[-1])
     before = torch.get_num_threads()
-    try:
-        warnings = set_threads(HERE + 1, Environment())
+    with num_threads(HERE + 1, Environment()) as warnings:
         assert torch.get_num_threads() == HERE + 1
         assert {os.environ[name] for name in THREAD_VARIABLES} == {str(HERE + 1)}
         assert "oversubscribed" in warnings[0]
-    finally:
-        torch.set_num_threads(before)
+    assert torch.get_num_threads() == before
+    assert [os.environ.get(name) for name in THREAD_VARIABLES] == ["7", "7", "7", None]
 
 
-def test_sets_interop_threads_in_a_fresh_process() -> None:
+@pytest.mark.parametrize(("world_size", "is_set"), [(2, True), (1, False)])
+def test_sets_interop_threads_in_a_rank_only(world_size: int, is_set: bool) -> None:
     code = (
-        "import torch; from lockstep.launch.rank.threads import set_threads;"
-        "from lockstep.launch.rank.environment import Environment;"
-        "set_threads(1, Environment()); set_threads(2, Environment());"
-        "print(torch.get_num_threads(), torch.get_num_interop_threads())"
+        "import torch; from lockstep.launch.rank.threads import num_threads;"
+        "from lockstep.launch.rank.environment import Environment\n"
+        f"place = Environment(world_size={world_size})\n"
+        "before = torch.get_num_interop_threads()\n"
+        "with num_threads(1, place), num_threads(2, place):\n"
+        "    print(torch.get_num_threads(), torch.get_num_interop_threads(), before)"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["2", "1"]
+    threads, interop, before = told.stdout.split()
+    assert (threads, interop) == ("2", "1" if is_set else before)

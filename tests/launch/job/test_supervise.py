@@ -483,7 +483,7 @@ class Leaves(Digits):
             os._exit(0)
         return super().loss(model, batch)
 
-ls.train(Leaves(), Leaves.Config(log_every=1), run_dir=sys.argv[1])
+ls.main(Leaves(), Leaves.Config(log_every=1), run_dir=sys.argv[1])
 """
 
 

@@ -84,7 +84,7 @@ def test_while_a_script_imports_the_library(tmp_path: Path, use: str) -> None:
 
 def test_between_import_and_training(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(f"import lockstep as ls\n{STRUCK.format(name='INT')}ls.train(None)\n")
+    script.write_text(f"import lockstep as ls\n{STRUCK.format(name='INT')}ls.main(None)\n")
     done = start(tmp_path, "script.py")
     one_line(done)
     assert f"(in {script}:3)" in done.stderr

@@ -82,7 +82,7 @@ def interrupts() -> Iterator[None]:
 
 
 def prepare() -> None:
-    """Have a script that Ctrl-C or a `LockstepError` ends before it trains say so in one line.
+    """Have a script that a `LockstepError` or, before it trains, Ctrl-C ends say so in one line.
 
     They are still raised, and can be caught. A rank also notes a preemption, which would end it
     otherwise: this way it stops after its first step.
@@ -97,9 +97,9 @@ def prepare() -> None:
 
 
 def begin_training() -> None:
-    """From here on, an exception that is not caught is shown with its traceback."""
+    """From here on, Ctrl-C that ends a script is shown with its traceback."""
     if sys.excepthook is _say:
-        sys.excepthook = sys.__excepthook__
+        sys.excepthook = _say_error
 
 
 def _is_ours() -> bool:
@@ -120,18 +120,29 @@ def _raise(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Shows an exception that ends a script before it trains."""
+    if issubclass(kind, KeyboardInterrupt):
+        # Else the interpreter ends itself with SIGINT, which is no exit code.
+        print(f"{NOTHING_SAVED}{_place(trace)}", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED)
+    _say_error(kind, error, trace)
+
+
+def _say_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Shows an exception that ends a script; a `LockstepError` is one message."""
     from lockstep.errors import LockstepError
+    from lockstep.launch.rank.output import tell
 
-    where = traceback.extract_tb(trace, limit=1)
-    place = f" (in {where[0].filename}:{where[0].lineno})" if where else ""
-    if isinstance(error, LockstepError):
-        message, code = f"error: {error}{place}", error.exit_code
-    elif issubclass(kind, KeyboardInterrupt):
-        # Else the interpreter ends itself with SIGINT, which is no exit code.
-        message, code = f"{NOTHING_SAVED}{place}", INTERRUPTED
-    else:
+    if not isinstance(error, LockstepError):
         sys.__excepthook__(kind, error, trace)
         return
-    print(message, file=sys.stderr, flush=True)
-    raise SystemExit(code)
+    # An error of a training says itself what is wrong.
+    tell(error, _place(trace) if error.rank is None else "")
+    raise SystemExit(error.exit_code)
+
+
+def _place(trace: TracebackType | None) -> str:
+    where = traceback.extract_tb(trace, limit=1)
+    return f" (in {where[0].filename}:{where[0].lineno})" if where else ""

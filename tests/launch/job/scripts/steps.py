@@ -14,14 +14,13 @@ import torch
 
 from lockstep.launch.rank.environment import detect
 from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.output import write_whole_lines
+from lockstep.launch.rank.output import whole_lines
 from lockstep.launch.rank.signals import StopRequest
 
 TIMEOUT_S = 60.0
 
 
 def main(run_dir: Path) -> None:
-    write_whole_lines()
     environment = detect(os.environ)
 
     def emit(event: str, **fields: Any) -> None:
@@ -29,7 +28,7 @@ def main(run_dir: Path) -> None:
             with (run_dir / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"event": event, "step": 0, **fields}) + "\n")
 
-    with StopRequest() as stop:
+    with whole_lines(), StopRequest() as stop:
         transport = open_transport(environment, torch.device("cpu"), TIMEOUT_S)
         mine = {
             "pid": os.getpid(),

@@ -1,13 +1,12 @@
-"""The front door: from a task and a config to a finished run, wherever this process is."""
+"""One rank of a run, from meeting the others to leaving them."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,24 +15,24 @@ import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
+from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.format import folder_name
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, on_first
 from lockstep.engine.task import Task, with_config
-from lockstep.errors import ConfigError, EnvironError, LockstepError, shortened
+from lockstep.errors import ConfigError, LockstepError, shortened
+from lockstep.front.result import Result, Stopped
+from lockstep.front.sitting import Sitting
 from lockstep.launch.rank.environment import Environment, detect
 from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.output import write_whole_lines
+from lockstep.launch.rank.output import whole_lines
 from lockstep.launch.rank.signals import StopRequest
-from lockstep.launch.rank.threads import set_threads
+from lockstep.launch.rank.threads import num_threads
 from lockstep.launch.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
-from lockstep.parsing import as_type, parse_object
-
-SITTING = "LOCKSTEP_SITTING"
-"""Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""
 
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
@@ -42,101 +41,27 @@ TAKE_OVER_S = 30.0
 """How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
 
 
-@dataclass(frozen=True)
-class Sitting:
-    """What is asked of one sitting of a run; nothing of it changes the result.
-
-    Attributes:
-        run_dir: the run directory; None makes a new one below `runs/`.
-        resume: go on from the newest valid checkpoint.
-        overrides: `key=value` items for the config.
-        console: show progress on standard output.
-        target: what `lockstep resume` has to load to get the task; empty finds it out.
-        quiet: show warnings and how the run ended only, rather than progress.
-    """
-
-    run_dir: str | None = None
-    resume: bool = False
-    overrides: tuple[str, ...] = ()
-    console: bool = True
-    target: str = ""
-    quiet: bool = False
-
-    def to_env(self) -> dict[str, str]:
-        """The environment variable that `from_env` reads."""
-        return {SITTING: json.dumps(asdict(self))}
-
-    @classmethod
-    def from_env(cls) -> Sitting | None:
-        """What the launcher asked for, if one did.
-
-        Raises:
-            EnvironError: the variable holds something else.
-        """
-        text = os.environ.get(SITTING)
-        if text is None:
-            return None
-        try:
-            return as_type(cls, parse_object(text))
-        except ValueError as error:
-            raise EnvironError(
-                f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
-            ) from None
-
-
-def train(
-    task: Task,
-    config: TrainConfig | None = None,
-    *,
-    run_dir: str | Path | None = None,
-    resume: bool = False,
-    sitting: Sitting | None = None,
-) -> Finished:
-    """Train a task: what scripts call, under any launcher.
-
-    On an error a user can mend, prints one message and leaves with exit code 2; after Ctrl-C,
-    stops at the next step boundary with a checkpoint and leaves with exit code 130. Use `run` to
-    get exceptions instead.
-
-    Args:
-        task: what to train.
-        config: how; the task's own by default.
-        run_dir: where files go; a new folder below `runs/` by default.
-        resume: go on from the newest valid checkpoint in `run_dir`.
-        sitting: instead of `run_dir` and `resume`; by default what a launcher asks for.
-
-    Returns:
-        How the run ended, on every rank.
-    """
-    try:
-        own = Sitting(str(run_dir) if run_dir else None, resume)
-        asked = sitting or Sitting.from_env() or own
-        finished = run(task, config or task.config, asked)
-    except LockstepError as error:
-        if _is_first(error):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code) from None
-    if finished.exit_code:
-        raise SystemExit(finished.exit_code)
-    return finished
-
-
-def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
-    """Train a task; like `train`, but errors fly.
+def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
+    """Train a task as one rank, with what is asked of this sitting.
 
     Raises:
+        Stopped: the run was asked to stop before its end, on every rank.
         LockstepError: on every rank.
     """
-    with StopRequest() as stop:
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
         config = override(config, sitting.overrides)
         task = with_config(task, config)
-        write_whole_lines()
+        stack.enter_context(whole_lines())
         environment = detect(os.environ)
-        hints = set_threads(config.threads, environment)
+        hints = stack.enter_context(num_threads(config.threads, environment))
+        stack.enter_context(kept_generators())
         device = choose_device(config.device, environment)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
-            finished = _run(task, config, sitting, environment, device, transport, stop, hints)
+            result, exit_code = _run(
+                task, config, sitting, environment, device, transport, stop, hints
+            )
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
@@ -152,7 +77,11 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Finished:
             transport.abort(1)
             raise
         transport.close()
-        return finished
+        if exit_code:
+            stopped = Stopped(result, exit_code)
+            stopped.rank = transport.rank
+            raise stopped
+        return result
 
 
 def _run(
@@ -164,8 +93,8 @@ def _run(
     transport: Transport,
     stop: StopRequest,
     hints: list[str],
-) -> Finished:
-    """The run itself, between meeting the other ranks and leaving them."""
+) -> tuple[Result, int]:
+    """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
     if not sitting.target:
         sitting = replace(sitting, target=_script())
@@ -212,10 +141,33 @@ def _run(
                 trainer = _assembled(task, config, sitting, runtime, directory)
             for hint in hints:
                 runtime.emit(Warned(step=0, message=hint))
-            return trainer.run()
+            finished = trainer.run()
+            return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as error:
             runtime.emit(_failed(error))
             raise
+
+
+def _result(
+    trainer: Trainer, finished: Finished, config: TrainConfig, directory: RunDirectory
+) -> Result:
+    """What the caller gets of a run that has ended in order."""
+    best = trainer.progress.best_step
+    return Result(
+        status=finished.status,
+        reason=finished.reason,
+        step=finished.step,
+        model=trainer.model.eval(),
+        task=trainer.task,
+        config=config,
+        metrics=finished.metrics,
+        params_sha256=finished.params_sha256,
+        run_dir=directory.path,
+        best_checkpoint=directory.checkpoints / folder_name(best) if best else None,
+        checkpoint=Path(finished.checkpoint) if finished.checkpoint else None,
+        world_size=finished.world_size,
+        wall_s=finished.wall_s,
+    )
 
 
 def _assembled(
@@ -303,13 +255,3 @@ def _script() -> str:
     """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return str(Path(path).resolve()) if path and Path(path).is_file() else ""
-
-
-def _is_first(error: LockstepError) -> bool:
-    """Whether this process tells the user: rank 0 of the group it was in, else of the launch."""
-    if error.rank is not None:
-        return error.rank == 0
-    try:
-        return detect(os.environ).rank == 0
-    except LockstepError:
-        return True

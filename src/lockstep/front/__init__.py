@@ -1,0 +1,21 @@
+"""The front door: from a task and a config to a finished run, wherever this process is."""
+
+from lockstep.front.api import leave, main, train
+from lockstep.front.rank import TIMEOUT_S, choose_device, claim, new_run_dir, run
+from lockstep.front.result import Result, Stopped
+from lockstep.front.sitting import SITTING, Sitting
+
+__all__ = [
+    "SITTING",
+    "TIMEOUT_S",
+    "Result",
+    "Sitting",
+    "Stopped",
+    "choose_device",
+    "claim",
+    "leave",
+    "main",
+    "new_run_dir",
+    "run",
+    "train",
+]

@@ -1,0 +1,82 @@
+"""What scripts, notebooks and the command call to train a task in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.config import TrainConfig
+from lockstep.engine.task import Task
+from lockstep.errors import LockstepError
+from lockstep.front.rank import run
+from lockstep.front.result import Result
+from lockstep.front.sitting import Sitting
+from lockstep.launch.rank.output import tell
+
+
+def train(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+) -> Result:
+    """Train a task in this process: the only one, or a rank that any launcher has started.
+
+    Ctrl-C, SIGTERM and a preemption stop the run after the step that is under way, with a
+    checkpoint. The number of threads, the random generators and the signal handlers of the caller
+    are left as they were.
+
+    Args:
+        task: the task.
+        config: how it is to be trained; the task's own config by default.
+        run_dir: where files go; a new folder below `runs/` by default. Under `lockstep train` the
+            command says where.
+        resume: whether to go on from the newest valid checkpoint in `run_dir`.
+        quiet: whether to show warnings and how the run ended only, rather than progress.
+
+    Returns:
+        How the run ended, with the trained model, on every rank.
+
+    Raises:
+        Stopped: the run was asked to stop before its end; it can be resumed.
+        LockstepError: the task, the config or the data do not work, or a rank was lost that the
+            others cannot go on without.
+    """
+    own = Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+    return run(task, config or task.config, Sitting.from_env() or own)
+
+
+def main(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+) -> Result:
+    """Train a task as the last thing that a script does: as `train`, with messages for a user.
+
+    An error that the user can mend is one message, and the process ends with exit code 2. A run
+    that was asked to stop ends it with 130 (Ctrl-C), 143 (SIGTERM, preemption) or 75 (too few
+    ranks are left).
+
+    Args:
+        task: as for `train`.
+        config: as for `train`.
+        run_dir: as for `train`.
+        resume: as for `train`.
+
+    Returns:
+        How the run ended, where it has come to its end or to `stop_at_step`.
+    """
+    try:
+        return train(task, config, run_dir=run_dir, resume=resume)
+    except LockstepError as error:
+        leave(error)
+
+
+def leave(error: LockstepError) -> NoReturn:
+    """End the process for an error, with a message of the rank that tells it."""
+    tell(error)
+    raise SystemExit(error.exit_code) from None
