@@ -14,6 +14,7 @@ from lockstep.launch.rank.early import ending_at_interrupt as _ending_at_interru
 from lockstep.launch.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
+    from lockstep import hooks, quantum
     from lockstep.config import (
         CheckpointConfig,
         ConvergenceConfig,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from lockstep.data.random import generator, numpy_generator
+    from lockstep.engine.hooks.hook import Hook, Run
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
     from lockstep.front import Result, Stopped, main, train
@@ -37,20 +39,24 @@ __all__ = [
     "ConvergenceConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "Hook",
     "Loaded",
     "LockstepError",
     "Loss",
     "OptimizerConfig",
     "PrecisionConfig",
     "Result",
+    "Run",
     "ScheduleConfig",
     "Stopped",
     "Task",
     "TrainConfig",
     "generator",
+    "hooks",
     "load",
     "main",
     "numpy_generator",
+    "quantum",
     "train",
 ]
 
@@ -59,12 +65,14 @@ _HOMES = {
     "ConvergenceConfig": "lockstep.config",
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",
+    "Hook": "lockstep.engine.hooks.hook",
     "Loaded": "lockstep.loading",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
     "OptimizerConfig": "lockstep.config",
     "PrecisionConfig": "lockstep.config",
     "Result": "lockstep.front",
+    "Run": "lockstep.engine.hooks.hook",
     "ScheduleConfig": "lockstep.config",
     "Stopped": "lockstep.front",
     "Task": "lockstep.engine.task",
@@ -75,7 +83,7 @@ _HOMES = {
     "numpy_generator": "lockstep.data.random",
     "train": "lockstep.front",
 }
-"""The module that each name of `__all__` comes from."""
+"""The module that each name of `__all__` comes from, but for those that are modules."""
 
 _prepare()
 
@@ -83,9 +91,11 @@ _prepare()
 if not TYPE_CHECKING:  # else type checkers would take any name for one of this module
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         with _ending_at_interrupt():
+            if name not in _HOMES:
+                return _import_module(f"{__name__}.{name}")
             value = getattr(_import_module(_HOMES[name]), name)
         globals()[name] = value  # from now on it is found without this function
         return value

@@ -16,7 +16,7 @@ from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.task_state import restore_task
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.task import Task
 from lockstep.recipes.abilities import Adopts
 from lockstep.targets import make_task, task_class, trusted_target
@@ -90,7 +90,7 @@ def restored(
     model = build_model(task, config, device)
     check_fits(snapshot, model, where)
     load_model(snapshot, model)
-    restore_task(task, snapshot.task, snapshot.meta.get("task", {}))
+    TaskState(task, task.hooks()).restore(snapshot.task, snapshot.meta.get("task", {}))
     if isinstance(task, Adopts):
         task.adopt(model)
     return model

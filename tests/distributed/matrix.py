@@ -43,6 +43,8 @@ CASES = {
     "step-decay": ["schedule.name=step", "schedule.step_size=4", "schedule.gamma=0.5"],
     "teacher": ["teacher=true", "precision.dtype=bf16"],
     "teacher-sharded": ["teacher=true", "precision.dtype=bf16", "optimizer.sharded=true"],
+    "hooked": ["hooked=3", "eval_every=2", "checkpoint.every=4"],
+    "hooked-sharded": ["hooked=3", "eval_every=3", "optimizer.sharded=true"],
     "linear": ["schedule.name=linear", "schedule.warmup_steps=14", "digest_every=3"],
 }
 

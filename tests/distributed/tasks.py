@@ -23,6 +23,8 @@ class EverythingConfig(ls.TrainConfig):
     gate: bool = False
     wide: int = 0
     teacher: bool = False
+    hooked: int = 0
+    """After how many evaluations the run ends; 0 has no hooks."""
     evil: str = ""
     """What goes wrong, and at which of the samples or ranks."""
 
@@ -63,6 +65,58 @@ class Taught(nn.Module):
         return self.student(x) + 0.1 * self.teacher(x.flatten(1))
 
 
+class Shrink(ls.Hook):
+    """Changes the model at random after each step."""
+
+    changes_model = True
+
+    def after_step(self, run):
+        with torch.no_grad():
+            for name, parameter in run.model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.add_(0.001 * torch.randn(parameter.shape))
+
+
+class Count(ls.Hook):
+    """Ends the run after a number of evaluations."""
+
+    def __init__(self, limit):
+        self.limit, self.num_evaluations = limit, 0
+
+    def after_evaluation(self, run, split, metrics):
+        self.num_evaluations += 1
+        if self.num_evaluations == self.limit:
+            run.stop(f"{self.limit} evaluations")
+
+    def state_dict(self):
+        return {"num_evaluations": self.num_evaluations}
+
+    def load_state_dict(self, state):
+        self.num_evaluations = state["num_evaluations"]
+
+
+class Diary(ls.Hook):
+    """Writes on the first rank what happens, and draws random numbers nobody else draws."""
+
+    first_only = True
+
+    def after_step(self, run):
+        self.write(run, "step", run.step, round(run.train["loss"], 6), torch.rand(()).item() > 1)
+
+    def after_evaluation(self, run, split, metrics):
+        self.write(run, split, run.step, round(metrics["loss"], 6))
+
+    def after_checkpoint(self, run, folder):
+        self.write(run, "checkpoint", int(folder.name.removeprefix("step_")))
+
+    def on_end(self, run, status, reason):
+        self.write(run, status, run.step, reason)
+
+    def write(self, run, *values):
+        with (run.run_dir / "diary.txt").open("a") as file:
+            file.write(" ".join(map(str, values)) + "\n")
+
+
 class Everything(ls.Task):
     """Convolution, batch norm, dropout, an uneven last batch, and what the config adds."""
 
@@ -71,6 +125,11 @@ class Everything(ls.Task):
     def __init__(self, config=None):
         super().__init__(config)
         self.count, self.average = 0, torch.zeros(())
+        self.ema = ls.hooks.EMA(0.8)
+
+    def hooks(self):
+        limit = self.config.hooked
+        return [Shrink(), self.ema, Count(limit), Diary()] if limit else []
 
     def after_step(self, model, step):
         self.count += 1
@@ -127,6 +186,8 @@ class Everything(ls.Task):
             noise = torch.randn(images.shape, generator=ls.generator(), dtype=images.dtype)
             images = images + 0.01 * (1 + self.count) * noise * (1 + self.average)
         logits = model(images)
+        if self.config.hooked:
+            logits = logits + 0.1 * self.ema(model, images)
         if evil == "shape":
             loss = nn.functional.cross_entropy(logits, labels, reduction="none")
             return ls.Loss(loss, len(labels))

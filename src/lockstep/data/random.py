@@ -20,6 +20,7 @@ class Stream(IntEnum):
     EVALUATION = 4
     OPTIMIZER = 5
     AFTER_STEP = 6
+    HOOK = 7
 
 
 _MASK = (1 << 64) - 1

@@ -19,8 +19,9 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.trial import Trial
-from lockstep.engine.checkpoint.task_state import check_task_state
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
@@ -32,6 +33,7 @@ from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.parallel.mesh import Mesh
+from lockstep.parsing import shown
 
 
 @dataclass
@@ -40,12 +42,14 @@ class Parts:
 
     Attributes:
         model: in training mode, its trainable parameters in flat memory.
+        task_state: the task and its hooks.
         total_steps: of the whole run.
         evaluations: of the splits `val` and `test`, where the task has them.
         facts: what must be the same for all that take part in a run, by what it is called.
     """
 
     model: nn.Module
+    task_state: TaskState
     compute: Compute
     train_step: TrainStep
     sampler: ElasticSampler
@@ -73,6 +77,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
     """
     transport = runtime.transport
+    task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
     model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
@@ -97,21 +102,55 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
-    if type(task).after_step is not Task.after_step:  # it may change any of them
+    if task_state.may_change_model:  # and so any of them
         saved = model.state_dict().keys()
         state.unsaved |= {
             n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
         }
     constants = Constants(model, trial.changed)
-    everywhere(transport, lambda: check_task_state(task))
+    everywhere(transport, task_state.check)
+    facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
     train_step = TrainStep(
-        runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
+        runtime,
+        config,
+        model,
+        task_state,
+        compute,
+        flat,
+        state,
+        constants,
+        optimizer,
+        ranges,
+        total_steps,
     )
     facts |= train_step.flat_optimizer.description
     check_same(transport, facts)
-    return Parts(model, compute, train_step, sampler, loader, splits, total_steps, facts)
+    return Parts(
+        model, task_state, compute, train_step, sampler, loader, splits, total_steps, facts
+    )
+
+
+def checked_hooks(task: Task) -> tuple[Hook, ...]:
+    """The task's hooks.
+
+    Raises:
+        TaskError: one of them is something else, or wants what it cannot have.
+    """
+    hooks: object = task.hooks()
+    where = f"{type(task).__name__}.hooks"
+    if not isinstance(hooks, (list, tuple)):
+        raise TaskError(f"{where}: must return a list of hooks, returned {shown(hooks)}")
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise TaskError(f"{where}: {shown(hook)} is no lockstep.Hook")
+        if hook.first_only and hook.changes_model:
+            raise TaskError(
+                f"{where}: {type(hook).__name__} has first_only = True and changes_model = True; "
+                "what changes the model must run on every rank"
+            )
+    return tuple(hooks)
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from time import perf_counter
 
 from torch import nn
 
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
-from lockstep.engine.after_step import AfterStep
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Finished, Rebalanced, Warned
+from lockstep.engine.hooks.hooks import Hooks
 from lockstep.engine.microbatches import Microbatches
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
@@ -62,18 +63,11 @@ class Trainer:
         else:
             runtime.at("join", 0)
         parts = self._parts = assemble(task, config, runtime)
-        self._after_step = AfterStep(
-            task,
-            parts.model,
-            parts.train_step.flat_optimizer.optimizer,
-            parts.train_step.flat,
-            parts.loader,
-            config.seed,
-        )
+        self._hooks = Hooks(config, runtime, parts, directory.path)
         self._reporter = Reporter(task.name, config, runtime, parts, directory)
-        self._checkpointer = Checkpointer(config, runtime, parts, directory)
+        self._checkpointer = Checkpointer(config, runtime, parts, directory, self._on_written)
         progress = Progress() if joins else self._checkpointer.resume()
-        self._state = RunState(config, runtime, parts, self._after_step, self._reporter, progress)
+        self._state = RunState(config, runtime, parts, self._hooks, self._reporter, progress)
         self._microbatches = Microbatches(config, runtime, parts, progress)
         self._recovery = Recovery(
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
@@ -110,7 +104,7 @@ class Trainer:
     @property
     def task(self) -> Task:
         """The task that is trained."""
-        return self._parts.train_step.task
+        return self._parts.task_state.task
 
     @property
     def model(self) -> nn.Module:
@@ -125,6 +119,7 @@ class Trainer:
     def _train(self) -> Finished:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
+        self._hooks.start(state.progress)
         self._follow_up()  # of the step before: it may have been broken off by a loss
         while not state.is_over():
             progress = state.progress
@@ -148,15 +143,19 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         state, progress = self._state, self._state.progress
-        self._after_step.check(self._transport)
+        self._hooks.check()
         if state.is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
+            self._hooks.check()
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
+
+    def _on_written(self, folder: Path) -> None:
+        self._hooks.after_checkpoint(self._state.progress, folder)
 
     def _evaluate(self, split_name: str) -> None:
         started = perf_counter()
@@ -191,7 +190,7 @@ class Trainer:
         """
         state, step = self._state, self._state.progress.step
         # What a task does after a step is half done then, and cannot be undone.
-        if state.failed_step == step or self._after_step.has_failed:
+        if state.failed_step == step or self._hooks.has_failed:
             raise failure
         state.failed_step = step
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
@@ -222,6 +221,7 @@ class Trainer:
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
         )
+        self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)
         self._transport.agree()
         return finished

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config import TrainConfig
-from lockstep.engine.after_step import AfterStep
 from lockstep.engine.assembly import Parts
 from lockstep.engine.events import Evaluated, Improved
+from lockstep.engine.hooks.hooks import Hooks
 from lockstep.engine.progress import Progress
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.runtime import Runtime
@@ -33,14 +33,14 @@ class RunState:
         config: TrainConfig,
         runtime: Runtime,
         parts: Parts,
-        after_step: AfterStep,
+        hooks: Hooks,
         reporter: Reporter,
         progress: Progress,
     ) -> None:
         self._config = config
         self._runtime = runtime
         self._parts = parts
-        self._after_step = after_step
+        self._hooks = hooks
         self._reporter = reporter
         self.progress = progress
         self.result: StepResult | None = None
@@ -53,12 +53,14 @@ class RunState:
 
         Args:
             result: of the step.
-            with_task: whether what the task does after a step is still to be done.
+            with_task: whether what the task and its hooks do after a step is still to be done.
         """
         self.result = result
-        self.progress.step += 1
+        progress = self.progress
+        progress.step += 1
         if with_task:
-            self._after_step.run(self.progress.step, self._parts.train_step.state)
+            ended = self._hooks.after_step(progress, result)
+            progress.finished = progress.finished or ended
         self.stop_reason = self.stop_reason or result.stop_reason
         # What is evaluated or saved has its step's row before it, in all files.
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
@@ -70,6 +72,8 @@ class RunState:
         progress, config, emit = self.progress, self._config, self._runtime.emit
         progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
         emit(Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds))
+        ended = self._hooks.after_evaluation(progress, split_name, metrics)
+        progress.finished = progress.finished or ended
         if split_name != "val":
             return
         if progress.judge(config, metrics):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.config import TrainConfig
 from lockstep.errors import TaskError
+
+if TYPE_CHECKING:
+    from lockstep.engine.hooks.hook import Hook
 
 Number = Tensor | float | int
 
@@ -126,6 +129,13 @@ class Task(ABC):
             model: in training mode; its parameters and buffers may be changed in place.
             step: how many optimizer steps have been done, 1 after the first.
         """
+
+    def hooks(self) -> Sequence[Hook]:
+        """What is to be done beside training, called in this order; see `lockstep.Hook`.
+
+        Called once on every rank, before the model is built.
+        """
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the task's own by name: tensors, and values that JSON can hold.

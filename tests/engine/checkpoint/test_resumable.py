@@ -17,16 +17,15 @@ from tests.distributed.tasks import Everything, EverythingConfig
 
 from lockstep.config import OptimizerConfig
 from lockstep.engine.checkpoint.resumable import _is_state
-from lockstep.engine.events import Finished
 from lockstep.engine.step.optimizer import ELEMENTWISE
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
-from lockstep.front import Sitting, run
+from lockstep.front import Result, Sitting, run
 
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 
 
-def trained(run_dir: Path, resume: bool = False, **keys: Any) -> Finished:
+def trained(run_dir: Path, resume: bool = False, **keys: Any) -> Result:
     config = CONFIG.model_copy(update=keys)
     return run(Everything(config), config, Sitting(str(run_dir), resume, (), False))
 
@@ -337,6 +336,6 @@ def test_hooks_of_an_optimizer_do_not_keep_it_from_being_resumed(tmp_path: Path)
     assert ended(kind, tmp_path / "run", resume=True).params_sha256 == straight.params_sha256
 
 
-def ended(kind: Any, run_dir: Path, resume: bool = False, **keys: Any) -> Finished:
+def ended(kind: Any, run_dir: Path, resume: bool = False, **keys: Any) -> Result:
     config = CONFIG.model_copy(update=keys)
     return run(kind(config), config, Sitting(str(run_dir), resume, (), False))

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep as ls
 from lockstep import front
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.task_state import restore_task
-from lockstep.engine.events import Finished
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
 from lockstep.front import Sitting
@@ -61,7 +60,7 @@ def config(**more: Any) -> ls.TrainConfig:
     return ls.TrainConfig(**values | {"checkpoint": {"every": 2}} | more)
 
 
-def run(folder: Path, task: ls.Task, resume: bool = False, **more: Any) -> Finished:
+def run(folder: Path, task: ls.Task, resume: bool = False, **more: Any) -> ls.Result:
     return front.run(task, config(**more), Sitting(str(folder), resume, console=False))
 
 
@@ -306,7 +305,7 @@ def test_an_error_of_load_state_dict_may_be_of_one_rank_alone() -> None:
             raise OSError("no such file")
 
     with pytest.raises(CheckpointError, match="no such file") as caught:
-        restore_task(Raising(), {}, {"count": 1})
+        TaskState(Raising()).restore({}, {"count": 1})
     assert not caught.value.is_shared
 
 

@@ -6,7 +6,7 @@ on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
@@ -41,18 +41,19 @@ class Constants:
         by_value = step >= 0 and step & (step - 1) == 0
         self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
 
-    def check(self, when: str) -> None:
+    def check(self, when: str, changed: Callable[[str], str] = changed_in_pass) -> None:
         """Make sure that nothing has changed since `mark`.
 
         Args:
-            when: for the message.
+            when: what has happened since, for messages.
+            changed: makes the message for a tensor, by its name, that has changed.
 
         Raises:
             TaskError: naming the first tensor that has.
         """
         for index, (name, tensor, held_in, key) in enumerate(self._places):
             if tensor._version != self._versions[index]:
-                raise TaskError(f"{when}: {changed_in_pass(name)}")
+                raise TaskError(f"{when}: {changed(name)}")
             if held_in.get(key) is not tensor:
                 raise TaskError(
                     f"{when}: {name} was replaced by another tensor, which nobody trains or saves; "
@@ -78,7 +79,7 @@ class Constants:
             )
         for place, copy in zip(self._places, self._copies, strict=False):
             if not same_bits(_part(place.tensor), copy):
-                raise TaskError(f"{when}: {changed_in_pass(place.name)}")
+                raise TaskError(f"{when}: {changed(place.name)}")
 
 
 def _ids(model: nn.Module) -> dict[str, int]:

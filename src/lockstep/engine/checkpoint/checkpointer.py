@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -22,9 +23,8 @@ from lockstep.engine.checkpoint.resumable import (
     check_training_state,
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.task_state import check_task_state
 from lockstep.engine.checkpoint.writer import AsyncWriter
-from lockstep.engine.events import Resumed, Warned
+from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas
 from lockstep.engine.recovery.sharded_state import whole_state
@@ -36,18 +36,33 @@ class Checkpointer:
     """Saves and restores the state of a run; all methods but `poll` are collectives."""
 
     def __init__(
-        self, config: TrainConfig, runtime: Runtime, parts: Parts, directory: RunDirectory
+        self,
+        config: TrainConfig,
+        runtime: Runtime,
+        parts: Parts,
+        directory: RunDirectory,
+        on_written: Callable[[Path], None],
     ) -> None:
+        """Begin with the checkpoints that there are.
+
+        Args:
+            config: config of the run.
+            runtime: surroundings of this process.
+            parts: parts of the run.
+            directory: the run directory.
+            on_written: takes the folder of each checkpoint that is complete, on rank 0.
+        """
         self._config = config
         self._runtime = runtime
         self._transport = runtime.transport
         self._parts = parts
         self._root = directory.checkpoints
+        self._on_written = on_written
         self._writer = AsyncWriter(
             self._root,
             config.checkpoint.keep,
             config.checkpoint.background,
-            runtime.emit,
+            self._emit,
             runtime.transport.pulse,
             runtime.at,
         )
@@ -57,6 +72,11 @@ class Checkpointer:
         """Emit what the background thread has to say."""
         if self._runtime.is_first:
             self._writer.poll()
+
+    def _emit(self, event: Event) -> None:
+        self._runtime.emit(event)
+        if isinstance(event, Checkpointed):
+            self._on_written(Path(event.path))
 
     def save(self, progress: Progress, best: bool = False) -> None:
         """Copy the state, and have it written while training goes on; once for each step.
@@ -111,7 +131,7 @@ class Checkpointer:
                 self._transport,
                 parts.model,
                 train_step.state.unsaved,
-                train_step.task,
+                train_step.task_state,
                 progress.step,
             )
 
@@ -125,7 +145,7 @@ class Checkpointer:
 
         def check() -> None:
             train_step.flat_optimizer.check_state()
-            check_task_state(train_step.task)
+            train_step.task_state.check()
 
         everywhere(self._transport, check)
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
-from lockstep.engine.checkpoint.task_state import capture_task, restore_task
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.step.train_step import TrainStep
@@ -34,7 +33,7 @@ def capture(
         meta: what else is to be kept.
         state: of the optimizer, already copied.
     """
-    task, values = capture_task(train_step.task)
+    task, values = train_step.task_state.capture()
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
     buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
     meta = meta | {
@@ -178,7 +177,7 @@ def receive(
     train_step.flat_optimizer.load_state(received.optimizer)
     train_step.loss_scale.load_state_dict(received.meta["loss_scale"])
     train_step.state.mark()
-    restore_task(train_step.task, received.task, received.meta.get("task", {}))
+    train_step.task_state.restore(received.task, received.meta.get("task", {}))
     train_step.watched.mark()
     return received.meta
 

@@ -16,12 +16,11 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.optimizer_state import TENSOR, from_json, to_json
-from lockstep.engine.checkpoint.task_state import capture_task
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.progress import Progress
 from lockstep.engine.step.optimizer import ELEMENTWISE
 from lockstep.engine.step.precision import LossScale, LossScaleState
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.parsing import as_type, shown
 
@@ -85,7 +84,8 @@ def check_training_state(
         raise CheckpointError(
             f"{where}: is damaged: progress.step={progress.step}: the run has {total_steps} steps"
         )
-    if progress.finished and progress.step < total_steps and not progress.exhausted(config):
+    has_reason = progress.exhausted(config) or train_step.task_state.hooks  # they may end a run
+    if progress.finished and progress.step < total_steps and not has_reason:
         raise CheckpointError(
             f"{where}: is damaged: progress.finished={shown(progress.finished)}: nothing else in "
             "it says that the run is over"
@@ -97,7 +97,7 @@ def check_training_state(
     problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
     problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
-    problem = problem or _task_problem(snapshot, train_step.task)
+    problem = problem or _task_problem(snapshot, train_step.task_state)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
 
@@ -119,7 +119,7 @@ def check_optimizer_state(snapshot: Snapshot, train_step: TrainStep, where: str)
     ):
         return
     # After a step a task may have changed groups, or have made the optimizer begin anew.
-    is_exact = type(train_step.task).after_step is Task.after_step
+    is_exact = not train_step.task_state.may_change_model
     is_exact = is_exact or not snapshot.meta.get("optimizer")  # as earlier versions wrote it
     _check_layout(snapshot, train_step, is_exact, where)
     # With fp16, some steps are skipped.
@@ -177,12 +177,12 @@ def _shared_problem(saved: Any) -> str:
     return ""
 
 
-def _task_problem(snapshot: Snapshot, task: Task) -> str:
+def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
     """What is wrong with the task's own state: it must have all parts, of whatever kind by now."""
     state = snapshot.meta.get("task", {})
     if not isinstance(state, dict):
         return f"task={shown(state)}: must be an object"
-    tensors, values = capture_task(task)
+    tensors, values = task_state.capture()
     missing = [n for n in (*tensors, *values) if n not in state and n not in snapshot.task]
     return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
 

@@ -1,30 +1,115 @@
-"""State of a task's own (`Task.state_dict`), between the task and a checkpoint."""
+"""State of a task's own and of its hooks (`state_dict`), between them and a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lockstep.engine.checkpoint.optimizer_state import is_savable
+from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.step.flat import tensor_digest
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError, TaskError
 
+_HOOKS = "hooks/"
+"""What names of hooks' state begin with."""
 
-def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Copies of a task's state: its tensors, on the CPU, and its other values as plain JSON.
 
-    Raises:
-        TaskError: `state_dict` raises an exception, its result is no dict by name, or a value is
-            neither tensor nor JSON.
+class TaskState:
+    """The state of a task and of those of its hooks that every rank runs.
+
+    Attributes:
+        task: the task.
+        hooks: all its hooks.
     """
-    where = f"{type(task).__name__}.state_dict"
+
+    def __init__(self, task: Task, hooks: Sequence[Hook] = ()) -> None:
+        self.task = task
+        self.hooks = tuple(hooks)
+
+    @property
+    def may_change_model(self) -> bool:
+        """Whether the model may change beside the optimizer's steps and forward passes."""
+        has_own = type(self.task).after_step is not Task.after_step
+        return has_own or any(hook.changes_model for hook in self.hooks)
+
+    def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies of all state: its tensors, on the CPU, and its other values as plain JSON.
+
+        Raises:
+            TaskError: a `state_dict` raises an exception, its result is no dict by name, or a value
+                is neither tensor nor JSON.
+        """
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for prefix, owner in self._owners():
+            some_tensors, some_values = _captured(owner)
+            tensors |= {prefix + name: tensor for name, tensor in some_tensors.items()}
+            values |= {prefix + name: value for name, value in some_values.items()}
+        return tensors, values
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Give task and hooks what `capture` took, if there is anything.
+
+        Raises:
+            CheckpointError: one cannot take it, or there is state of a hook that is not here.
+        """
+        left = {**tensors, **values}
+        for prefix, owner in [*self._owners()][::-1]:  # the task's own names have no prefix
+            mine = [name for name in left if name.startswith(prefix)]
+            if not prefix and any(name.startswith(_HOOKS) for name in mine):
+                name = next(name for name in mine if name.startswith(_HOOKS))
+                raise CheckpointError(
+                    f"{name}: is state of a hook that {type(self.task).__name__}.hooks does not "
+                    "have; go on with the same hooks or start a new run"
+                )
+            _restore(owner, {name.removeprefix(prefix): left.pop(name) for name in mine})
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each part of the state, by name."""
+        tensors, values = self.capture()
+        digests = {f"task state {n}": tensor_digest(n, t).hex() for n, t in tensors.items()}
+        for name, value in values.items():
+            text = json.dumps(value, sort_keys=True).encode()
+            digests[f"task state {name}"] = hashlib.sha256(text).hexdigest()
+        return digests
+
+    def check(self) -> None:
+        """Make sure that the state can be saved, and that there is code to load it.
+
+        Raises:
+            TaskError: naming what is missing or cannot be saved.
+        """
+        for _, owner in self._owners():
+            kind = type(owner)
+            saves = kind.state_dict not in (Task.state_dict, Hook.state_dict)
+            if saves and kind.load_state_dict in (Task.load_state_dict, Hook.load_state_dict):
+                raise TaskError(
+                    f"{kind.__name__}.load_state_dict: is missing; {kind.__name__}.state_dict "
+                    "saves state that a resumed run has to load"
+                )
+        self.capture()
+
+    def _owners(self) -> Iterator[tuple[str, Task | Hook]]:
+        """Who has state, each with what its names begin with; the task first."""
+        yield "", self.task
+        names: list[str] = []
+        for hook in self.hooks:
+            if not hook.first_only:
+                names.append(type(hook).__name__)
+                count = names.count(names[-1])
+                yield f"{_HOOKS}{names[-1]}{count if count > 1 else ''}/", hook
+
+
+def _captured(owner: Task | Hook) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    where = f"{type(owner).__name__}.state_dict"
     try:
-        state = task.state_dict()
+        state = owner.state_dict()
     except LockstepError:
         raise
     except Exception as error:
@@ -33,6 +118,8 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise TaskError(f"{where}: must return a dict with names as keys")
     tensors, values = {}, {}
     for name, value in state.items():
+        if name.startswith(_HOOKS):
+            raise TaskError(f"{where}: {name!r}: names must not begin with {_HOOKS!r}")
         if isinstance(value, Tensor) and is_savable(value):
             tensors[name] = value.detach().to("cpu", copy=True)
             continue
@@ -52,47 +139,16 @@ def capture_task(task: Task) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, values
 
 
-def check_task_state(task: Task) -> None:
-    """Make sure that a task's state can be saved, and that the task says how to load it.
-
-    Raises:
-        TaskError: naming what is missing or cannot be saved.
-    """
-    kind = type(task)
-    saves = kind.state_dict is not Task.state_dict
-    if saves and kind.load_state_dict is Task.load_state_dict:
-        raise TaskError(
-            f"{kind.__name__}.load_state_dict: is missing; {kind.__name__}.state_dict saves state "
-            "that a resumed run has to load"
-        )
-    capture_task(task)
-
-
-def restore_task(task: Task, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Give a task what `capture_task` took, if there is anything.
-
-    Raises:
-        CheckpointError: the task cannot take it.
-    """
-    if not (tensors or values):
+def _restore(owner: Task | Hook, state: dict[str, Any]) -> None:
+    if not state:
         return
     try:
-        task.load_state_dict({**tensors, **values})
+        owner.load_state_dict(state)
     except LockstepError:
         raise
     except Exception as error:
-        where = f"{type(task).__name__}.load_state_dict"
+        where = f"{type(owner).__name__}.load_state_dict"
         raise CheckpointError(_raised(where, error)) from None
-
-
-def task_digests(task: Task) -> dict[str, str]:
-    """SHA-256 of each part of a task's state, by name."""
-    tensors, values = capture_task(task)
-    digests = {f"task state {n}": tensor_digest(n, t).hex() for n, t in tensors.items()}
-    for name, value in values.items():
-        text = json.dumps(value, sort_keys=True).encode()
-        digests[f"task state {name}"] = hashlib.sha256(text).hexdigest()
-    return digests
 
 
 def _raised(where: str, error: Exception) -> str:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.checkpoint.task_state import task_digests
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.step.flat import model_digest, tensor_digest
-from lockstep.engine.task import Task
 from lockstep.errors import DivergenceError, TaskError, shared
 
 
@@ -54,7 +53,11 @@ def check_start(transport: Transport, model: nn.Module) -> None:
 
 
 def check_replicas(
-    transport: Transport, model: nn.Module, buffers: Mapping[str, Tensor], task: Task, step: int
+    transport: Transport,
+    model: nn.Module,
+    buffers: Mapping[str, Tensor],
+    task_state: TaskState,
+    step: int,
 ) -> None:
     """Compare all ranks' parameters, buffers and state of the task after a step.
 
@@ -62,14 +65,14 @@ def check_replicas(
         transport: the group of ranks.
         model: of this rank.
         buffers: of the model, that its `state_dict` leaves out.
-        task: of the run.
+        task_state: state of the task and its hooks.
         step: number of the step.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
         TaskError: the task's state cannot be saved; on every rank.
     """
-    own = everywhere(transport, lambda: task_digests(task))
+    own = everywhere(transport, task_state.digests)
     digests = transport.gather_json([model_digest(model, buffers), own])
     if all(d == digests[0] for d in digests):
         return

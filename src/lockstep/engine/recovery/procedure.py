@@ -158,6 +158,8 @@ class Recovery:
         if self.is_new:
             state.progress = Progress.from_state_dict(meta["progress"])
             state.load_state_dict(meta["run"])
+        # A hook of the leading rank may have ended the run after the step that is missing here.
+        state.progress.finished = meta["progress"]["finished"]
 
     def _commit_like(self, lead: Lead) -> None:
         """Commit here what the leading rank has committed, or has applied and is to commit."""

@@ -20,6 +20,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
+from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.buffers import ForwardState
@@ -74,7 +75,7 @@ class TrainStep:
     """Everything a training step needs, bound together once.
 
     Attributes:
-        task: whose step it is.
+        task_state: the state of the task whose step it is.
         watched: generators that microbatches must not draw from.
         flat: the trainable parameters.
         state: the buffers that forward passes change.
@@ -91,6 +92,7 @@ class TrainStep:
         runtime: Runtime,
         config: TrainConfig,
         model: nn.Module,
+        task_state: TaskState,
         compute: Compute,
         flat: FlatTensors,
         state: ForwardState,
@@ -105,7 +107,7 @@ class TrainStep:
         self._total_steps = total_steps
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
-        self.task = compute.task
+        self.task_state = task_state
         self.watched = compute.watched
         self.flat = flat
         self.state = state

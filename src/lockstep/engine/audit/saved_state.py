@@ -1,0 +1,107 @@
+"""Whether what a task and its hooks change beside training would come back from a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from torch import nn, optim
+
+from lockstep.data.loader import Loader
+from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.reachable import optimizers_in
+from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.task import is_scratch, made_anew
+from lockstep.errors import TaskError
+
+
+class SavedState:
+    """Compares what is held before and after a task's and its hooks' code has run."""
+
+    def __init__(
+        self, state: TaskState, model: nn.Module, optimizer: optim.Optimizer, loader: Loader
+    ) -> None:
+        self._state = state
+        self._model = model
+        self._optimizers = list(optimizers_in(optimizer).values())
+        self._loader = loader
+
+    def held(self) -> dict[str, str]:
+        """Everything that can be reached from task, hooks, model and dataset, by its path."""
+        # Apart, since a dataset may be reached from the task too.
+        inside = held_state({"dataset('train')": self._loader.dataset})
+        modes = {f"model.{n}.training": str(m.training) for n, m in self._model.named_modules()}
+        # What an optimizer keeps here is saved, also where the task holds the optimizer.
+        saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
+        roots = {"task": self._state.task, "model": self._model} | _kept(self._state)
+        return held_state(roots, saved) | inside | modes
+
+    def check(self, before: Mapping[str, str], caller: str) -> None:
+        """Refuse changes that a resumed run, or a process that fetches data, would not see.
+
+        Args:
+            before: what was held before the code ran.
+            caller: what the code is called, for messages.
+
+        Raises:
+            TaskError: naming the first.
+        """
+        now = self.held()
+        task = self._state.task
+        changed = [
+            path
+            for path in dict.fromkeys((*before, *now))
+            if before.get(path) != now.get(path) and not is_scratch(task, path)
+        ]
+        own = [path for path in changed if path.startswith(("task", "hooks"))]
+        back = self._brought_back() if own else {}
+        for path in changed:
+            name = path.rstrip("!")
+            if path.startswith("dataset"):
+                if self._loader.num_workers:
+                    raise TaskError(
+                        f"{name}: is changed by {caller}, and the processes that fetch data have "
+                        "copies of it; set data.num_workers=0, or use it in Task.loss"
+                    )
+                if not own:
+                    raise TaskError(
+                        f"{name}: is changed by {caller}, and no checkpoint holds it; keep it in "
+                        "the task, and save it by Task.state_dict"
+                    )
+            elif path.startswith("model"):
+                raise TaskError(
+                    f"{name}: is changed by {caller}, and no checkpoint holds it; make it a "
+                    "buffer of the model, or keep it in the task, save it by Task.state_dict, and "
+                    "set it in each Task.loss"
+                )
+            elif back is not None and back.get(path) != now.get(path):
+                owner = "the hook's" if path.startswith("hooks") else f"{type(task).__name__}."
+                raise TaskError(
+                    f"{name}: is changed by {caller}, and does not come back by "
+                    f"{owner}{' ' if owner.endswith('s') else ''}state_dict and load_state_dict; "
+                    "a resumed run would go on without it"
+                )
+
+    def _brought_back(self) -> dict[str, str] | None:
+        """What a task that is made anew holds after loading this state; None if unknown."""
+        tensors, values = self._state.capture()
+        task = self._state.task
+        fresh = None
+        with contextlib.suppress(Exception):  # its `__init__` may need more than a config
+            fresh = made_anew(task, task.config)
+        if fresh is None:
+            return None if tensors or values else {}
+        state = TaskState(fresh, fresh.hooks())
+        for hook in state.hooks:
+            if not hook.first_only and any(hook is own for own in self._state.hooks):
+                raise TaskError(
+                    f"{type(task).__name__}.hooks: two tasks have the same "
+                    f"{type(hook).__name__}; make it in __init__ of the task, or in hooks"
+                )
+        state.restore(tensors, values)
+        return held_state({"task": fresh} | _kept(state))
+
+
+def _kept(state: TaskState) -> dict[str, object]:
+    """The hooks whose state is kept; those of the first rank alone may hold what they like."""
+    return {f"hooks[{i}]": hook for i, hook in enumerate(state.hooks) if not hook.first_only}

@@ -1,0 +1,187 @@
+"""Calls what a task and its hooks do beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.config import TrainConfig
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.engine.assembly import Parts
+from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.saved_state import SavedState
+from lockstep.engine.hooks.hook import Hook, Run
+from lockstep.engine.progress import Progress
+from lockstep.engine.runtime import Raised, Runtime, everywhere
+from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.task import Task
+from lockstep.errors import LockstepError
+
+
+class Hooks:
+    """Calls `Task.after_step` and the hooks, each as soon as its moment is committed.
+
+    Nobody is told at such a moment. So an exception is kept until all ranks can hear of it. What
+    the hook has half done cannot be undone: the step is not done again then.
+
+    In steps whose number is a power of two, what is changed is compared with what a checkpoint
+    would bring back.
+
+    Attributes:
+        has_failed: whether a hook has raised an exception on some rank; the same on all.
+    """
+
+    def __init__(self, config: TrainConfig, runtime: Runtime, parts: Parts, run_dir: Path) -> None:
+        self._seed = config.seed
+        self._runtime = runtime
+        self._parts = parts
+        task, optimizer = parts.task_state.task, parts.train_step.flat_optimizer.optimizer
+        self._task = task
+        self._hooks = parts.task_state.hooks
+        self._run = Run(task, config, parts.model, optimizer, run_dir, parts.total_steps)
+        self._saved = SavedState(parts.task_state, parts.model, optimizer, parts.loader)
+        self._constants = Constants(parts.model, ())
+        self._has_after_step = type(task).after_step is not Task.after_step
+        self._num_evaluations = 0
+        self._started: set[int] = set()
+        self._error: Raised | None = None
+        self.has_failed = False
+
+    def start(self, progress: Progress) -> None:
+        """Call `on_start` of the hooks that run in this process and have not begun."""
+        self._look_at(progress)
+        waiting = [i for i in self._running("on_start") if i not in self._started]
+        self._started |= {*waiting}
+        self._guarded(lambda: self._each("on_start", waiting))
+
+    def after_step(self, progress: Progress, result: StepResult) -> str:
+        """Call `after_step` of the task and of its hooks.
+
+        Returns:
+            Why a hook ends the run; empty if none does.
+        """
+        hooks = self._running("after_step")
+        if not hooks and not self._has_after_step:
+            return ""
+        step = progress.step
+        self._look_at(progress, result)
+
+        def call() -> None:
+            if self._has_after_step:
+                seed_all(random_key(self._seed, Stream.AFTER_STEP, step))
+                self._task.after_step(self._parts.model, step)
+            self._each("after_step", hooks)
+
+        self._guarded(call, "after_step" if step & (step - 1) == 0 else "")
+        return self._run.taken_stop_reason()
+
+    def after_evaluation(self, progress: Progress, split: str, metrics: dict[str, float]) -> str:
+        """Call `after_evaluation`; returns why a hook ends the run, as `after_step`."""
+        hooks = self._running("after_evaluation")
+        if not hooks:
+            return ""
+        self._look_at(progress)
+        self._num_evaluations += 1
+        is_checked = self._num_evaluations & (self._num_evaluations - 1) == 0
+        self._guarded(
+            lambda: self._each("after_evaluation", hooks, split, dict(metrics)),
+            "after_evaluation" if is_checked else "",
+        )
+        return self._run.taken_stop_reason()
+
+    def after_checkpoint(self, progress: Progress, folder: Path) -> None:
+        """Call `after_checkpoint`; on rank 0 only."""
+        self._look_at(progress)
+        self._guarded(
+            lambda: self._each("after_checkpoint", self._running("after_checkpoint"), folder)
+        )
+
+    def end(self, progress: Progress, status: str, reason: str) -> None:
+        """Call `on_end`; a collective.
+
+        Raises:
+            LockstepError: a hook has raised an exception on some rank; on all ranks.
+        """
+        self._look_at(progress)
+        hooks = self._running("on_end")
+        self._guarded(lambda: self._each("on_end", hooks, status, reason))
+        self.check()
+
+    def check(self) -> None:
+        """Make sure that all went well; a collective.
+
+        Raises:
+            LockstepError: it did not on some rank; on all ranks.
+        """
+        if not self._hooks and not self._has_after_step:
+            return
+        try:
+            everywhere(self._runtime.transport, self._raise)
+        except LockstepError:
+            self.has_failed = True
+            raise
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _running(self, name: str) -> list[int]:
+        """Indices of the hooks that have a method of this name and run in this process."""
+        return [
+            i
+            for i, hook in enumerate(self._hooks)
+            if getattr(type(hook), name) is not getattr(Hook, name)
+            and (self._runtime.is_first or not hook.first_only)
+        ]
+
+    def _guarded(self, call: Callable[[], None], checked: str = "") -> None:
+        """Run user code; keep its exception, and leave the engine's own state as it must be.
+
+        Args:
+            call: the code.
+            checked: what it is called where its changes are to be checked, else empty.
+        """
+        before = self._saved.held() if checked else {}
+        try:
+            call()
+            self._parts.train_step.flat.take_back()
+            if checked:
+                self._saved.check(before, checked)
+        except (Exception, SystemExit) as error:
+            self._error = self._error or error
+        self._parts.train_step.state.mark()
+        self._parts.loader.watched.mark()
+
+    def _each(self, name: str, hooks: list[int], *arguments: object) -> None:
+        step = self._run.step
+        for index in hooks:
+            hook = self._hooks[index]
+            self._run.called_by(hook)
+            # Each for itself: rank 0 may run hooks that others do not.
+            seed_all(random_key(self._seed, Stream.HOOK, step, index))
+            may_change = hook.changes_model and name in ("after_step", "after_evaluation")
+            if not may_change:
+                self._constants.mark(step)
+            getattr(hook, name)(self._run, *arguments)
+            if not may_change:
+                self._constants.check(f"{type(hook).__name__}.{name}", changed_by_hook)
+
+    def _look_at(self, progress: Progress, result: StepResult | None = None) -> None:
+        """Show hooks what the run has come to."""
+        run, sampler = self._run, self._parts.sampler
+        run.step, run.evaluated = progress.step, dict(progress.metrics)
+        run.epoch = sampler.epoch(max(0, progress.step - 1))
+        run.is_epoch_end = progress.step > 0 and progress.step % sampler.steps_per_epoch == 0
+        if result is not None:
+            names = ("loss", *(self._parts.compute.metrics or ()))
+            pairs = zip(names, result.scalars[::2], result.scalars[1::2], strict=True)
+            run.train = {name: total / weight for name, total, weight in pairs if weight}
+            run.lr, run.grad_norm = result.lr, result.grad_norm
+
+
+def changed_by_hook(what: str) -> str:
+    """What to say of a tensor that a hook has changed and must not."""
+    return (
+        f"{what} was changed; set `changes_model = True` on the hook's class, and let it run on "
+        "every rank, in after_step or after_evaluation"
+    )
