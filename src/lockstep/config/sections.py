@@ -47,15 +47,36 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes: linearly up to `lr`, then as `name` says."""
+    """How the learning rate changes. A task that has its own `lr_factor` ignores all keys."""
 
-    name: Literal["constant", "linear", "cosine", "step", "plateau"] = "constant"
-    """How the learning rate changes after the warmup."""
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "onecycle",
+        "step",
+        "plateau",
+    ] = "constant"
+    """How the learning rate changes after the warmup; `inverse_sqrt` falls as
+    √(`warmup_steps` / step)."""
     warmup_steps: Count = 0
     """Steps in which the learning rate rises linearly to `lr`."""
     min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the last step (linear, cosine), or the least one (plateau), as a part of
-    `lr`."""
+    """Learning rate at the last step (linear, cosine, polynomial, onecycle), at the end of each
+    cycle (cosine_restarts), or the least one (plateau), as a part of `lr`."""
+    power: PositiveFloat = 1.0
+    """Exponent of the decay (polynomial)."""
+    cycle_steps: Positive = 1000
+    """Steps of the first cycle (cosine_restarts)."""
+    cycle_factor: Positive = 1
+    """How many times as long as the one before each further cycle is (cosine_restarts)."""
+    start_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
+    """Learning rate at the first step, as a part of `lr` (onecycle)."""
+    peak: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Part of the steps after the warmup at which the learning rate reaches `lr` (onecycle)."""
     step_size: Positive = 1000
     """Steps between two decays (step)."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1

@@ -126,6 +126,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         total_steps,
     )
     facts |= train_step.flat_optimizer.description
+    facts["learning rates"] = everywhere(transport, train_step.schedule.probe)
     check_same(transport, facts)
     return Parts(
         model, task_state, compute, train_step, sampler, loader, splits, total_steps, facts

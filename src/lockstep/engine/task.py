@@ -114,6 +114,20 @@ class Task(ABC):
         """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names."""
         return None
 
+    def lr_factor(self, step: int, total_steps: int) -> float | Sequence[float]:
+        """What the learning rate is multiplied with at a step, instead of `config.schedule`.
+
+        It must be a function of its arguments and the config alone.
+
+        Args:
+            step: number of the step, from 0.
+            total_steps: number of steps of the whole run.
+
+        Returns:
+            One factor for all parameter groups of the optimizer, or one for each.
+        """
+        raise NotImplementedError
+
     def collate(self, samples: list[Any]) -> Any:
         """A batch from samples, where the dataset does not make batches itself."""
         return default_collate(samples)

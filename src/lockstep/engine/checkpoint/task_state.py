@@ -59,7 +59,7 @@ class TaskState:
         Raises:
             CheckpointError: one cannot take it, or there is state of a hook that is not here.
         """
-        left = {**tensors, **values}
+        left = dict(sorted({**tensors, **values}.items()))  # files have tensors in any order
         for prefix, owner in [*self._owners()][::-1]:  # the task's own names have no prefix
             mine = [name for name in left if name.startswith(prefix)]
             if not prefix and any(name.startswith(_HOOKS) for name in mine):

@@ -110,15 +110,17 @@ class FlatOptimizer:
                 for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
             ]
 
-    def step(self, lr_factor: float, key: int = 0) -> None:
-        """One optimizer step at the base learning rates times `lr_factor`.
+    def step(self, lr_factors: float | Sequence[float], key: int = 0) -> None:
+        """One optimizer step.
 
         Args:
-            lr_factor: of the schedule.
-            key: of the random numbers that the step may draw.
+            lr_factors: what base learning rates are multiplied with, or that of each group.
+            key: seed of the random numbers that the step may draw.
         """
-        for group, lr in self._base_lr:
-            group["lr"] = lr * lr_factor
+        if isinstance(lr_factors, float):
+            lr_factors = [lr_factors] * len(self._base_lr)
+        for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
+            group["lr"] = lr * factor
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self.may_draw:
@@ -141,6 +143,11 @@ class FlatOptimizer:
     def optimizer(self) -> optim.Optimizer:
         """The outermost one; over flat tensors if it is element-wise."""
         return self._optimizer
+
+    @property
+    def num_groups(self) -> int:
+        """Number of parameter groups, those of optimizers inside the outermost one included."""
+        return len(self._base_lr)
 
     @property
     def base_lr(self) -> float:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from lockstep.config import ScheduleConfig
+from lockstep.engine.task import Task
+from lockstep.errors import TaskError
+
+_Shape = Callable[[ScheduleConfig, int, int], float]
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int = 0) -> float:
     """What the base learning rate is multiplied with at a step, counted from 0.
 
     Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
-    runs at the full rate. Then the linear and cosine decays fall from 1 towards `min_ratio`, which
-    step `total_steps` (the first that is not taken) and all beyond it have.
+    runs at the full rate. Then the factor falls from 1 towards `min_ratio`, which the decays of
+    linear, cosine and polynomial have at step `total_steps` (the first that is not taken) and
+    beyond, and that of onecycle at the last step that is taken.
 
     Args:
         schedule: its shape.
-        step: counted from 0.
-        total_steps: of the whole run, warmup included.
-        decays: that `Progress` has counted (plateau).
+        step: number of the step, from 0.
+        total_steps: number of steps of the whole run, warmup included.
+        decays: number of decays that `Progress` has counted (plateau).
 
     Returns:
         A factor in [0, 1].
@@ -26,12 +34,143 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int
     warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
-    if schedule.name == "step":
-        return schedule.gamma ** ((step - warmup) // schedule.step_size)
     if schedule.name == "plateau":
         return max(schedule.min_ratio, schedule.gamma**decays)
-    if schedule.name == "constant":
-        return 1.0
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    shape = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return schedule.min_ratio + (1.0 - schedule.min_ratio) * shape
+    return _SHAPES[schedule.name](schedule, step - warmup, max(1, total_steps - warmup))
+
+
+def _decayed(schedule: ScheduleConfig, left: float) -> float:
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
+
+
+def _half_cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def _constant(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    return 1.0
+
+
+def _linear(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    return _decayed(schedule, 1.0 - min(1.0, step / num_steps))
+
+
+def _polynomial(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    return _decayed(schedule, (1.0 - min(1.0, step / num_steps)) ** schedule.power)
+
+
+def _cosine(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    return _decayed(schedule, _half_cosine(min(1.0, step / num_steps)))
+
+
+def _cosine_restarts(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Loshchilov and Hutter 2017 (SGDR), equation 5."""
+    length = schedule.cycle_steps
+    while step >= length:
+        if schedule.cycle_factor == 1:
+            step %= length
+            break
+        step, length = step - length, length * schedule.cycle_factor
+    return _decayed(schedule, _half_cosine(step / length))
+
+
+def _inverse_sqrt(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Vaswani et al. 2017, section 5.3, with the warmup's last step at the full rate."""
+    warmup = max(1, schedule.warmup_steps)
+    return math.sqrt(warmup / (warmup + step))
+
+
+def _onecycle(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    """Smith and Topin 2018, with cosines, as torch's `OneCycleLR` has it."""
+    top, last = max(0.0, schedule.peak * num_steps - 1.0), num_steps - 1.0
+    if step <= top:
+        return 1.0 + (schedule.start_ratio - 1.0) * _half_cosine(step / top if top else 1.0)
+    return _decayed(schedule, _half_cosine((step - top) / (last - top)) if step < last else 0.0)
+
+
+def _step(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
+    return schedule.gamma ** (step // schedule.step_size)
+
+
+_SHAPES: Mapping[str, _Shape] = MappingProxyType(
+    {
+        "constant": _constant,
+        "linear": _linear,
+        "polynomial": _polynomial,
+        "cosine": _cosine,
+        "cosine_restarts": _cosine_restarts,
+        "inverse_sqrt": _inverse_sqrt,
+        "onecycle": _onecycle,
+        "step": _step,
+    }
+)
+"""Factors of steps counted from the end of the warmup, of so many steps."""
+
+
+class Schedule:
+    """The learning rates of a run's steps: the task's own, or those of its config."""
+
+    def __init__(
+        self, task: Task, config: ScheduleConfig, total_steps: int, num_groups: int
+    ) -> None:
+        """Bind the schedule to a run.
+
+        Args:
+            task: the task.
+            config: section `schedule` of the run's config.
+            total_steps: number of steps of the whole run.
+            num_groups: number of parameter groups of the optimizer.
+        """
+        self._task = task
+        self._config = config
+        self._total_steps = total_steps
+        self._num_groups = num_groups
+        self._is_own = type(task).lr_factor is not Task.lr_factor
+
+    def probe(self) -> list[list[float]]:
+        """The factors of some steps of a task's own schedule, none for that of a config.
+
+        Raises:
+            TaskError: `Task.lr_factor` returns something else than finite numbers of at least 0,
+                one or one for each group, or is not a function of the step alone.
+        """
+        if not self._is_own:
+            return []
+        total = self._total_steps
+        steps = sorted({0, 1, total // 2, total - 1} & {*range(total)})
+        probes, again = ([self.factors(step, 0) for step in steps] for _ in range(2))
+        if probes != again:
+            raise TaskError(
+                f"{type(self._task).__name__}.lr_factor: gave two values for one step; it must "
+                "depend on its arguments and the config alone"
+            )
+        return probes
+
+    def factors(self, step: int, decays: int) -> list[float]:
+        """What the base learning rate of each parameter group is multiplied with at a step.
+
+        Args:
+            step: number of the step, from 0.
+            decays: number of decays that `Progress` has counted.
+
+        Raises:
+            TaskError: see above.
+        """
+        if not self._is_own:
+            factor = lr_factor(self._config, step, self._total_steps, decays)
+            return [factor] * self._num_groups
+        value: Any = self._task.lr_factor(step, self._total_steps)
+        where = f"{type(self._task).__name__}.lr_factor({step}, {self._total_steps})"
+        values = value if isinstance(value, (list, tuple)) else [value] * self._num_groups
+        if len(values) != self._num_groups:
+            raise TaskError(
+                f"{where}: returned {len(values)} factors; the optimizer has {self._num_groups} "
+                "parameter groups"
+            )
+        for one in values:
+            if not isinstance(one, (int, float)) or not math.isfinite(one) or one < 0:
+                raise TaskError(
+                    f"{where}: returned {value!r}; must be a number of at least 0, or one for each "
+                    "parameter group"
+                )
+        return [float(one) for one in values]

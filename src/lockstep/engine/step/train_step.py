@@ -30,7 +30,7 @@ from lockstep.engine.step.header import STOP_REASONS, Header, num_values
 from lockstep.engine.step.microbatch import Backward, Compute, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.precision import LossScale
-from lockstep.engine.step.schedule import lr_factor
+from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch, Times
 from lockstep.parallel.layout import Range
@@ -80,6 +80,7 @@ class TrainStep:
         flat: the trainable parameters.
         state: the buffers that forward passes change.
         flat_optimizer: steps the parameters.
+        schedule: the learning rates.
         loss_scale: of fp16.
         watch: where the time goes.
         workspace: what this rank has to compute and to step.
@@ -104,7 +105,6 @@ class TrainStep:
         self._runtime = runtime
         self._config = config
         self._compute = compute
-        self._total_steps = total_steps
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.task_state = task_state
@@ -121,6 +121,9 @@ class TrainStep:
         self.workspace = self._lay_out(ranges)
         self.flat_optimizer = FlatOptimizer(
             optimizer, flat, self.workspace.gradients, self.workspace.owned, self.sharded
+        )
+        self.schedule = Schedule(
+            task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
         )
 
     def give_up(self) -> None:
@@ -287,7 +290,7 @@ class TrainStep:
         unit = 1.0 / (weight * self.loss_scale.value)
         finite = math.isfinite(norm)
         self.loss_scale.update(finite)
-        factor = lr_factor(config.schedule, step, self._total_steps, decays)
+        factors = self.schedule.factors(step, decays)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 unit *= config.clip_norm / (norm + 1e-6)
@@ -298,12 +301,12 @@ class TrainStep:
                 if self.flat_optimizer.may_draw
                 else 0
             )
-            self.flat_optimizer.step(factor, key)
+            self.flat_optimizer.step(factors, key)
             self._commit_buffers(weight, summed.headers)
         self.workspace.keep_aside()
         summed.result = StepResult(
             summed.scalars,
-            self.flat_optimizer.base_lr * factor,
+            self.flat_optimizer.base_lr * factors[0],
             norm,
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
             [h.times for h in summed.headers],
