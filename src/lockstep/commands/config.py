@@ -39,7 +39,9 @@ def _key_lines(key: Key, columns: int) -> list[str]:
     kind = f"{key.type}{', needed' if key.is_needed else ''}{mark}"
     indent = " " * 4
     meaning = textwrap.wrap(key.meaning, columns, initial_indent=indent, subsequent_indent=indent)
-    return [f"{head:<34}  {kind}", *meaning]
+    start = f"{head:<34}  "
+    types = textwrap.wrap(kind, columns, initial_indent=start, subsequent_indent=" " * len(start))
+    return [*types, *meaning]
 
 
 def as_yaml(target: str) -> list[str]:
