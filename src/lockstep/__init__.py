@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from lockstep.data.random import generator, numpy_generator
     from lockstep.engine.hooks.hook import Hook, Run
-    from lockstep.engine.task import Loss, Task
+    from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
     from lockstep.front import Result, Stopped, main, train
     from lockstep.loading import Loaded, load
@@ -44,6 +44,7 @@ __all__ = [
     "LockstepError",
     "Loss",
     "OptimizerConfig",
+    "Phase",
     "PrecisionConfig",
     "Result",
     "Run",
@@ -70,6 +71,7 @@ _HOMES = {
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
     "OptimizerConfig": "lockstep.config",
+    "Phase": "lockstep.engine.task",
     "PrecisionConfig": "lockstep.config",
     "Result": "lockstep.front",
     "Run": "lockstep.engine.hooks.hook",

@@ -78,7 +78,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
-    model, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
+    model, compute, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
@@ -86,7 +86,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
     facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
-    compute = Compute(task, model, config, runtime.device)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
     for name in ("val", "test"):
         there = splits.get(name)
@@ -98,7 +97,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         judged = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
         check_watched(config, judged)
     facts["first microbatch"] = trial.data_digest
-    facts["metrics"] = list(compute.metrics or ())
+    facts["metrics"] = list(compute.metrics)
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
@@ -109,6 +108,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         }
     constants = Constants(model, trial.changed)
     everywhere(transport, task_state.check)
+    facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
     total_steps = config.steps or config.epochs * sampler.steps_per_epoch
     ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
@@ -211,14 +211,14 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
 
 def _model(
     task: Task, config: TrainConfig, device: torch.device
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> tuple[nn.Module, Compute, torch.optim.Optimizer]:
     model = build_model(task, config, device)
     recompute_activations(model, config.activation_checkpointing)
-    optimizer = task.build_optimizer(model)
+    compute = Compute(task, model, config, device)
+    optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
-    check_optimizer(optimizer, model, config)
-    return model, optimizer
+    return model, compute, check_optimizer(optimizer, model, config)
 
 
 def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[ElasticSampler, Loader]:

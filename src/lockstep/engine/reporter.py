@@ -44,7 +44,7 @@ class Reporter:
         self._runtime = runtime
         self._parts = parts
         self._directory = directory
-        self._metrics = parts.compute.metrics or ()
+        self._metrics = parts.compute.metrics
         self._sums = [0.0] * (2 + 2 * len(self._metrics))
         self._num_steps = self._samples = 0
         self._slots: list[int] = []
@@ -183,7 +183,8 @@ class Reporter:
         now = perf_counter()
         names = ("loss", *self._metrics)
         pairs = zip(names, self._sums[::2], self._sums[1::2], strict=True)
-        means = {name: total / weight for name, total, weight in pairs}
+        # A phase that had no step since the last report has weights of 0.
+        means = {name: total / weight for name, total, weight in pairs if weight}
         self._last = dict(means)
         pairs_of_times = zip(result.times, self._times, strict=True)
         spent = [after.since(before) for after, before in pairs_of_times]

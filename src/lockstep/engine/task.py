@@ -55,6 +55,21 @@ class Loss:
         return cls(loss * weight, weight, metrics or {})
 
 
+@dataclass(frozen=True)
+class Phase:
+    """One of several kinds of optimizer step that a task has in turn (a GAN's, for example).
+
+    Attributes:
+        name: its name; an identifier.
+        loss: as `Task.loss`, a function of the model and a batch.
+        steps: number of optimizer steps that it has, before the next phase's turn.
+    """
+
+    name: str
+    loss: Callable[[nn.Module, Any], Loss]
+    steps: int = 1
+
+
 class Task(ABC):
     """A trainable system: subclass it, then call `lockstep.main(MyTask(), config)`.
 
@@ -90,13 +105,24 @@ class Task(ABC):
         Splits are `train`, `val` and `test`; None says there is no such split.
         """
 
-    @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """The loss of one batch, with `model` in training mode.
+        """The loss of one batch, with `model` in training mode; not needed with `phases`.
 
         Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
         on seed, step and microbatch only.
         """
+        raise TaskError(f"{type(self).__name__}.loss: is missing; write it, or `evaluate` too")
+
+    def phases(self) -> Sequence[Phase]:
+        """Kinds of optimizer steps that follow one another, each with a loss of its own.
+
+        They take turns: `[Phase("critic", self.critic_loss, steps=5), Phase("generator",
+        self.generator_loss)]` makes five steps of the critic, then one of the generator, and so on.
+        Every one is an optimizer step with a batch of its own, and counts as a step in `steps`, the
+        schedule and checkpoints. `build_optimizer` then returns an optimizer for each phase, by its
+        name; gradients are computed for the parameters of that optimizer only.
+        """
+        return ()
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
@@ -110,8 +136,14 @@ class Task(ABC):
         """
         return None
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names."""
+    def build_optimizer(
+        self, model: nn.Module
+    ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
+        """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names.
+
+        With `phases`, one for each phase, by its name. A single one then steps all parameters in
+        each phase, with gradients of zero for those that the phase's loss does not depend on.
+        """
         return None
 
     def lr_factor(self, step: int, total_steps: int) -> float | Sequence[float]:

@@ -79,14 +79,16 @@ class Trial:
         twice = self._held()
         _check_held(once, twice, compute.task)
         self._check_equal(self._first, again)
-        self._watch_generators(at_first, twice)
+        others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
+        self._watch_generators(at_first, self._held() if others else twice)
         self._check_after(lambda: self._pass(1))
-        self._check_left_over(twice)
+        self._check_left_over(self._held() if others else twice)
         # A layer of batch norm that is used in later steps only would not be noticed here.
         always = batch_norm_buffers(model)
-        self.changed = sorted({*self._first.changed, *again.changed, *always})
+        changed = [name for one in (self._first, again, *others) for name in one.changed]
+        self.changed = sorted({*changed, *always})
         self.data_digest = self._first.batch
-        self.digest = self._digest(self._first)
+        self.digest = "".join(map(self._digest, (self._first, *others)))
 
     def evaluate(self, val: Evaluation, transport: Transport) -> list[str]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
@@ -147,9 +149,18 @@ class Trial:
         }
         self._loader.watched = self._compute.watched = IdleGenerators(idle)
 
-    def _run(self) -> _Outcome:
+    def _try_phase(self, step: int) -> _Outcome:
+        """Compute the first microbatch of another phase twice."""
+        first = self._run(step)
+        before = self._held()
+        again = self._run(step)
+        _check_held(before, self._held(), self._compute.task)
+        self._check_equal(first, again)
+        return first
+
+    def _run(self, step: int = 0) -> _Outcome:
         passed: list[tuple[str, Loss, list[object]]] = []
-        changed = changed_by(self._model, lambda: passed.append(self._pass(0)))
+        changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
         (digest, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None and gradient.layout != torch.strided:
@@ -167,7 +178,8 @@ class Trial:
         digest, drawn = batch_digest(batch), [global_state()]  # the loss may change it in place
         loss = self._compute.forward(step, 0, batch)
         drawn.append(global_state())
-        loss.sum.backward()  # type: ignore[no-untyped-call]
+        inputs = self._compute.phases.parameters(step)
+        loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         return digest, loss, drawn
 
     def _clear_gradients(self) -> None:

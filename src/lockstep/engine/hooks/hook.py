@@ -26,6 +26,7 @@ class Run:
         step: number of optimizer steps that have been done, 1 after the first.
         epoch: the epoch, from 0, of the newest step.
         is_epoch_end: whether the newest step was the last one of its epoch.
+        phase: name of the phase that the newest step belonged to; empty for a task without phases.
         train: loss and metrics of the newest step, means over the global batch, by name.
         evaluated: metrics of the newest evaluation of each split, by "split/name".
         lr: learning rate of the first parameter group in the newest step.
@@ -50,6 +51,7 @@ class Run:
         self.step = 0
         self.epoch = 0
         self.is_epoch_end = False
+        self.phase = ""
         self.train: dict[str, float] = {}
         self.evaluated: dict[str, float] = {}
         self.lr = 0.0

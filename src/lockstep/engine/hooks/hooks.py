@@ -173,10 +173,11 @@ class Hooks:
         run.epoch = sampler.epoch(max(0, progress.step - 1))
         run.is_epoch_end = progress.step > 0 and progress.step % sampler.steps_per_epoch == 0
         if result is not None:
-            names = ("loss", *(self._parts.compute.metrics or ()))
+            names = ("loss", *self._parts.compute.metrics)
             pairs = zip(names, result.scalars[::2], result.scalars[1::2], strict=True)
             run.train = {name: total / weight for name, total, weight in pairs if weight}
             run.lr, run.grad_norm = result.lr, result.grad_norm
+            run.phase = self._parts.compute.phases.at(progress.step - 1).name
 
 
 def changed_by_hook(what: str) -> str:

@@ -26,6 +26,7 @@ from lockstep.engine.checkpoint.optimizer_state import (
 )
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.optimizer import is_elementwise
+from lockstep.engine.step.phases import PhaseOptimizers
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 
@@ -110,12 +111,13 @@ class FlatOptimizer:
                 for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
             ]
 
-    def step(self, lr_factors: float | Sequence[float], key: int = 0) -> None:
+    def step(self, lr_factors: float | Sequence[float], key: int = 0, phase: str = "") -> None:
         """One optimizer step.
 
         Args:
             lr_factors: what base learning rates are multiplied with, or that of each group.
             key: seed of the random numbers that the step may draw.
+            phase: the phase, where each has an optimizer of its own.
         """
         if isinstance(lr_factors, float):
             lr_factors = [lr_factors] * len(self._base_lr)
@@ -123,20 +125,31 @@ class FlatOptimizer:
             group["lr"] = lr * factor
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        optimizer = self._of(phase)
         if self.may_draw:
-            self._step_seeded(key)
+            self._step_seeded(optimizer, key)
         else:
-            self._optimizer.step()
+            optimizer.step()
         for parameter, _ in self._gradients:
             parameter.grad = None
         if not self.elementwise:
             self._flat.take_back()
 
-    def _step_seeded(self, key: int) -> None:
+    def lr(self, lr_factors: Sequence[float], phase: str = "") -> float:
+        """Learning rate of the first parameter group, or of that of a phase's optimizer."""
+        first = self._of(phase).param_groups[0]
+        index = next(i for i, (group, _) in enumerate(self._base_lr) if group is first)
+        return float(self._base_lr[index][1] * lr_factors[index])
+
+    def _of(self, phase: str) -> optim.Optimizer:
+        whole = self._optimizer
+        return whole.of(phase) if isinstance(whole, PhaseOptimizers) else whole
+
+    def _step_seeded(self, optimizer: optim.Optimizer, key: int) -> None:
         """Step with the same random numbers on every rank."""
         seed_all(key)
         before = global_state() if self._sharded else None
-        self._optimizer.step()
+        optimizer.step()
         self._has_drawn |= self._sharded and global_state() != before
 
     @property
@@ -148,11 +161,6 @@ class FlatOptimizer:
     def num_groups(self) -> int:
         """Number of parameter groups, those of optimizers inside the outermost one included."""
         return len(self._base_lr)
-
-    @property
-    def base_lr(self) -> float:
-        """The first group's learning rate before the schedule."""
-        return float(self._base_lr[0][1])
 
     def check_state(self) -> None:
         """Make sure of what can only be known after a step: that all state can be saved.

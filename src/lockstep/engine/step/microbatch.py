@@ -15,6 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.phases import Phases
 from lockstep.engine.step.precision import autocast
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import TaskError, shared
@@ -25,7 +26,7 @@ class Compute:
 
     Attributes:
         task: whose loss it is.
-        metrics: names of the task's metrics; set by the first call of `forward`.
+        phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
     """
 
@@ -36,63 +37,82 @@ class Compute:
         self._autocast: Callable[[], Any] = nullcontext
         if config.precision.dtype != "fp32":
             self._autocast = lambda: autocast(config.precision, device)
-        self.metrics: tuple[str, ...] | None = None
+        self.phases = Phases(task)
+        self._metrics: dict[str, tuple[str, ...]] = {}
         self.watched = IdleGenerators({})
 
     def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
 
         Raises:
-            TaskError: `Task.loss` did not return what it must.
+            TaskError: the loss did not return what it must.
         """
+        phase = self.phases.at(step)
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
-            loss = self.task.loss(self._model, batch)
+            loss = phase.loss(self._model, batch)
         self.watched.check()
-        self._check(loss, training=True)
+        where = f"{phase.name}: the loss" if phase.name else "loss"
+        _check(where, loss)
+        if not loss.sum.requires_grad:
+            raise TaskError(
+                f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
+            )
+        names = self._metrics.setdefault(phase.name, tuple(sorted(loss.metrics)))
+        if tuple(sorted(loss.metrics)) != names:
+            raise TaskError(
+                f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
+                f"{list(names)}; every batch must have the same"
+            )
         return loss
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the task's metrics; those of a phase once `forward` has been called in it."""
+        return self.phases.metric_names(self._metrics)
 
     def evaluate(self, chunk: int, batch: Any) -> dict[str, tuple[float, float]]:
         """Loss and metrics of an evaluation batch, each as (sum, weight)."""
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
-        self._check(loss, training=False)
+        _check("evaluate", loss)
         pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = copied([v for pair in pairs.values() for v in pair])()
         return dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True))
 
-    def scalars(self, loss: Loss) -> list[Number]:
-        """Loss and metrics as [sum, weight, sum, weight, …]."""
+    def scalars(self, step: int, loss: Loss) -> list[Number]:
+        """Loss and `metrics` as [sum, weight, sum, weight, …]; those of other phases are 0."""
         values: list[Number] = [loss.sum, loss.weight]
-        for name in self.metrics or ():
-            values += loss.metrics[name]
+        if not self.phases.are_several:
+            for name in self.metrics:
+                values += loss.metrics[name]
+            return values
+        phase = self.phases.at(step).name
+        named = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
+        pairs = {f"{phase}_{name}": pair for name, pair in named.items()}
+        for name in self.metrics:
+            values += pairs.get(name, (0.0, 0.0))
         return values
 
-    def _check(self, loss: Any, training: bool) -> None:
-        where = "loss" if training else "evaluate"
-        if not isinstance(loss, Loss):
-            raise TaskError(
-                f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
-                f"{type(loss).__name__}"
-            )
-        if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
-            raise TaskError(
-                f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
-                "the loss over the batch"
-            )
-        if training and not loss.sum.requires_grad:
-            raise TaskError(
-                f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
-            )
-        _check_scalars(where, loss)
-        if training and self.metrics is None:
-            self.metrics = tuple(sorted(loss.metrics))
-        if training and tuple(sorted(loss.metrics)) != self.metrics:
-            raise TaskError(
-                f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
-                f"{list(self.metrics or ())}; every batch must have the same"
-            )
+
+def _check(where: str, loss: Any) -> None:
+    """Refuse a loss that is not what it must be.
+
+    Raises:
+        TaskError: it is not.
+    """
+    if not isinstance(loss, Loss):
+        raise TaskError(
+            f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
+            f"{type(loss).__name__}"
+        )
+    if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
+        raise TaskError(
+            f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+            "the loss over the batch"
+        )
+    _check_scalars(where, loss)
 
 
 def _check_scalars(where: str, loss: Loss) -> None:
@@ -145,7 +165,11 @@ class Backward:
         self._state = state
 
     def leaf(
-        self, loss: Loss, scalars: list[Number], loss_scale: float
+        self,
+        loss: Loss,
+        scalars: list[Number],
+        loss_scale: float,
+        inputs: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor | None], list[float], list[float]]:
         """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
 
@@ -153,11 +177,13 @@ class Backward:
             loss: from `Compute.forward`.
             scalars: of the loss: its sum, its weight, and others.
             loss_scale: what the loss is multiplied with before the backward pass.
+            inputs: the parameters that get gradients; all by default.
         """
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect()
         fetch = copied([*scalars, *counters])
-        (loss.sum if loss_scale == 1.0 else loss.sum * loss_scale).backward()  # type: ignore[no-untyped-call]
+        scaled = loss.sum if loss_scale == 1.0 else loss.sum * loss_scale
+        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         gradients = [p.grad for p in self._parameters]
         self.restart()
         numbers = fetch()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn, optim
 
 from lockstep.config import TrainConfig
@@ -42,8 +40,8 @@ def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
     return kind(parameters, lr=config.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
-def check_optimizer(optimizer: Any, model: nn.Module, config: TrainConfig) -> None:
-    """Refuse what cannot work.
+def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) -> optim.Optimizer:
+    """The optimizer, if it can work.
 
     Raises:
         TaskError: it is not an optimizer, needs a closure, holds foreign parameters, or has a
@@ -68,6 +66,7 @@ def check_optimizer(optimizer: Any, model: nn.Module, config: TrainConfig) -> No
             f"optimizer.sharded=True: {name} is not known to be element-wise, so it cannot step "
             "slices; set optimizer.sharded=false, or `elementwise = True` on its class"
         )
+    return optimizer
 
 
 def _check_groups(optimizer: optim.Optimizer, inner: optim.Optimizer, name: str) -> None:

@@ -116,7 +116,7 @@ class TrainStep:
         self._constants = constants
         self._backward = Backward(flat.tensors, state)
         self._inside = FaultsInside(model, runtime.at)
-        self._num_scalars = 2 + 2 * len(compute.metrics or ())
+        self._num_scalars = 2 + 2 * len(compute.metrics)
         self._summed: Summed | None = None
         self.workspace = self._lay_out(ranges)
         self.flat_optimizer = FlatOptimizer(
@@ -251,8 +251,10 @@ class TrainStep:
             )
             return counters
         loss = self._compute.forward(step, microbatch, batch)
-        values = self._compute.scalars(loss)
-        leaf, scalars, counted = self._backward.leaf(loss, values, self.loss_scale.value)
+        values = self._compute.scalars(step, loss)
+        leaf, scalars, counted = self._backward.leaf(
+            loss, values, self.loss_scale.value, self._compute.phases.parameters(step)
+        )
         losses[microbatch] = scalars[0]
         self.workspace.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
         return [max(pair) for pair in zip(counters, counted, strict=True)]
@@ -301,12 +303,12 @@ class TrainStep:
                 if self.flat_optimizer.may_draw
                 else 0
             )
-            self.flat_optimizer.step(factors, key)
+            self.flat_optimizer.step(factors, key, self._compute.phases.at(step).name)
             self._commit_buffers(weight, summed.headers)
         self.workspace.keep_aside()
         summed.result = StepResult(
             summed.scalars,
-            self.flat_optimizer.base_lr * factors[0],
+            self.flat_optimizer.lr(factors, self._compute.phases.at(step).name),
             norm,
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
             [h.times for h in summed.headers],

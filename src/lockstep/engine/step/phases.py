@@ -1,0 +1,139 @@
+"""What each step computes and steps: one loss and all parameters, or the phase whose turn it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, optim
+
+from lockstep.engine.task import Phase, Task
+from lockstep.errors import TaskError
+from lockstep.parsing import shown
+
+_PLAIN = ""
+"""Name of the only phase of a task without phases."""
+
+
+class Phases:
+    """The phases of a task, in turn: which one a step has depends on its number alone.
+
+    Attributes:
+        all: the phases; one without a name, with `Task.loss`, for a task that has none.
+        first_steps: for each phase, the first step that has it.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Take the phases from a task.
+
+        Raises:
+            TaskError: they are not what they must be, or the task has neither phases nor a loss.
+        """
+        self._task = type(task).__name__
+        self.all = _checked(task)
+        self._cycle = [i for i, phase in enumerate(self.all) for _ in range(phase.steps)]
+        self.first_steps = [self._cycle.index(i) for i in range(len(self.all))]
+        self._parameters: dict[str, list[Tensor]] = {}
+
+    @property
+    def are_several(self) -> bool:
+        """Whether the task has phases of its own."""
+        return self.all[0].name != _PLAIN
+
+    def at(self, step: int) -> Phase:
+        """The phase of a step, counted from 0."""
+        return self.all[self._cycle[step % len(self._cycle)]]
+
+    def parameters(self, step: int) -> list[Tensor] | None:
+        """The parameters that a step's backward pass is for; None for all."""
+        return self._parameters.get(self.at(step).name)
+
+    def optimizer(self, made: object) -> object:
+        """One optimizer over all parameters, from what `Task.build_optimizer` has returned.
+
+        Args:
+            made: an optimizer, or one for each phase by its name.
+
+        Raises:
+            TaskError: the names are not those of the phases, or two have the same parameter.
+        """
+        if not isinstance(made, Mapping):
+            return made
+        names = [phase.name for phase in self.all if self.are_several]
+        where = f"{self._task}.build_optimizer"
+        if sorted(made) != sorted(names):
+            raise TaskError(
+                f"{where}: returned optimizers for {shown(list(made))}; the phases are {names}"
+            )
+        seen: dict[int, str] = {}
+        for name in names:
+            optimizer = made[name]
+            if not isinstance(optimizer, optim.Optimizer):
+                raise TaskError(
+                    f"{where}: {name!r} is a {type(optimizer).__name__}; must be an optimizer"
+                )
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            other = next((seen[id(p)] for p in parameters if id(p) in seen), None)
+            if other is not None:
+                raise TaskError(
+                    f"{where}: the optimizers of {other!r} and {name!r} have the same parameter; "
+                    "a parameter belongs to one of them"
+                )
+            seen |= {id(p): name for p in parameters}
+            self._parameters[name] = [p for p in parameters if p.requires_grad]
+        return PhaseOptimizers({name: made[name] for name in names})
+
+    def metric_names(self, metrics: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+        """Names of the metrics of all phases.
+
+        Args:
+            metrics: names of the task's metrics in each phase, by the phase's name.
+        """
+        if not self.are_several:
+            return metrics.get(_PLAIN, ())
+        return tuple(
+            f"{phase.name}_{name}"
+            for phase in self.all
+            for name in ("loss", *metrics.get(phase.name, ()))
+        )
+
+    def description(self) -> list[list[Any]]:
+        """What tells the phases from others, as JSON."""
+        return [[phase.name, phase.steps] for phase in self.all]
+
+
+class PhaseOptimizers(optim.Optimizer):
+    """The optimizers of all phases, which share their parameter groups with this one."""
+
+    def __init__(self, by_phase: dict[str, optim.Optimizer]) -> None:
+        groups = [group for inner in by_phase.values() for group in inner.param_groups]
+        super().__init__(groups, {})
+        self.by_phase = by_phase
+
+    def of(self, phase: str) -> optim.Optimizer:
+        """The optimizer of a phase."""
+        return self.by_phase[phase]
+
+
+def _checked(task: Task) -> list[Phase]:
+    phases: Any = task.phases()
+    where = f"{type(task).__name__}.phases"
+    if not isinstance(phases, Sequence) or not all(isinstance(p, Phase) for p in phases):
+        raise TaskError(f"{where}: must return a list of lockstep.Phase, returned {shown(phases)}")
+    if not phases:
+        if type(task).loss is Task.loss:
+            raise TaskError(
+                f"{type(task).__name__}.loss: is missing; write it, or give losses by `phases`"
+            )
+        return [Phase(_PLAIN, task.loss)]
+    names = [phase.name for phase in phases]
+    for phase in phases:
+        if not phase.name.isidentifier() or names.count(phase.name) > 1:
+            raise TaskError(
+                f"{where}: the name {phase.name!r}: must be an identifier that no other phase has"
+            )
+        if phase.steps < 1:
+            raise TaskError(f"{where}: {phase.name}: steps={phase.steps}: must be at least 1")
+        if not callable(phase.loss):
+            raise TaskError(f"{where}: {phase.name}: loss={shown(phase.loss)}: is no function")
+    return list(phases)
