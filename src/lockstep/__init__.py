@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.errors import LockstepError
     from lockstep.front import Result, Stopped, main, train
     from lockstep.loading import Loaded, load
+    from lockstep.reducer import Reducer
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "OptimizerConfig",
     "Phase",
     "PrecisionConfig",
+    "Reducer",
     "Result",
     "Run",
     "ScheduleConfig",
@@ -73,6 +75,7 @@ _HOMES = {
     "OptimizerConfig": "lockstep.config",
     "Phase": "lockstep.engine.task",
     "PrecisionConfig": "lockstep.config",
+    "Reducer": "lockstep.reducer",
     "Result": "lockstep.front",
     "Run": "lockstep.engine.hooks.hook",
     "ScheduleConfig": "lockstep.config",

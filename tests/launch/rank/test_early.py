@@ -98,13 +98,13 @@ def test_other_errors_are_shown_as_ever(capsys: pytest.CaptureFixture[str]) -> N
     assert "RuntimeError: the dog ate it" in capsys.readouterr().err
 
 
-def test_errors_for_the_user_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_for_the_user_are_one_message(capfd: pytest.CaptureFixture[str]) -> None:
     try:
         TrainConfig(learning_rate=0.1)  # type: ignore[call-arg]
     except ConfigError as error:
         with pytest.raises(SystemExit) as ended:
             early._say(type(error), error, error.__traceback__)
-    told = capsys.readouterr().err
+    told = capfd.readouterr().err
     assert ended.value.code == 2
     assert "error: TrainConfig: unknown key 'learning_rate'; did you mean lr? (in " in told
     assert told.count("\n") == 1

@@ -230,6 +230,21 @@ class MpiTransport(Transport):
         MPI.COMM_WORLD.Abort(exit_code)
 
 
+class BorrowedComm(MpiTransport):
+    """A copy of a communicator that a program has made itself; a lost rank ends it."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Copy the communicator; all its ranks call this."""
+        Transport.__init__(self)
+        self._growth = None
+        self._newcomer = None
+        self._adopt(comm.Dup())
+
+    def close(self) -> None:
+        """Free the copy."""
+        self.comm.Free()
+
+
 def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
     shrunk = comm.Shrink()
     assert isinstance(shrunk, MPI.Intracomm)

@@ -123,7 +123,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
     """Shows an exception that ends a script before it trains."""
     if issubclass(kind, KeyboardInterrupt):
         # Else the interpreter ends itself with SIGINT, which is no exit code.
-        print(f"{NOTHING_SAVED}{_place(trace)}", file=sys.stderr, flush=True)
+        print(f"{NOTHING_SAVED}{_place(trace)}", file=sys.__stderr__, flush=True)
         raise SystemExit(INTERRUPTED)
     _say_error(kind, error, trace)
 
@@ -139,7 +139,9 @@ def _say_error(
         sys.__excepthook__(kind, error, trace)
         return
     # An error of a training says itself what is wrong.
-    tell(error, _place(trace) if error.rank is None else "")
+    # torch.distributed puts a buffer in the place of sys.stderr here, and forgets it at SystemExit.
+    with contextlib.redirect_stderr(sys.__stderr__):
+        tell(error, _place(trace) if error.rank is None else "")
     raise SystemExit(error.exit_code)
 
 
