@@ -75,7 +75,7 @@ def trusted_target(directory: RunDirectory) -> str:
 
 
 def task_class(target: str) -> type[Task]:
-    """The Task class of a target; of a script, the only one it defines.
+    """The Task class of a target; of a script, the only one it defines or else imports.
 
     Raises:
         ConfigError: there is no such recipe, file or class.
@@ -88,15 +88,14 @@ def task_class(target: str) -> type[Task]:
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
-    tasks = {
+    known = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isclass(value)
-        and issubclass(value, Task)
-        and not inspect.isabstract(value)
-        and value.__module__ == module.__name__
+        if inspect.isclass(value) and issubclass(value, Task) and not inspect.isabstract(value)
     }
+    tasks = {n: value for n, value in known.items() if value.__module__ == module.__name__}
     if is_script(target):
+        tasks = tasks or known
         if len(tasks) != 1:
             names = ", ".join(sorted(tasks)) or "none"
             raise ConfigError(f"{target}: must define one Task class, defines {names}")
