@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs-tables bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables bench clean
 
 venv: .venv/.installed
 
@@ -41,9 +41,14 @@ lint: venv
 types: venv
 	$(BIN)/mypy
 
-# The tables of keys in docs/configuration.md, from the config classes.
+# The documentation site: open site/index.html. A broken link or reference is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Tables of keys in docs/configuration.md, and the page of commands, from the code.
 docs-tables: venv
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/commands.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"
@@ -51,4 +56,4 @@ bench: venv
 	$(BIN)/python benchmarks/ufs.py
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist site src/*.egg-info

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "docs", "tests", "examples", "benchmarks", ".ci")
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-    "pyproject.toml",
+    "mkdocs.yml", "pyproject.toml",
 )  # fmt: skip
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*_cache", "runs")
 

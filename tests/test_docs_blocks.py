@@ -1,0 +1,107 @@
+"""The code on the pages of the documentation works, when it is followed from top to bottom."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.conftest import environment
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    str(page.relative_to(DOCS))
+    for folder in ("start", "tutorials", "how-to")
+    for page in (DOCS / folder).glob("*.md")
+    if "```sh" in page.read_text(encoding="utf-8")
+)
+BLOCK = re.compile(
+    r"(?P<skip><!-- not run: [^\n]+ -->\n)?"
+    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Block(NamedTuple):
+    """A block of code: a file to write if it has a title, else a script to run."""
+
+    language: str
+    title: str
+    code: str
+
+
+def blocks(page: str) -> list[Block]:
+    """What a reader of the page types; blocks below a `not run` comment are left out."""
+    found = BLOCK.finditer((DOCS / page).read_text(encoding="utf-8"))
+    wanted = [m for m in found if not m["skip"] and m["language"] in ("sh", "python")]
+    return [Block(m["language"], m["title"] or "", m["code"]) for m in wanted]
+
+
+def script(page: str) -> str:
+    """All of a page as one shell script."""
+    lines = ["set -eu"]
+    for number, block in enumerate(blocks(page)):
+        if block.language == "sh":
+            lines.append(block.code)
+            continue
+        name = block.title or f"block{number}.py"
+        lines.append(f"cat > {name} <<'END_OF_BLOCK'\n{block.code}END_OF_BLOCK")
+        if not block.title:
+            lines.append(f"python {name}")
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder, and beside it the commands that pages use."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, words in {"python": "", "lockstep": " -m lockstep"}.items():
+        file = commands / name
+        file.write_text(f'#!/bin/sh\nexec {sys.executable}{words} "$@"\n', encoding="utf-8")
+        file.chmod(0o755)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    return empty
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_works_from_top_to_bottom(page: str, folder: Path) -> None:
+    env = environment()
+    env["PATH"] = f"{folder.parent / 'bin'}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script(page)],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    check(page, folder)
+
+
+def check(page: str, folder: Path) -> None:
+    """What pages say of the SHA-256s of their runs."""
+    equal = {
+        "start/tutorial.md": ("one", "two", "parts"),
+        "tutorials/lost-rank.md": ("calm", "hit"),
+    }
+    results = [folder / "runs" / run / "result.json" for run in equal.get(page, ())]
+    lines = [re.findall('"params_sha256.*', file.read_text(encoding="utf-8")) for file in results]
+    assert all(line == lines[0] for line in lines)
+    assert all(len(line) == 1 for line in lines)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        text = page.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#\s]+)", text):
+            assert "://" in target or (ROOT / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_readme_shows_the_example() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (ROOT / "examples" / "digits.py").read_text(encoding="utf-8") in readme
