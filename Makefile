@@ -38,8 +38,10 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 
+# Of Lockstep, and of what callers write: examples, pages of the documentation, the public API.
 types: venv
 	$(BIN)/mypy
+	$(BIN)/python -m tests.typing
 
 # The documentation site: open site/index.html. A broken link or reference is an error.
 docs: venv

@@ -55,8 +55,12 @@ class Loss:
 class Task(ABC):
     """A trainable system: subclass it, then call `lockstep.train(MyTask(), config)`.
 
+    Methods that get the model or a batch may declare its type: `def loss(self, model: MyModel,
+    batch: tuple[Tensor, Tensor])`.
+
     Attributes:
-        Config: the config class, for tasks with keys of their own.
+        Config: the config class, for tasks with keys of their own; declare `config: MyConfig` too,
+            so that type checkers know their types.
         config: the config this task was made with. A run whose command overrides keys makes the
             task anew.
         scratch: paths of values that batches may change since no result depends on them, such as
@@ -88,14 +92,14 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """The loss of one batch, with `model` in training mode.
+    def loss(self, model: Any, batch: Any) -> Loss:
+        """The loss of one batch, with `model` (what `build_model` has made) in training mode.
 
         Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
         on seed, step and microbatch only.
         """
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Loss:
+    def evaluate(self, model: Any, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
 
@@ -107,7 +111,7 @@ class Task(ABC):
         """
         return None
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer | None:
         """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names."""
         return None
 
@@ -115,7 +119,7 @@ class Task(ABC):
         """A batch from samples, where the dataset does not make batches itself."""
         return default_collate(samples)
 
-    def after_step(self, model: nn.Module, step: int) -> None:  # noqa: B027
+    def after_step(self, model: Any, step: int) -> None:  # noqa: B027
         """Change what a step changes beside the optimizer: averages of weights, counters, targets.
 
         Runs once for each optimizer step, on every rank alike and with the same random state, after
