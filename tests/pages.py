@@ -34,3 +34,17 @@ def blocks(page: str) -> list[Block]:
     found = BLOCK.finditer((DOCS / page).read_text(encoding="utf-8"))
     wanted = [m for m in found if not m["skip"] and m["language"] in ("sh", "python")]
     return [Block(m["language"], m["title"] or "", m["code"]) for m in wanted]
+
+
+def script(page: str) -> str:
+    """All of a page as one shell script."""
+    lines = ["set -eu"]
+    for number, block in enumerate(blocks(page)):
+        if block.language == "sh":
+            lines.append(block.code)
+            continue
+        name = block.title or f"block{number}.py"
+        lines.append(f"cat > {name} <<'END_OF_BLOCK'\n{block.code}END_OF_BLOCK")
+        if not block.title:
+            lines.append(f"python {name}")
+    return "\n".join(lines)

@@ -11,23 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import environment
-from tests.pages import PAGES, blocks
+from tests.pages import PAGES, script
 
 ROOT = Path(__file__).parents[1]
-
-
-def script(page: str) -> str:
-    """All of a page as one shell script."""
-    lines = ["set -eu"]
-    for number, block in enumerate(blocks(page)):
-        if block.language == "sh":
-            lines.append(block.code)
-            continue
-        name = block.title or f"block{number}.py"
-        lines.append(f"cat > {name} <<'END_OF_BLOCK'\n{block.code}END_OF_BLOCK")
-        if not block.title:
-            lines.append(f"python {name}")
-    return "\n".join(lines)
 
 
 @pytest.fixture
