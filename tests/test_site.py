@@ -65,6 +65,12 @@ def test_nothing_is_loaded_from_the_network(site: Path) -> None:
     assert (site / "search" / "search_index.js").is_file()
 
 
+def test_the_gallery_shows_the_code(site: Path) -> None:
+    for page in (ROOT / "docs" / "gallery").glob("[!i]*.md"):
+        html = (site / "gallery" / f"{page.stem}.html").read_text(encoding="utf-8")
+        assert 'class="nc">' in html, f"{page.name}: shows no class"
+
+
 def test_the_reference_has_every_public_name(site: Path) -> None:
     reference = site / "reference"
     pages = [Page(page.read_text(encoding="utf-8")) for page in reference.glob("*.html")]
