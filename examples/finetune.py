@@ -1,7 +1,7 @@
 """A small CNN that reads digits is fine-tuned to say which of them have a closed loop.
 
 Its body starts from the weights of another run: the first convolution stays as it is, the second
-one learns slowly, and a new classifier learns at the full rate. Sixty labelled images will do.
+one learns slowly, and a new classifier learns at the full rate. Few labelled images will do.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ class FinetuneConfig(ls.TrainConfig):
     """Learning rate of a body that has started from given weights, as a part of `lr`."""
 
     batch_size: int = 64
-    epochs: int = 10
+    epochs: int = 30
     lr: float = 0.01
     schedule: ls.ScheduleConfig = ls.ScheduleConfig(name="cosine", warmup_steps=10)
     watch: str = "accuracy"
