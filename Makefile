@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs-tables bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables bench clean
 
 venv: .venv/.installed
 
@@ -38,12 +38,19 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 
+# Of Lockstep, and of what callers write: examples, pages of the documentation, the public API.
 types: venv
 	$(BIN)/mypy
+	$(BIN)/python -m tests.typing
 
-# The tables of keys in docs/configuration.md, from the config classes.
+# The documentation site: open site/index.html. A broken link or reference is an error.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# Tables of keys in docs/configuration.md, and the page of commands, from the code.
 docs-tables: venv
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/commands.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"
@@ -51,4 +58,4 @@ bench: venv
 	$(BIN)/python benchmarks/ufs.py
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist site src/*.egg-info

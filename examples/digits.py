@@ -2,24 +2,24 @@
 
 import torch
 from sklearn.datasets import load_digits
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
 
 class Digits(ls.Task):
-    def build_model(self):
+    def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.1), nn.Linear(128, 10))
 
-    def dataset(self, split):
+    def dataset(self, split: str) -> TensorDataset:
         images, labels = load_digits(return_X_y=True)
         rows = {"train": slice(0, 1400), "val": slice(1400, 1600), "test": slice(1600, None)}[split]
         return TensorDataset(
             torch.tensor(images[rows] / 16, dtype=torch.float32), torch.tensor(labels[rows])
         )
 
-    def loss(self, model, batch):
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ls.Loss:
         images, labels = batch
         logits = model(images)
         correct = (logits.argmax(1) == labels).sum()

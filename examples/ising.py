@@ -5,7 +5,7 @@ the data set is a part of the angles.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
@@ -14,22 +14,32 @@ from lockstep.quantum import Circuit, PauliSum, Simulator, gate, parameter, shar
 
 class IsingConfig(ls.TrainConfig):
     num_qubits: int = 6
+    """Length of the ring."""
     num_layers: int = 3
+    """Layers of rotations on every qubit, each followed by a ring of CNOTs."""
     field: float = 1.0
     """Strength of the transverse field; the coupling is 1."""
     parts: int = 8
+    """Parts of the angles, each of which is a sample."""
+
+    batch_size: int = 8
+    epochs: int = 200
+    lr: float = 0.05
+    optimizer: ls.OptimizerConfig = ls.OptimizerConfig(name="adam")
+    checkpoint: ls.CheckpointConfig = ls.CheckpointConfig(every=50)
 
 
 class Ansatz(nn.Module):
-    def __init__(self, count):
+    def __init__(self, count: int) -> None:
         super().__init__()
         self.angles = nn.Parameter(0.3 * torch.randn(count, dtype=torch.float64))
 
 
 class Ising(ls.Task):
     Config = IsingConfig
+    config: IsingConfig
 
-    def __init__(self, config=None):
+    def __init__(self, config: IsingConfig | None = None) -> None:
         super().__init__(config)
         size = self.config.num_qubits
         gates, angles = [], 0
@@ -41,19 +51,19 @@ class Ising(ls.Task):
             gates += [gate("cx", qubit, (qubit + 1) % size) for qubit in range(size)]
         self.simulator = Simulator(Circuit(size, gates))
         letters = {"Z": (-1.0, 2), "X": (-self.config.field, 1)}
-        terms = {}
+        terms: dict[str, float] = {}
         for letter, (strength, width) in letters.items():
             word = letter * width + "I" * (size - width)
             terms |= {word[i:] + word[:i]: strength for i in range(size) if strength}
         self.hamiltonian = PauliSum(terms)
 
-    def build_model(self):
+    def build_model(self) -> Ansatz:
         return Ansatz(self.simulator.circuit.num_parameters)
 
-    def dataset(self, split):
+    def dataset(self, split: str) -> TensorDataset | None:
         return TensorDataset(torch.arange(self.config.parts)) if split == "train" else None
 
-    def loss(self, model, batch):
+    def loss(self, model: Ansatz, batch: tuple[Tensor]) -> ls.Loss:
         parts, count = self.config.parts, len(model.angles)
         total = torch.zeros((), dtype=torch.float64)
         for part in batch[0].tolist():
@@ -63,12 +73,9 @@ class Ising(ls.Task):
             total = total + energy.detach() / parts + (energy - energy.detach())
         return ls.Loss(total, len(batch[0]) / parts)
 
-    def measure(self, states):
+    def measure(self, states: Tensor) -> Tensor:
         return self.hamiltonian.expectation(states)[:, None]
 
 
 if __name__ == "__main__":
-    config = IsingConfig(
-        batch_size=8, epochs=200, lr=0.05, optimizer={"name": "adam"}, checkpoint={"every": 50}
-    )
-    ls.main(Ising(config), config)
+    ls.main(Ising())

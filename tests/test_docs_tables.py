@@ -1,4 +1,4 @@
-"""The tables of keys in the documentation are those of the config classes."""
+"""What is generated in the documentation is up to date: tables of keys, the page of commands."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ DOCS = Path(__file__).parents[1] / "docs"
 CORE = [group.name for group in describe(TrainConfig)]
 
 
-@pytest.fixture(scope="module")
-def tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_tables", DOCS / "tables.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("tables")
 
 
 def test_the_page_is_up_to_date(tables: ModuleType) -> None:
@@ -47,3 +52,11 @@ def test_a_stale_table_is_written_anew(tables: ModuleType) -> None:
     assert "| old |" not in new
     assert "| `data.shuffle` | bool | `true` | yes | Draw a new order for each epoch. |" in new
     assert tables.written(new) == new
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    commands = script("commands")
+    page = commands.PAGE.read_text(encoding="utf-8")
+    assert commands.written() == page, "run `make docs-tables`"
+    assert "| `-q`, `--quiet` | Show warnings, errors and the last line only. |" in page
+    assert "## lockstep quantum predict" in page

@@ -58,3 +58,15 @@ def test_generators_of_the_caller_are_left_alone(run_dir: Path) -> None:
             ls.load(run_dir)
         drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
     assert drawn[0] == drawn[1]
+
+
+def test_a_script_may_import_its_task(here: Here, lockstep: Here, tmp_path: Path) -> None:
+    assert here("init", "spirals.py").returncode == 0
+    lines = ("import lockstep as ls", "from spirals import Spirals", "if __name__ == '__main__':")
+    call = "    ls.train(Spirals(), Spirals.Config(epochs=1))"
+    (tmp_path / "caller.py").write_text("\n".join((*lines, call)), encoding="utf-8")
+    trained = lockstep("train", "caller.py", "--run-dir", "run")
+    assert trained.returncode == 0, trained.stderr
+    assert (
+        model_digest(ls.load(tmp_path / "run").model) == result(tmp_path / "run")["params_sha256"]
+    )

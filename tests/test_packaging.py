@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import lockstep as ls
+from tests.conftest import environment, result
+from tests.pages import script
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "docs", "tests", "examples", "benchmarks", ".ci")
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-    "pyproject.toml",
+    "mkdocs.yml", "pyproject.toml",
 )  # fmt: skip
 LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*_cache", "runs")
 
@@ -85,6 +90,40 @@ def test_the_metadata(built: tuple[set[str], set[str], Path]) -> None:
     assert "Typing :: Typed" in told.get_all("Classifier", [])
     assert "Apache License" in licence
     assert "lockstep = lockstep.__main__:main" in scripts
+
+
+@pytest.fixture
+def installed(built: tuple[set[str], set[str], Path], tmp_path: Path) -> Path:
+    """The `bin` of a new environment with the wheel; what the wheel needs is borrowed from ours."""
+    folder = tmp_path / "environment"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index"]
+    subprocess.run([*pip, "--no-deps", "--force-reinstall", built[2]], check=True, timeout=120)
+    where = subprocess.check_output(
+        [python, "-c", "import lockstep; print(lockstep.__file__)"], cwd=tmp_path, text=True
+    )
+    assert Path(where.strip()).is_relative_to(site)
+    return folder / "bin"
+
+
+@pytest.mark.slow
+def test_first_steps_work_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    env = environment(cold=True)
+    # mpirun is a dependency's command: it is found behind those of the new environment.
+    env["PATH"] = os.pathsep.join([str(installed), sysconfig.get_path("scripts"), env["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", script("start/tutorial.md")],
+        cwd=empty, env=env, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    runs = {name: result(empty / "runs" / name) for name in ("one", "two", "parts")}
+    assert [run["world_size"] for run in runs.values()] == [1, 2, 1]
+    assert len({run["params_sha256"] for run in runs.values()}) == 1
 
 
 def test_the_changelog_knows_this_version() -> None:

@@ -75,7 +75,7 @@ def trusted_target(directory: RunDirectory) -> str:
 
 
 def task_class(target: str) -> type[Task]:
-    """The Task class of a target; of a script, the only one it defines.
+    """The Task class of a target; of a script, the only one it defines or else imports.
 
     Raises:
         ConfigError: there is no such recipe, file or class.

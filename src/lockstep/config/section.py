@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic.config import JsonDict
+from typing_extensions import dataclass_transform
 
 from lockstep.config.keys import keys, unknown_key
 from lockstep.errors import ConfigError
@@ -27,16 +28,21 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+# Type checkers look for this on the metaclass itself, not on pydantic's below it.
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(Field, PrivateAttr)
+)
 class _Checked(_ModelMetaclass):
     """Turns pydantic's errors about a config class's arguments into a `ConfigError`."""
 
-    def __call__(cls, *args: Any, **values: Any) -> Any:
-        try:
-            return super().__call__(*args, **values)
-        except ValidationError as error:
-            kind = cast("type[Section]", cls)
-            lines = [explain(kind, e, cls.__name__) for e in error.errors()]
-            raise ConfigError("\n".join(lines)) from None
+    if not TYPE_CHECKING:  # else type checkers would no longer check names and types of arguments
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                lines = [explain(cls, e, cls.__name__) for e in error.errors()]
+                raise ConfigError("\n".join(lines)) from None
 
 
 class Section(BaseModel, metaclass=_Checked):

@@ -32,10 +32,10 @@ class OptimizerConfig(Section):
     """Factor of the last step in the next one (sgd)."""
     nesterov: bool = False
     """Nesterov's momentum (sgd); needs a momentum above 0."""
-    sharded: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    sharded: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory.
     For element-wise optimizers."""
-    buddy: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """With `sharded`, and where survivors can go on: each rank also keeps and steps the slice of
     the rank before it, so that the loss of a rank loses no state."""
 
@@ -119,21 +119,21 @@ class ConvergenceConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
-    every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    every: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Steps between checkpoints; 0 writes one at each epoch's end. The last step, and each new best
     one, always has one."""
-    keep: Positive = Field(3, json_schema_extra=NO_OUTCOME)
+    keep: Positive = Field(default=3, json_schema_extra=NO_OUTCOME)
     """How many of the newest to keep, beside the best."""
-    background: bool = Field(True, json_schema_extra=NO_OUTCOME)
+    background: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Write in a background thread from a copy in memory."""
 
 
 class DataConfig(Section):
     """How batches are fetched."""
 
-    num_workers: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    num_workers: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Processes of each rank that fetch microbatches ahead; 0 fetches in the training process."""
-    prefetch: Positive = Field(2, json_schema_extra=NO_OUTCOME)
+    prefetch: Positive = Field(default=2, json_schema_extra=NO_OUTCOME)
     """Microbatches each worker process fetches ahead."""
     shuffle: bool = True
     """Draw a new order for each epoch."""

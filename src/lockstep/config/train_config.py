@@ -43,7 +43,7 @@ class TrainConfig(Section):
     """Passes over the data."""
     steps: Positive | None = None
     """Optimizer steps of the whole run, instead of `epochs`; the schedule spans them."""
-    stop_at_step: Positive | None = Field(None, json_schema_extra=NO_OUTCOME)
+    stop_at_step: Positive | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """End this sitting after this step, with a checkpoint; the run can be resumed. Not written to
     `config.yaml`."""
 
@@ -63,12 +63,12 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
-    min_ranks: Positive = Field(1, json_schema_extra=NO_OUTCOME)
+    min_ranks: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 
-    balance_every: Count = Field(50, json_schema_extra=NO_OUTCOME)
+    balance_every: Count = Field(default=50, json_schema_extra=NO_OUTCOME)
     """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
-    hang_timeout_s: NonNegativeFloat = Field(300.0, json_schema_extra=NO_OUTCOME)
+    hang_timeout_s: NonNegativeFloat = Field(default=300.0, json_schema_extra=NO_OUTCOME)
     """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
     is stopped for this long by a signal, so that the others can go on; 0 never does."""
 
@@ -88,14 +88,14 @@ class TrainConfig(Section):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
-    digest_every: Count = Field(0, json_schema_extra=NO_OUTCOME)
+    digest_every: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
-    log_every: Positive = Field(10, json_schema_extra=NO_OUTCOME)
+    log_every: Positive = Field(default=10, json_schema_extra=NO_OUTCOME)
     """Steps between rows of `metrics.csv` and `events.jsonl`. One more comes before each evaluation
     and checkpoint."""
-    tensorboard: bool = Field(False, json_schema_extra=NO_OUTCOME)
+    tensorboard: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Write event files for TensorBoard."""
-    bucket_bytes: Positive = Field(8 << 20, json_schema_extra=NO_OUTCOME)
+    bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time."""
 
     @model_validator(mode="after")

@@ -66,15 +66,19 @@ class Phase:
     """
 
     name: str
-    loss: Callable[[nn.Module, Any], Loss]
+    loss: Callable[[Any, Any], Loss]
     steps: int = 1
 
 
 class Task(ABC):
     """A trainable system: subclass it, then call `lockstep.main(MyTask(), config)`.
 
+    Methods that get the model or a batch may declare its type: `def loss(self, model: MyModel,
+    batch: tuple[Tensor, Tensor])`.
+
     Attributes:
-        Config: the config class, for tasks with keys of their own.
+        Config: the config class, for tasks with keys of their own; declare `config: MyConfig` too,
+            so that type checkers know their types.
         config: the config this task was made with. A run whose command overrides keys makes the
             task anew.
         scratch: paths of values that batches may change since no result depends on them, such as
@@ -105,8 +109,10 @@ class Task(ABC):
         Splits are `train`, `val` and `test`; None says there is no such split.
         """
 
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """The loss of one batch, with `model` in training mode; not needed with `phases`.
+    def loss(self, model: Any, batch: Any) -> Loss:
+        """The loss of one batch, with `model` (what `build_model` has made) in training mode.
+
+        Not needed with `phases`.
 
         Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
         on seed, step and microbatch only.
@@ -124,7 +130,7 @@ class Task(ABC):
         """
         return ()
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Loss:
+    def evaluate(self, model: Any, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
 
@@ -137,7 +143,7 @@ class Task(ABC):
         return None
 
     def build_optimizer(
-        self, model: nn.Module
+        self, model: Any
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
         """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names.
 
@@ -164,7 +170,7 @@ class Task(ABC):
         """A batch from samples, where the dataset does not make batches itself."""
         return default_collate(samples)
 
-    def after_step(self, model: nn.Module, step: int) -> None:  # noqa: B027
+    def after_step(self, model: Any, step: int) -> None:  # noqa: B027
         """Change what a step changes beside the optimizer: averages of weights, counters, targets.
 
         Runs once for each optimizer step, on every rank alike and with the same random state, after

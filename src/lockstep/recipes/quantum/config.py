@@ -45,9 +45,9 @@ class QuantumConfig(TrainConfig):
     """Type of the amplitudes."""
     restarts: Positive = 1
     """Independent sets of angles, trained side by side; more than one needs `clip_norm=null`."""
-    corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
+    corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """UTF-8 text, one sentence a line; without it, eight built-in sentences."""
-    test_corpus: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
+    test_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """The same for testing; without both, four built-in sentences."""
     backend: Literal["closed_form", "circuit"] = "closed_form"
     """Whether amplitudes are computed, or circuits simulated gate by gate."""
@@ -73,7 +73,7 @@ class QuantumConfig(TrainConfig):
     data: DataConfig = DataConfig(shuffle=False)
     checkpoint: CheckpointConfig = CheckpointConfig(every=10)
     eval_every: Count = 10
-    log_every: Positive = Field(1, json_schema_extra=NO_OUTCOME)
+    log_every: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
 
     @field_validator("embedding_dim")
     @classmethod

@@ -34,13 +34,13 @@ Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 class UfsConfig(TrainConfig):
     """Data, model and loss of the emulator."""
 
-    history: Files = Field((), json_schema_extra=NO_OUTCOME)
+    history: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """CICE history files, names or patterns; without any files, synthetic ones with a known law."""
-    atmosphere: Files = Field((), json_schema_extra=NO_OUTCOME)
+    atmosphere: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """The atmosphere's files of CF pairs."""
-    ocean: Files = Field((), json_schema_extra=NO_OUTCOME)
+    ocean: Files = Field(default=(), json_schema_extra=NO_OUTCOME)
     """The ocean's files of CF pairs, one for each of `atmosphere`, in the same order."""
-    cache_dir: Path | None = Field(None, json_schema_extra=NO_OUTCOME)
+    cache_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """Where rows that were read are kept, best where all ranks see it;
     `$XDG_CACHE_HOME/lockstep/ufs` (`~/.cache/…`) without it."""
     level: int | None = None
@@ -88,7 +88,7 @@ class UfsConfig(TrainConfig):
     eval_every: Count = 100
     eval_batch_size: Positive = 1000
     checkpoint: CheckpointConfig = CheckpointConfig(every=500)
-    log_every: Positive = Field(20, json_schema_extra=NO_OUTCOME)
+    log_every: Positive = Field(default=20, json_schema_extra=NO_OUTCOME)
 
     @model_validator(mode="after")
     def _names_are_known(self) -> UfsConfig:
