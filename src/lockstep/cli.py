@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lockstep.commands.groups import contributed, show_help, show_version
+from lockstep.commands.waiting import importing
 from lockstep.errors import LockstepError
 from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
 from lockstep.recipes import command_groups, recipe_names, summary
@@ -41,6 +42,9 @@ Replace = Annotated[
 ]
 Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", help="Show warnings, errors and the last line only.")
+]
+QuietVerdict = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Show failures and the verdict only.")
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 Version = Annotated[
@@ -101,7 +105,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from lockstep.commands import train as command
     _exit(
         command.train(
@@ -123,7 +127,7 @@ def resume(
 
     This runs the code that run.json in the directory names as target.
     """
-    with ending_at_interrupt():
+    with importing(quiet):
         from lockstep.commands import train as command
     _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet))
 
@@ -171,13 +175,14 @@ def verify(
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1,2,3,4",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
+    quiet: QuietVerdict = False,
 ) -> None:
     """Train the same config on each number of ranks and compare the final SHA-256s."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from rich.console import Console
 
         from lockstep.commands import verify as command
-    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console(), quiet))
 
 
 @app.command()
@@ -190,14 +195,15 @@ def chaos(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep the runs here.")] = None,
     launcher: Annotated[str, typer.Option("--launcher", help="mpi or local.")] = "mpi",
     replace: Replace = 0,
+    quiet: QuietVerdict = False,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from rich.console import Console
 
         from lockstep.commands.chaos import command
     victims = command.Ranks(ranks, launcher, replace)
-    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
+    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console(), quiet))
 
 
 @app.command()

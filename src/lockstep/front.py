@@ -177,6 +177,7 @@ def _run(
                 tensorboard=config.tensorboard,
                 console=sitting.console,
                 quiet=sitting.quiet,
+                resumable=bool(sitting.target),
             )
         )
         stack.callback(hub.close)

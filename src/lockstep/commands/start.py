@@ -29,6 +29,7 @@ from lockstep.launch.job.commands import (
 from lockstep.launch.job.run import Outcome, run_ranks
 from lockstep.launch.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
+from lockstep.observe.text import count
 from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
@@ -165,12 +166,14 @@ def _notice(text: str) -> None:
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
     """Run ranks to their end, shown on the console as `sitting` says."""
-    view = Sinks([QuietView() if sitting.quiet else ConsoleView()])
+    console = QuietView() if sitting.quiet else ConsoleView()
+    view = Sinks([console])
 
     def on_row(row: dict[str, Any]) -> None:
         view(event_from_row(row))
 
     try:
+        console.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
         return start(command, sitting, threads, on_row=on_row)
     finally:
         view.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lockstep.commands.chaos.plan import Blow
@@ -92,13 +93,15 @@ def _next_step(rows: Sequence[Row], time: float) -> float | None:
 
 def render(effects: Sequence[Effect]) -> Table:
     """A row for each blow."""
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("#", "step"):
-        table.add_column(name, justify="right")
-    for name in ("fault", "moment", "victim"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fault", no_wrap=True)
+    for name in ("moment", "victim"):
         table.add_column(name)
-    for name in ("noticed", "regrouped in", "next step after", "steps lost"):
-        table.add_column(name, justify="right")
+    # Broken here, or the columns would be too wide for 80 columns in all.
+    for name in ("noticed", "regrouped\nin", "next step\nafter", "steps\nlost"):
+        table.add_column(name, justify="right", no_wrap=True)
     for number, effect in enumerate(effects, 1):
         faults = effect.blow.faults
         everyone = effect.blow.what in ("job", "corrupt")
