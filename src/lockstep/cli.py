@@ -46,6 +46,13 @@ Quiet = Annotated[
 QuietVerdict = Annotated[
     bool, typer.Option("-q", "--quiet", help="Show failures and the verdict only.")
 ]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Each rank records some steps with torch's profiler.")
+]
+ProfileSteps = Annotated[
+    str | None,
+    typer.Option("--profile-steps", metavar="FIRST:LAST", help="Which steps it records; 10:13."),
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 Version = Annotated[
     bool,
@@ -103,13 +110,16 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
     with importing(quiet):
         from lockstep.commands import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
     _exit(
         command.train(
-            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet
+            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet, steps
         )
     )
 
@@ -122,6 +132,8 @@ def resume(
     launcher: LauncherOption = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
 ) -> None:
     """Go on with a run from its newest valid checkpoint, on any number of ranks.
 
@@ -129,7 +141,8 @@ def resume(
     """
     with importing(quiet):
         from lockstep.commands import train as command
-    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet))
+    steps = command.steps_to_profile(profile, profile_steps)
+    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps))
 
 
 @app.command("eval")

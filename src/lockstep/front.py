@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -20,7 +21,7 @@ from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.loop import Trainer
-from lockstep.engine.runtime import Runtime, check_can_regroup, on_first
+from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, EnvironError, LockstepError, shortened
 from lockstep.launch.rank.environment import Environment, detect
@@ -53,6 +54,7 @@ class Sitting:
         console: show progress on standard output.
         target: what `lockstep resume` has to load to get the task; empty finds it out.
         quiet: show warnings and how the run ended only, rather than progress.
+        profile: first and last step of this sitting that each rank records, if it is to.
     """
 
     run_dir: str | None = None
@@ -61,6 +63,7 @@ class Sitting:
     console: bool = True
     target: str = ""
     quiet: bool = False
+    profile: tuple[int, int] | None = None
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""
@@ -186,6 +189,13 @@ def _run(
             directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
             hub.open()
 
+        on_step: Callable[[int], None] = nothing_after_step
+        if sitting.profile:
+            from lockstep.launch.rank.profiler import Profiler
+
+            folder = directory.path / "profile"
+            on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
+
         runtime = Runtime(
             transport=transport,
             device=device,
@@ -196,6 +206,7 @@ def _run(
             take_over=take_over,
             stop_reason=stop.reason,
             at=injector(os.environ, environment.rank),
+            on_step=on_step,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(

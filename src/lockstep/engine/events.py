@@ -124,6 +124,13 @@ class Checkpointed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """A trace of this rank's last steps is complete on disk."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     """State was restored from a checkpoint."""
 

@@ -64,6 +64,7 @@ class RunState:
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
         self._runtime.transport.pulse.arm()
         self._runtime.at("committed", self.progress.step)
+        self._runtime.on_step(self.progress.step)
 
     def commit_evaluation(self, split_name: str, metrics: dict[str, float], seconds: float) -> None:
         """Take note of an evaluation; that of the validation split may end training."""

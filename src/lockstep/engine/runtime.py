@@ -24,6 +24,10 @@ Raised = Exception | SystemExit
 """What user code may raise; leaving one rank with `sys.exit` would hang the others."""
 
 
+def nothing_after_step(step: int) -> None:
+    """Nobody wants to know of committed steps."""
+
+
 @dataclass(frozen=True)
 class Runtime:
     """One process's surroundings.
@@ -38,6 +42,7 @@ class Runtime:
         stop_reason: why the run should end at the next step boundary, if it should.
         take_over: makes this process, which has become rank 0, the one that shows and stores.
         at: called at each moment of a step, see `faults.Moment`.
+        on_step: called with the number of committed steps, after each of them.
     """
 
     transport: Transport
@@ -49,6 +54,7 @@ class Runtime:
     stop_reason: Callable[[], str | None]
     take_over: Callable[[], None] = lambda: None
     at: At = nothing
+    on_step: Callable[[int], None] = nothing_after_step
 
     @property
     def is_first(self) -> bool:

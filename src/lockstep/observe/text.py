@@ -17,6 +17,7 @@ from lockstep.engine.events import (
     Finished,
     Improved,
     Joined,
+    Profiled,
     RankLost,
     Rebalanced,
     Recovered,
@@ -204,6 +205,8 @@ def line(event: Event) -> str:
             f"{at}: saved {event.path.rpartition('/')[2]} ({size(event.num_bytes)}, "
             f"{event.write_s:.2f} s, training waited {event.stall_s:.2f} s)"
         )
+    if isinstance(event, Profiled):
+        return f"{at}: profile {event.path}"
     if isinstance(event, Resumed):
         passed = "".join(f"; passed over {reason}" for reason in event.skipped)
         return f"{at}: resumed from {event.path}{passed}"
