@@ -20,6 +20,7 @@ NO_OUTCOME = {
     "stop_at_step",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.keep_every_s",
     "checkpoint.background",
     "data.num_workers",
     "data.prefetch",

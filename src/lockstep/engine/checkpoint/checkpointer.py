@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -50,6 +51,7 @@ class Checkpointer:
             runtime.emit,
             runtime.transport.pulse,
             runtime.at,
+            config.checkpoint.keep_every_s,
         )
         self._saved_step = -1
 
@@ -215,6 +217,7 @@ class Checkpointer:
                 "epoch": sampler.epoch(progress.step),
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
+            "saved_at": time.time(),
             "layout": {"world_size": transport.size, "transport": transport.name},
             "versions": {
                 "lockstep": version("lockstep-train"),

@@ -44,7 +44,7 @@ _BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
 """There only if there are such tensors."""
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 
-_CIRCUMSTANCES = ("sha256", "layout", "versions")
+_CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
 """Keys of a manifest that may differ between two checkpoints of the same state."""
 
 
@@ -267,18 +267,6 @@ def _missing(root: Path, name: str) -> list[str]:
     if folder is None or folder.is_dir():
         return []
     return [f"{root / name}: names {folder.name}, which is missing"]
-
-
-def prune(root: Path, keep: int) -> None:
-    """Delete old checkpoints, and what killed processes left of theirs.
-
-    The `keep` newest, the best, and what is not a checkpoint stay.
-    """
-    bring_back(root)
-    best = read_hint(root, "best")
-    old = [folder for folder in folders(root)[keep:] if folder != best]
-    for folder in (*old, *root.glob(".step_*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _holds(final: Path, body: Mapping[str, Any]) -> bool:

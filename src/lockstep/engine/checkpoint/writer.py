@@ -10,6 +10,7 @@ from time import perf_counter
 from lockstep.comm.pulse import Pulse
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.retention import prune
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
 from lockstep.errors import CheckpointError
@@ -32,7 +33,9 @@ class AsyncWriter:
         background: whether training goes on while a checkpoint is written.
         emit: takes events.
         pulse: of this process.
-        at: called in the middle of writing a checkpoint.
+        at: function that is called in the middle of writing a checkpoint.
+        keep_every_s: least time in seconds between two older checkpoints that are kept for good; 0
+            keeps none.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class AsyncWriter:
         emit: Emit,
         pulse: Pulse,
         at: At = nothing,
+        keep_every_s: float = 0.0,
     ) -> None:
         self._root = root
         self._keep = keep
+        self._keep_every_s = keep_every_s
         self._background = background
         self._emit = emit
         self._pulse = pulse
@@ -140,7 +145,7 @@ class AsyncWriter:
             )
             if best:
                 checkpoint.write_hint(self._root, "best", folder.name)
-            checkpoint.prune(self._root, self._keep)
+            prune(self._root, self._keep, self._keep_every_s)
         except Exception as error:
             self._error = (step, error)
             return
