@@ -21,6 +21,7 @@ NO_OUTCOME = {
     "checkpoint.every",
     "checkpoint.keep",
     "checkpoint.keep_every_s",
+    "test_on",
     "checkpoint.background",
     "data.num_workers",
     "data.prefetch",

@@ -102,6 +102,8 @@ class Evaluated(Event):
     split: str
     metrics: dict[str, float]
     seconds: float
+    model_step: int | None = None
+    """The step whose parameters were evaluated, if it is another one than `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,8 @@ class Finished(Event):
     wall_s: float
     checkpoint: str = ""
     exit_code: int = 0
+    test_step: int | None = None
+    """The step whose parameters the test split was evaluated with; None if it was not."""
 
 
 Emit = Callable[[Event], None]

@@ -9,6 +9,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.after_step import AfterStep
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
+from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Finished, Rebalanced, Warned
@@ -53,6 +54,8 @@ class Trainer:
             GroupBroken: a rank has died.
         """
         self._started = perf_counter()
+        self._config = config
+        self._checkpoints = directory.checkpoints
         self._runtime = runtime
         self._transport = runtime.transport
         if not joins:
@@ -141,12 +144,24 @@ class Trainer:
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
 
-    def _evaluate(self, split_name: str) -> None:
+    def _test(self) -> None:
+        """Evaluate the test split, with the best parameters where `test_on` asks for them."""
+        progress, parts = self._state.progress, self._parts
+        last, best = progress.step, progress.best_step
+        if self._config.test_on == "last" or best in (0, last):
+            self._evaluate("test")
+            return
+        root, runtime = self._checkpoints, self._runtime
+        with borrowed_state(root, best, last, parts.train_step, parts.model, runtime) as step:
+            self._evaluate("test", None if step == last else step)
+
+    def _evaluate(self, split_name: str, model_step: int | None = None) -> None:
         started = perf_counter()
         parts = self._parts
         self._runtime.at("evaluate", self._state.progress.step)
         metrics = parts.evaluations[split_name].run(self._transport, parts.model, parts.compute)
-        self._state.commit_evaluation(split_name, metrics, perf_counter() - started)
+        seconds = perf_counter() - started
+        self._state.commit_evaluation(split_name, metrics, seconds, model_step)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""
@@ -193,7 +208,7 @@ class Trainer:
         self._microbatches.close()
         folder = self._checkpointer.finish(progress)
         if progress.finished and "test" in parts.evaluations:
-            self._evaluate("test")
+            self._test()
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
@@ -204,6 +219,7 @@ class Trainer:
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
+            test_step=state.test_step,
         )
         self._runtime.emit(finished)
         self._transport.agree()

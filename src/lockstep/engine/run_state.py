@@ -24,6 +24,7 @@ class RunState:
         result: of the newest step that was committed in this sitting.
         stop_reason: why this sitting ends before the run does; empty while it does not.
         failed_step: the newest step that the task's code has failed in; -1 if there is none.
+        test_step: the step whose parameters the test split was evaluated with, if it was.
         is_save_overdue: whether the newest checkpoint may have been lost with the rank that was
             writing it.
     """
@@ -46,6 +47,7 @@ class RunState:
         self.result: StepResult | None = None
         self.stop_reason = ""
         self.failed_step = -1
+        self.test_step: int | None = None
         self.is_save_overdue = False
 
     def commit(self, result: StepResult, with_task: bool = True) -> None:
@@ -66,11 +68,34 @@ class RunState:
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 
-    def commit_evaluation(self, split_name: str, metrics: dict[str, float], seconds: float) -> None:
-        """Take note of an evaluation; that of the validation split may end training."""
+    def commit_evaluation(
+        self,
+        split_name: str,
+        metrics: dict[str, float],
+        seconds: float,
+        model_step: int | None = None,
+    ) -> None:
+        """Take note of an evaluation; that of the validation split may end training.
+
+        Args:
+            split_name: name of the split.
+            metrics: means over the split by name.
+            seconds: wall time of the evaluation.
+            model_step: the step whose parameters were evaluated, if it is not the last one.
+        """
         progress, config, emit = self.progress, self._config, self._runtime.emit
         progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
-        emit(Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds))
+        emit(
+            Evaluated(
+                step=progress.step,
+                split=split_name,
+                metrics=metrics,
+                seconds=seconds,
+                model_step=model_step,
+            )
+        )
+        if split_name == "test":
+            self.test_step = progress.step if model_step is None else model_step
         if split_name != "val":
             return
         if progress.judge(config, metrics):

@@ -70,7 +70,7 @@ def summary(plan: RunStarted | None, end: Finished, resumable: bool = True) -> P
             "status",
             f"{end.status} at step {end.step:,}" + (f": {end.reason}" if end.reason else ""),
         ),
-        *_by_split(end.metrics),
+        *_by_split(end.metrics, {"test": end.test_step}, end.step),
         ("SHA-256", end.params_sha256),
         ("time", f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"),
         ("checkpoint", end.checkpoint),
@@ -87,14 +87,24 @@ def resume_command(run_dir: str) -> str:
     return f"lockstep resume {shlex.quote(path)}" if run_dir else ""
 
 
-def _by_split(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """A row for each split whose metrics are there by "split/name"; one for all others."""
+def _by_split(
+    metrics: Mapping[str, float], steps: Mapping[str, int | None], last_step: int
+) -> Iterator[tuple[str, str]]:
+    """A row for each split whose metrics are there by "split/name"; one for all others.
+
+    Args:
+        metrics: value by name.
+        steps: the step whose parameters a split was evaluated with.
+        last_step: the step that needs no mention.
+    """
     splits: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         split, _, name = key.rpartition("/")
         splits.setdefault(split, {})[name] = value
     for split, values in splits.items():
-        yield split or "metrics", "  ".join(measures(values))
+        step = steps.get(split)
+        mention = [] if step in (None, last_step) else [f"(step {step:,})"]
+        yield split or "metrics", "  ".join([*measures(values), *mention])
 
 
 def outcome(plan: RunStarted | None, end: Finished) -> str:
@@ -126,7 +136,10 @@ def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width
         width: columns of the console.
     """
     at = f"step {event.step:,}:"
-    rest = "  ".join([f"{event.split}: {'  '.join(measures(event.metrics))}", *notes])
+    which = (
+        event.split if event.model_step is None else f"{event.split} of step {event.model_step:,}"
+    )
+    rest = "  ".join([f"{which}: {'  '.join(measures(event.metrics))}", *notes])
     if loss is not None:
         full = f"{at} train: loss {number(loss)}  {rest}"
         if cell_len(full) <= width:
