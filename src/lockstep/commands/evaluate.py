@@ -35,10 +35,10 @@ def evaluate(
     """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
 
     Args:
-        run_dir: the run.
-        split: `train`, `val` or `test`.
-        which: `best`, `latest`, or a step's number.
-        report: a folder in which the task's first rank writes its report, if one is wanted.
+        run_dir: path of the run directory.
+        split: name of the split: `train`, `val` or `test`.
+        which: checkpoint to evaluate: `best`, `latest`, or a step's number.
+        report: path of a folder in which the task's first rank writes its report, if one is wanted.
         overrides: `key=value` items for the config, to look at other data than the run's.
 
     Returns:

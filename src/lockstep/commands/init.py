@@ -16,7 +16,7 @@ def init(file: Path) -> list[str]:
     """Write a script with a small task, which trains at once.
 
     Args:
-        file: where to; must end in .py and must not be there yet.
+        file: path of the script; must end in .py, and must not exist yet.
 
     Returns:
         Lines for people.

@@ -45,9 +45,9 @@ class Ended:
     """How started ranks ended.
 
     Attributes:
-        exit_code: what the command is to exit with.
-        message: what the user should read, empty if all went well.
-        again: why the ranks should be started again; empty if they should not.
+        exit_code: exit code that the command is to leave with.
+        message: message for the user; empty if all went well.
+        again: reason for starting the ranks again; empty if they should not be.
     """
 
     exit_code: int
@@ -56,7 +56,7 @@ class Ended:
 
 
 def choose_launcher(launcher: str | None, num_ranks: int) -> str:
-    """The launcher for this many ranks: the wish, or MPI on CPUs and torchrun on GPUs.
+    """The launcher for this many ranks: the given one, or MPI on CPUs and torchrun on GPUs.
 
     Raises:
         LaunchError: there is no such launcher, or it cannot start so many ranks.
@@ -120,12 +120,12 @@ def start(
     """Run ranks to their end; start them again from the newest checkpoint if they all die.
 
     Args:
-        command: what to run.
-        sitting: what is asked of the ranks.
-        threads: per rank.
-        on_row: called with each new event.
-        on_line: called with each line of the ranks' standard output.
-        restarts: how often to start again without a step done in between.
+        command: command that starts the ranks.
+        sitting: request that the ranks get by their environment.
+        threads: number of threads of each rank.
+        on_row: function that is called with the row of each new event.
+        on_line: function that is called with each line of the ranks' standard output.
+        restarts: greatest number of restarts without a committed step in between.
         env: further environment variables for the ranks.
     """
     assert sitting.run_dir is not None
@@ -183,9 +183,9 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     """What an outcome means.
 
     Args:
-        outcome: of the launch.
-        sitting: what was asked of the ranks.
-        since: when the launch began, in unix seconds.
+        outcome: outcome of the launch.
+        sitting: request that the ranks got.
+        since: start of the launch in Unix seconds.
     """
     row = outcome.last or _result(Path(str(sitting.run_dir)), since)
     if row is not None:

@@ -45,7 +45,7 @@ def train(
         target: recipe, file or script to train.
         overrides: `key=value` items for the config.
         ranks: number of ranks to start; None for one, or where this process is a rank.
-        launcher: what starts the ranks; None chooses.
+        launcher: name of the launcher; None chooses one.
         run_dir: path of the run directory; None makes a new one.
         resume: whether to go on where the run ended.
         config_file: path of a YAML file with the config, if there is one.
@@ -119,7 +119,7 @@ def resume(
         run_dir: path of the run directory.
         overrides: `key=value` items for the config.
         ranks: number of ranks to start; None for one.
-        launcher: what starts the ranks; None chooses.
+        launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings, errors and the last line only.
         profile: first and last step to record, counted from the start of this sitting from 1.
@@ -142,11 +142,11 @@ def resume(
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:
-    """First and last step to record with torch's profiler; None if none is to be.
+    """The first and the last step to record with torch's profiler; None for no recording.
 
     Args:
         is_wanted: whether to record some steps.
-        text: which, as `FIRST:LAST`; None is `10:13`.
+        text: first and last step as `FIRST:LAST`; None is `10:13`.
 
     Raises:
         ConfigError: `text` is something else, or the first step is less than 2: what the first step

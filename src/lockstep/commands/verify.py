@@ -28,7 +28,7 @@ _DIGITS = 16
 
 
 class Leg(NamedTuple):
-    """Some ranks, started by someone."""
+    """Some ranks under one launcher."""
 
     launcher: str
     num_ranks: int
@@ -39,11 +39,11 @@ class Run:
     """One training of the config.
 
     Attributes:
-        legs: who started the ranks, and how many: the first, and those that went on after a stop.
-        sha256: of the final parameters; empty if it failed.
-        step: committed steps.
-        wall_s: seconds of training.
-        error: why it failed.
+        legs: launcher and number of ranks of each sitting, in order.
+        sha256: SHA-256 of the final parameters in hexadecimal; empty if the run failed.
+        step: number of committed optimizer steps.
+        wall_s: wall time of training in seconds.
+        error: message of the error that ended it; empty if there was none.
     """
 
     legs: tuple[Leg, ...]
@@ -72,7 +72,7 @@ def verify(
     If all are equal, another run is stopped half way and resumed on other ranks.
 
     Args:
-        target: what to train.
+        target: recipe, file or script to train.
         overrides: `key=value` items for the config.
         ranks: numbers of ranks, separated by commas.
         launchers: names of launchers, separated by commas.
@@ -145,7 +145,7 @@ def _legs(ranks: str, launchers: str) -> Iterator[Leg]:
 
 @dataclass(frozen=True)
 class _Training:
-    """What is run over and over."""
+    """The training that is repeated on other ranks."""
 
     target: str
     overrides: Sequence[str]

@@ -27,17 +27,17 @@ from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 
 LAUNCHERS = ("mpi", "local")
-"""Those under which survivors go on."""
+"""Launchers under which survivors of a lost rank go on."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What faults strike.
+    """The ranks that faults strike.
 
     Attributes:
-        number: of processes at the start of each sitting.
-        launcher: what starts them.
-        replacements: how many killed ones it may replace in a sitting.
+        number: number of processes at the start of each sitting, at least 2.
+        launcher: name of the launcher that starts them, one of `LAUNCHERS`.
+        replacements: greatest number of killed processes that it replaces in a sitting.
     """
 
     number: int
@@ -73,9 +73,9 @@ def chaos(
     """Train without faults, then with random ones, and compare the SHA-256s.
 
     Args:
-        target: what to train.
+        target: recipe, file or script to train.
         overrides: `key=value` items for the config.
-        ranks: the ranks that the faults strike.
+        ranks: ranks that the faults strike.
         num_faults: number of faults, at least 1.
         seed: seed that the faults are drawn with.
         keep: folder for the run directories; None deletes them.

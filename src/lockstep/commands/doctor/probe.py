@@ -76,7 +76,7 @@ class _Watch:
     """Ends the process, and says in what it hung, if a probe takes too long.
 
     Attributes:
-        stage: what the probe is at.
+        stage: name of the stage that the probe is in.
     """
 
     def __init__(self, report: _Report, name: str) -> None:
