@@ -36,6 +36,7 @@ test-slurm-slow: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell src docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports --no-cache --no-logo
 
 types: venv
