@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs-tables bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs-tables docs-pictures bench clean
 
 venv: .venv/.installed
 
@@ -45,6 +45,10 @@ types: venv
 # The tables of keys in docs/configuration.md, from the config classes.
 docs-tables: venv
 	$(BIN)/python docs/tables.py
+
+# The pictures of docs/architecture.md, from the import graph and the page's own listings.
+docs-pictures: venv
+	$(BIN)/python docs/pictures.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"
