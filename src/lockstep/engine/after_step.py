@@ -56,7 +56,7 @@ class AfterStep:
         """Let the task do what it does after a step; what it raises is for `check`.
 
         Args:
-            step: how many optimizer steps have been done.
+            step: number of committed optimizer steps, from 1.
             state: the buffers that forward passes change; the task may change them here too.
         """
         if not self._is_there:

@@ -62,12 +62,13 @@ class PlannedFault:
     """What goes wrong, once.
 
     Attributes:
-        slot: of the process.
+        slot: lifelong number of the process it is meant for.
         step: number of the step (from 0), or the first later one that has this moment.
-        moment: when.
-        kind: what.
-        delay_s: how long after that moment, whatever the process is doing by then.
-        sleep_s: how long one of kind `slow` sleeps; a slow disk, at the moment `checkpoint`.
+        moment: point of the step at which it strikes.
+        kind: kind of the fault.
+        delay_s: seconds from that moment to the fault, whatever the process is doing by then.
+        sleep_s: seconds that a fault of kind `slow` sleeps; at the moment `checkpoint`, a slow
+            disk.
     """
 
     slot: int
@@ -94,8 +95,8 @@ def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str,
     """The environment variable that `injector` reads.
 
     Args:
-        faults: all of them; each process takes its own.
-        log: gets a JSON line for each fault just before it strikes: `time` and the fault's fields.
+        faults: faults of all processes; each process takes its own.
+        log: path of a file that gets a JSON line just before each fault: `time` and its fields.
     """
     values = {"log": str(log) if log else "", "faults": [asdict(f) for f in faults]}
     return {FAULTS: json.dumps(values)}

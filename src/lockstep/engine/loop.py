@@ -43,11 +43,11 @@ class Trainer:
         """Assemble everything, and restore the newest valid checkpoint if there is one.
 
         Args:
-            task: what to train.
-            config: of the run.
-            runtime: this process's surroundings.
-            directory: where files go.
-            joins: whether others train already, and have the state.
+            task: task to train.
+            config: config of the run.
+            runtime: transport, device and listeners of this process.
+            directory: run directory, which rank 0 has claimed.
+            joins: whether other ranks train already; their state is then received.
 
         Raises:
             LockstepError: the task, config or checkpoint does not work; on all ranks.
@@ -134,11 +134,15 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         state, progress = self._state, self._state.progress
+        # First: what a task's after_step has left half done must not be evaluated or saved.
         self._after_step.check(self._transport)
+        # Not twice, if a loss has broken off what comes after it.
         if state.is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
+        # From the progress, not from the evaluation just made: a checkpoint that a loss has broken
+        # off is still due when this is done again.
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
             self._checkpointer.save(progress, improved)
@@ -206,6 +210,7 @@ class Trainer:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         state, progress, parts = self._state, self._state.progress, self._parts
         self._microbatches.close()
+        # Before the test split is evaluated: an error in that must not cost the last steps.
         folder = self._checkpointer.finish(progress)
         if progress.finished and "test" in parts.evaluations:
             self._test()
@@ -222,6 +227,7 @@ class Trainer:
             test_step=state.test_step,
         )
         self._runtime.emit(finished)
+        # Nobody leaves alone: to the others, a rank that is gone has died, and they would recover.
         self._transport.agree()
         return finished
 

@@ -84,10 +84,10 @@ class Reporter:
         """Go on in another group, and say so.
 
         Args:
-            progress: of the run.
-            origin: where its ranks come from.
+            progress: position of the run.
+            origin: former ranks of the members of the group.
             copied: whether ranks that were behind got the state from another.
-            seconds: since the loss was noticed.
+            seconds: wall time since the loss was noticed.
         """
         emit, step = self._runtime.emit, progress.step
         if origin.former[0] != 0:

@@ -20,11 +20,11 @@ class RunState:
     Ranks differ by one step at most, since the sums of a step need all of them.
 
     Attributes:
-        progress: what checkpoints keep of it.
-        result: of the newest step that was committed in this sitting.
-        stop_reason: why this sitting ends before the run does; empty while it does not.
-        failed_step: the newest step that the task's code has failed in; -1 if there is none.
-        test_step: the step whose parameters the test split was evaluated with, if it was.
+        progress: position and history, as kept in checkpoints.
+        result: result of the newest step that was committed in this sitting.
+        stop_reason: reason for which this sitting ends before the run; empty while it goes on.
+        failed_step: newest step in which the task's code has failed; -1 if there is none.
+        test_step: step whose parameters the test split was evaluated with, if it was.
         is_save_overdue: whether the newest checkpoint may have been lost with the rank that was
             writing it.
     """
@@ -54,7 +54,7 @@ class RunState:
         """Count in a step, which from now on is not done again.
 
         Args:
-            result: of the step.
+            result: result of the step.
             with_task: whether what the task does after a step is still to be done.
         """
         self.result = result
@@ -81,7 +81,7 @@ class RunState:
             split_name: name of the split.
             metrics: means over the split by name.
             seconds: wall time of the evaluation.
-            model_step: the step whose parameters were evaluated, if it is not the last one.
+            model_step: step whose parameters were evaluated, if it is not the last one.
         """
         progress, config, emit = self.progress, self._config, self._runtime.emit
         progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}

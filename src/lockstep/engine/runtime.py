@@ -34,15 +34,15 @@ class Runtime:
 
     Attributes:
         transport: the group of ranks.
-        device: where this rank computes.
-        slot: the process's lifelong number; its first rank.
-        launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
+        device: device that this rank computes on.
+        slot: lifelong number of the process: the first rank it had.
+        launcher: name of the launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
-        listen: takes events, on every rank; on rank 0 it shows and stores them.
-        stop_reason: why the run should end at the next step boundary, if it should.
-        take_over: makes this process, which has become rank 0, the one that shows and stores.
-        at: called at each moment of a step, see `faults.Moment`.
-        on_step: called with the number of committed steps, after each of them.
+        listen: function that takes events, on every rank; on rank 0 it shows and stores them.
+        stop_reason: function that returns why the run should end after this step, if it should.
+        take_over: function that makes this process, now rank 0, the one that shows and stores.
+        at: function that is called at each moment of a step, see `faults.Moment`.
+        on_step: function that is called with the number of committed steps, after each of them.
     """
 
     transport: Transport

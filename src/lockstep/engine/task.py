@@ -27,8 +27,8 @@ class Loss:
 
     Attributes:
         sum: loss summed over the batch, a scalar tensor with a gradient.
-        weight: what the sum is to be divided by in the end, as a rule the number of samples.
-        metrics: name to (sum, weight), scalars without gradient.
+        weight: divisor of the sum over the global batch, as a rule the number of samples.
+        metrics: pairs (sum, weight) by name, scalars without gradient.
     """
 
     sum: Tensor
@@ -46,8 +46,8 @@ class Loss:
 
         Args:
             loss: mean loss of the batch, a scalar tensor with a gradient.
-            weight: what the mean was divided by, as a rule the number of samples.
-            metrics: name to (sum, weight), scalars without gradient.
+            weight: divisor of the mean, as a rule the number of samples.
+            metrics: pairs (sum, weight) by name, scalars without gradient.
         """
         return cls(loss * weight, weight, metrics or {})
 
@@ -56,7 +56,7 @@ class Task(ABC):
     """A trainable system: subclass it, then call `lockstep.train(MyTask(), config)`.
 
     Attributes:
-        Config: the config class, for tasks with keys of their own.
+        Config: config class, for tasks with keys of their own.
         config: the config this task was made with. A run whose command overrides keys makes the
             task anew.
         scratch: paths of values that batches may change since no result depends on them, such as
@@ -123,8 +123,8 @@ class Task(ABC):
         replicas part. State of the task's own that it changes belongs in `state_dict`.
 
         Args:
-            model: in training mode; its parameters and buffers may be changed in place.
-            step: how many optimizer steps have been done, 1 after the first.
+            model: model in training mode; its parameters and buffers may be changed in place.
+            step: number of optimizer steps that have been done, 1 after the first.
         """
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,10 +23,10 @@ class Stopwatch:
     """Adds up seconds by kind of work since the last `restart`.
 
     Attributes:
-        compute_s: forward, backward, folding and the optimizer.
-        communication_s: in collectives, waiting for slower ranks included.
-        data_s: waiting for batches.
-        checkpoint_s: standing still for checkpoints.
+        compute_s: seconds in forward and backward passes, folding and the optimizer.
+        communication_s: seconds in collectives, waiting for slower ranks included.
+        data_s: seconds of waiting for batches.
+        checkpoint_s: seconds in which training stood still for checkpoints.
     """
 
     __slots__ = ("checkpoint_s", "communication_s", "compute_s", "data_s", "now")

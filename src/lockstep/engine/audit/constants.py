@@ -45,7 +45,7 @@ class Constants:
         """Make sure that nothing has changed since `mark`.
 
         Args:
-            when: for the message.
+            when: phrase that begins the message, such as `step 3`.
 
         Raises:
             TaskError: naming the first tensor that has.

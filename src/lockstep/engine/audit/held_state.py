@@ -58,7 +58,7 @@ def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> d
     generators, which the engine sets itself.
 
     Args:
-        roots: name to object; a value is reported under the first name it is reached by.
+        roots: objects by name; a value is reported under the first name that reaches it.
         without: objects that are left out, with all that is reached by them alone.
 
     Returns:
@@ -76,7 +76,7 @@ def module_globals(kind: type) -> dict[str, object]:
     """The global variables that may hold state, of a class's module and those beside it.
 
     Returns:
-        By dotted name; of modules that are called as roots are, with the name of their file.
+        Modules by dotted name; one that is named like a root has the name of its file in it.
     """
     modules = _modules_beside(kind.__module__)
     return {

@@ -53,11 +53,11 @@ class Snapshot:
     """A training state in memory.
 
     Attributes:
-        step: committed optimizer steps.
-        model: the model's `state_dict`: parameters and buffers by name.
+        step: number of committed optimizer steps.
+        model: `state_dict` of the model: parameters and persistent buffers by name.
         optimizer: tensors of the optimizer's state by "key/parameter".
         meta: JSON-able values: config, progress, versions, layout, other state of the task.
-        buffers: those that `model` leaves out and that a step may change, by name.
+        buffers: buffers that are not persistent and that a step may change, by name.
         task: tensors of the task's own state by name.
     """
 
@@ -98,8 +98,8 @@ def write(
 
     Args:
         root: folder of all checkpoints.
-        snapshot: what to write.
-        halfway: called when all tensors are on disk under a temporary name.
+        snapshot: training state to write.
+        halfway: function that is called when all tensors are on disk under a temporary name.
 
     Returns:
         Its folder and its size in bytes.

@@ -28,11 +28,11 @@ def capture(
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
     Args:
-        train_step: of the run.
-        model: of the run.
-        progress: of the run.
-        meta: what else is to be kept.
-        state: of the optimizer, already copied.
+        train_step: training step with the optimizer, the loss scale and the task.
+        model: model that is trained.
+        progress: position and history of the run.
+        meta: further values for the manifest, JSON-able.
+        state: state of the optimizer, already copied.
     """
     task, values = capture_task(train_step.task)
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
@@ -129,11 +129,11 @@ class Received(NamedTuple):
     """A snapshot on its way into use.
 
     Attributes:
-        model: its tensors by name.
-        buffers: of the model, that its `state_dict` leaves out.
-        optimizer: its state.
-        task: tensors of the task's own state.
-        meta: the rest.
+        model: tensors of the model's `state_dict` by name.
+        buffers: buffers of the model that its `state_dict` leaves out, by name.
+        optimizer: state of the optimizer.
+        task: tensors of the task's own state by name, on the CPU.
+        meta: all values that are no tensors, JSON-able.
     """
 
     model: dict[str, Tensor]

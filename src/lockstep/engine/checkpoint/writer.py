@@ -29,10 +29,10 @@ class AsyncWriter:
 
     Args:
         root: folder of all checkpoints.
-        keep: how many of the newest to keep.
+        keep: number of the newest checkpoints to keep.
         background: whether training goes on while a checkpoint is written.
-        emit: takes events.
-        pulse: of this process.
+        emit: function that takes events.
+        pulse: pulse of this process, held while it waits for the disk.
         at: function that is called in the middle of writing a checkpoint.
         keep_every_s: least time in seconds between two older checkpoints that are kept for good; 0
             keeps none.
@@ -64,9 +64,10 @@ class AsyncWriter:
         """Write a checkpoint.
 
         Args:
-            make: gives the snapshot; runs in the background, so what it reads must not change.
-            best: whether it is to be kept as the best.
-            started: when the training thread began to stand still for it (`perf_counter`).
+            make: function that returns the snapshot; it runs in the background, so what it reads
+                must not change.
+            best: whether the checkpoint is to be kept as the best.
+            started: time at which training began to wait for it (`perf_counter`).
 
         Returns:
             Seconds the training thread stood still.

@@ -28,11 +28,11 @@ class Balancer:
     It sees what all ranks see, so all come to the same proposal.
 
     Args:
-        every: steps to watch before each proposal; 0 for none ever.
-        ranges: the present ones.
+        every: number of steps to watch before each proposal; 0 makes none.
+        ranges: present range of microbatches of each rank.
 
     Attributes:
-        ranges: the present ones.
+        ranges: present range of microbatches of each rank.
     """
 
     def __init__(self, every: int, ranges: Sequence[Range]) -> None:
@@ -54,7 +54,7 @@ class Balancer:
         """Count a step in; better ranges if there are any.
 
         Args:
-            times: for each rank, where its time has gone so far.
+            times: seconds that each rank has spent so far, by kind of work.
         """
         if not self._every or len(self.ranges) == 1:
             return None
@@ -77,8 +77,8 @@ def better(ranges: Sequence[Range], each: Mapping[int, float]) -> Proposal | Non
     """Ranges by measured speed, if the slowest rank would be done sooner by a tenth.
 
     Args:
-        ranges: the present ones.
-        each: what ranks took for one microbatch, in seconds.
+        ranges: present range of microbatches of each rank.
+        each: seconds that each rank took for one microbatch.
     """
     if len(each) < 2:
         return None

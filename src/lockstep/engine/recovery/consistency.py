@@ -60,9 +60,9 @@ def check_replicas(
 
     Args:
         transport: the group of ranks.
-        model: of this rank.
-        buffers: of the model, that its `state_dict` leaves out.
-        task: of the run.
+        model: model of this rank.
+        buffers: buffers of the model that its `state_dict` leaves out, by name.
+        task: task of the run, whose own state is compared too.
         step: number of the step.
 
     Raises:

@@ -48,7 +48,7 @@ class FlatOptimizer:
     """Applies an optimizer to flat parameters and gradients.
 
     Attributes:
-        description: what tells the optimizer from others, by words for people.
+        description: class, groups and hyperparameters of the optimizer, by words for people.
         may_draw: whether its steps may draw random numbers; those of torch's own do not.
     """
 
@@ -63,10 +63,11 @@ class FlatOptimizer:
         """Bind the optimizer to memory.
 
         Args:
-            optimizer: over the parameters in `flat`; changed to step flat tensors if it can.
-            flat: the parameters.
-            gradients: the mean gradient, laid out as `flat.flats`.
-            owned: for each segment, the ranges of elements to step.
+            optimizer: optimizer of the parameters in `flat`; changed to step flat tensors if it
+                can.
+            flat: trainable parameters in flat memory.
+            gradients: mean gradient, laid out as `flat.flats`.
+            owned: ranges of elements to step, for each segment.
             sharded: whether other ranks step other ranges.
         """
         self._optimizer = optimizer
@@ -114,8 +115,8 @@ class FlatOptimizer:
         """One optimizer step at the base learning rates times `lr_factor`.
 
         Args:
-            lr_factor: of the schedule.
-            key: of the random numbers that the step may draw.
+            lr_factor: factor of the schedule, in [0, 1].
+            key: seed of the random numbers that the step may draw.
         """
         for group, lr in self._base_lr:
             group["lr"] = lr * lr_factor

@@ -46,6 +46,6 @@ def num_values(num_counters: int) -> int:
     """How many float64 values a header takes.
 
     Args:
-        num_counters: integer buffers that forward passes change.
+        num_counters: number of integer buffers that forward passes change.
     """
     return _NUM_FIXED + num_counters

@@ -47,8 +47,8 @@ class LossScale:
     All ranks see the same gradient norm, so all take the same decisions.
 
     Attributes:
-        value: what losses are multiplied with.
-        good_steps: steps since the last change.
+        value: factor of losses in backward passes.
+        good_steps: number of steps since the last change.
     """
 
     def __init__(self, config: PrecisionConfig) -> None:

@@ -15,10 +15,10 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int
     step `total_steps` (the first that is not taken) and all beyond it have.
 
     Args:
-        schedule: its shape.
-        step: counted from 0.
-        total_steps: of the whole run, warmup included.
-        decays: that `Progress` has counted (plateau).
+        schedule: shape of the schedule.
+        step: number of the step, from 0.
+        total_steps: number of steps of the whole run, warmup included.
+        decays: number of decays so far (plateau), see `Progress.decays`.
 
     Returns:
         A factor in [0, 1].
