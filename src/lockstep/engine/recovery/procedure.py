@@ -72,8 +72,8 @@ class Recovery:
             LockstepError: nobody is left who has the state; on all ranks.
         """
         started = perf_counter()
-        # Read once, since each regroup gives out new ranks: after a further loss, what this rank was
-        # in the last group that trained is still what counts.
+        # Read once, since each regroup gives out new ranks: after a further loss, the rank in the
+        # last group that trained is still what counts.
         former = NOWHERE if self.is_new else self._transport.rank
         row = self._reporter.own_row()
         while True:

@@ -245,8 +245,8 @@ class TrainStep:
     ) -> list[float]:
         """One microbatch: forward, backward, and its leaf into the tree."""
         if batch is None:
-            # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend on
-            # whether a rank has other leaves to add it to.
+            # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
+            # on whether a rank has other leaves to add it to.
             leaf: list[Tensor | None] = [None] * (
                 len(self.flat.tensors) + len(self.state.flat.tensors)
             )
