@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:
-    """What to say if a checkpoint knows that it was trained on other data."""
+    """A warning if a checkpoint was trained on other data."""
     known = snapshot.meta["sampler"].get("task_digest")
     here = None if known is None else task.data_digest()
     if here == known:
@@ -93,7 +93,7 @@ def lines(
     report: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """What `evaluate` finds, for people; nothing on ranks other than the first."""
+    """The lines that `lockstep eval` prints; none on ranks other than the first."""
     metrics, more = evaluate(run_dir, split, which, report, overrides)
     if detect(os.environ).rank:
         return []

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 
 _TEMPLATE_NAME = "task.py"
-"""What the template calls its own file."""
+"""Name of its own file in the template."""
 
 
 def init(file: Path) -> list[str]:

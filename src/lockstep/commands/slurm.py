@@ -46,7 +46,7 @@ class JobFile(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for, as the command line gives it.
+    """A request for a job, as the command line gives it.
 
     Attributes:
         job: options of the job.

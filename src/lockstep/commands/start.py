@@ -180,7 +180,7 @@ def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
-    """What an outcome means.
+    """The exit code and message for an outcome.
 
     Args:
         outcome: outcome of the launch.
@@ -224,7 +224,7 @@ def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
 
 
 def _never_trains(script: str) -> str:
-    """What to do about a script that has ended without training."""
+    """The message for a script that has ended without training."""
     tree = ast.parse(Path(script).read_bytes())
     bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     tasks = [name for name, kinds in bases.items() if any("Task" in ast.unparse(b) for b in kinds)]

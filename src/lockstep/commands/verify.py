@@ -54,7 +54,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its legs, for people."""
+        """A name for people, made of its legs."""
         return ", resumed: ".join(f"{leg.launcher} × {leg.num_ranks}" for leg in self.legs)
 
 

@@ -1,4 +1,4 @@
-"""What the engine says while it works.
+"""Events that the engine emits while it works.
 
 The engine never prints or formats: it emits these records, and whoever wants to show, store
 or count something listens (`lockstep.observe`). Times are in seconds, sizes in bytes.
@@ -56,7 +56,7 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where one rank's time went since the last report, in seconds."""
+    """Seconds that one rank has spent since the last report, by kind of work."""
 
     rank: int
     compute_s: float
@@ -121,7 +121,7 @@ class Checkpointed(Event):
     path: str
     num_bytes: int
     stall_s: float
-    """How long training stood still for it."""
+    """Seconds in which training stood still for it."""
     write_s: float
 
 
@@ -168,11 +168,11 @@ class Rebalanced(Event):
     """Microbatches are dealt out by measured speed from now on: slow ranks get fewer."""
 
     microbatches: tuple[int, ...]
-    """How many each rank computes."""
+    """Number of microbatches that each rank computes."""
     slowest: int
     """The rank that took longest for one microbatch."""
     slowdown: float
-    """How many times as long as the fastest rank it took."""
+    """Time of the slowest rank as a multiple of that of the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)

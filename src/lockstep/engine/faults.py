@@ -59,7 +59,7 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SI
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """What goes wrong, once.
+    """A fault that strikes once.
 
     Attributes:
         slot: lifelong number of the process it is meant for.
@@ -81,14 +81,14 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class _Given:
-    """What the environment variable holds."""
+    """The content of the environment variable."""
 
     log: str
     faults: list[PlannedFault]
 
 
 class InjectedError(RuntimeError):
-    """What a fault of kind `raise` raises."""
+    """The exception of a fault of kind `raise`."""
 
 
 def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str, str]:
@@ -194,7 +194,7 @@ class FaultsInside:
 
 
 def _struck(log: Path) -> list[dict[str, Any]]:
-    """What has struck in an earlier life of the ranks."""
+    """The faults that have struck before the ranks were started again."""
     try:
         if not log.exists():
             return []

@@ -1,4 +1,4 @@
-"""What a run remembers beside its tensors."""
+"""Position and history of a run: its state beside the tensors."""
 
 from __future__ import annotations
 

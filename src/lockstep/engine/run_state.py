@@ -1,4 +1,4 @@
-"""What a run has come to, and how steps and evaluations are committed to it."""
+"""The state of a run beside its tensors, and committing steps and evaluations to it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class RunState:
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a process that joins later must know beside the checkpointed state, as JSON."""
+        """The values that a process that joins later must have beside a checkpoint's, as JSON."""
         return {
             "stop_reason": self.stop_reason,
             "failed_step": self.failed_step,

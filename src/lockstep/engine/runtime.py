@@ -1,4 +1,4 @@
-"""What a process is given to train with: its place among the ranks, and ways to speak and listen.
+"""Surroundings of a training process: its place among the ranks, device, events and stop requests.
 
 Passed explicitly; nothing in the library keeps it in a global.
 """
@@ -21,11 +21,11 @@ from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, sho
 T = TypeVar("T")
 
 Raised = Exception | SystemExit
-"""What user code may raise; leaving one rank with `sys.exit` would hang the others."""
+"""Exceptions of user code that are caught; leaving one rank by `sys.exit` would hang the others."""
 
 
 def nothing_after_step(step: int) -> None:
-    """Nobody wants to know of committed steps."""
+    """Do nothing: nobody listens for committed steps."""
 
 
 @dataclass(frozen=True)

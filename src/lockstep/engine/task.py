@@ -42,7 +42,7 @@ class Loss:
         weight: Number,
         metrics: Mapping[str, tuple[Number, Number]] | None = None,
     ) -> Loss:
-        """Of a loss that is a mean already, as torch's loss functions give by default.
+        """A loss from one that is a mean already, as torch's loss functions return by default.
 
         Args:
             loss: mean loss of the batch, a scalar tensor with a gradient.

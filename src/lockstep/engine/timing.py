@@ -1,4 +1,4 @@
-"""Where a rank's time goes."""
+"""Seconds that a rank spends, by kind of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Times(NamedTuple):
     checkpoint_s: float = 0.0
 
     def since(self, before: Times) -> Times:
-        """What has been spent since `before`."""
+        """The seconds spent since `before`."""
         return Times(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -40,7 +40,7 @@ class Stopwatch:
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
 
     def start(self) -> None:
-        """What follows is measured from here."""
+        """Begin to measure: the next `lap` counts from here."""
         self.now = perf_counter()
 
     def lap(self) -> float:

@@ -95,7 +95,7 @@ class Draw:
         return "job" if what in ("kill", "stop", "edit") and len(self.alive) == 1 else what
 
     def blow(self, step: int) -> Blow:
-        """What goes wrong at a step."""
+        """A blow at a step."""
         what = self._what(step)
         if what in ("job", "corrupt"):
             newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
@@ -149,7 +149,7 @@ def draw(
     replacements: int = 0,
     has_workers: bool = False,
 ) -> list[list[Blow]]:
-    """What goes wrong in each sitting of a run.
+    """The blows of each sitting of a run.
 
     Args:
         num_blows: number of blows in all.

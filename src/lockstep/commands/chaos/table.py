@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """What came of a blow; times in seconds, None for what did not happen.
+    """The effect of a blow; times in seconds, None for what did not happen.
 
     Attributes:
         blow: blow whose effect this is.
@@ -38,7 +38,7 @@ class Effect:
 
 
 def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """What a blow did in its sitting.
+    """The effect of a blow in its sitting.
 
     Args:
         blow: blow that was planned.
@@ -73,7 +73,7 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
 
 
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """What a blow that ended a sitting has cost.
+    """The effect of a blow that ended a sitting, with what it has cost.
 
     Args:
         effect: effect as far as that sitting tells.

@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.launch.rank.environment import Environment, detect
 
 PATIENCE_S = 30.0
-"""How long a probe that kills a rank may take."""
+"""Seconds that a probe that kills a rank may take."""
 
 
 def main(argv: list[str] | None = None) -> int:

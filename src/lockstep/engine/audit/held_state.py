@@ -27,9 +27,9 @@ from lockstep.engine.audit.leaves import leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
-"""Of one container that are looked at: half of them from its start, half from its end."""
+"""Number of items of a container that are looked at: half from its start, half from its end."""
 _MOST_LETTERS = 400
-"""Of a path; the middle of longer ones is left out."""
+"""Greatest number of characters of a path; the middle of longer ones is left out."""
 
 _PLAIN = (
     bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
@@ -39,7 +39,7 @@ _STATEFUL = (
     itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
     functools._lru_cache_wrapper, *GENERATORS,
 )  # fmt: skip
-"""Of the global variables of a script, those that are looked at, beside objects of its classes."""
+"""Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
@@ -48,7 +48,7 @@ _OPAQUE_MODULES = frozenset({
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
     "_socket", "selectors", "subprocess",
 })  # fmt: skip
-"""What objects of these hold depends on time."""
+"""Modules whose objects hold values that depend on time."""
 
 
 def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:

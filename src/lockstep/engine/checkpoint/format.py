@@ -71,7 +71,7 @@ class Snapshot:
 
 @dataclass
 class _Size:
-    """What a manifest says of a file."""
+    """The entry of a file in a manifest."""
 
     sha256: str
     bytes: int
@@ -79,7 +79,7 @@ class _Size:
 
 @dataclass
 class _Body:
-    """What every manifest has."""
+    """The fields that every manifest has."""
 
     format: int
     step: int

@@ -31,7 +31,7 @@ DTYPES = {
         torch.int8, torch.int16, torch.int32, torch.int64,
     )
 }  # fmt: skip
-"""Those that checkpoints can hold, by name."""
+"""Data types that checkpoints can hold, by name."""
 _SET_BY_ENGINE = frozenset({"params", "lr", "fused"})
 
 
@@ -237,7 +237,7 @@ class SharedState:
             )
 
     def _jsons(self, values: Mapping[Any, Any]) -> dict[str, Any]:
-        """Those of the values that have a form in JSON."""
+        """The values that have a form in JSON, by name."""
         jsons = {}
         for key, value in values.items():
             if key not in _SET_BY_ENGINE:

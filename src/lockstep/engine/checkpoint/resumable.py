@@ -28,7 +28,7 @@ from lockstep.parsing import as_type, shown
 
 @dataclass(frozen=True)
 class SamplerMeta:
-    """What a checkpoint says of the data.
+    """The part of a manifest that tells the data.
 
     Attributes:
         num_samples: number of samples of the training split.
@@ -189,7 +189,7 @@ def _task_problem(snapshot: Snapshot, task: Task) -> str:
 
 @dataclass
 class _Shared:
-    """What `SharedState.values` gives."""
+    """State that `SharedState.values` returns."""
 
     groups: list[dict[str, Any] | None]
     attributes: dict[str, Any]

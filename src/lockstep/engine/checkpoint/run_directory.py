@@ -26,7 +26,7 @@ _LOCK_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes a folder that of one run.
+    """The identity of the run that a folder belongs to.
 
     Attributes:
         task: name of the task.
@@ -55,7 +55,7 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     def hang_report(self, slot: int) -> Path:
-        """Where the watchdog of a process writes what it has found."""
+        """The path that the watchdog of a process writes its report to."""
         return self.path / f"{_HANG_REPORT}{slot}.json"
 
     def hang_reason(self, slot: int) -> str:
@@ -175,7 +175,7 @@ class RunDirectory:
         self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
 
     def identity(self) -> Identity:
-        """What run is there.
+        """The identity of the run that is there.
 
         Raises:
             RunDirectoryError: there is none, or its file is damaged.

@@ -19,7 +19,7 @@ class Proposal(NamedTuple):
     slowest: int
     """The rank that takes longest for one microbatch."""
     slowdown: float
-    """How many times as long as the fastest rank."""
+    """Time of the slowest rank as a multiple of that of the fastest."""
 
 
 class Balancer:

@@ -1,4 +1,4 @@
-"""Where the ranks of a new group come from, and which of them has come furthest."""
+"""The former ranks of a new group's members, and which of them has come furthest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a group's ranks come from.
+    """The former ranks of the members of a group.
 
     Attributes:
         former: rank before the loss, for each rank of the new group; `NOWHERE` for newcomers.

@@ -37,7 +37,7 @@ class _Stepped(NamedTuple):
     """A tensor that the optimizer steps: a whole parameter, or a part of flat memory."""
 
     owner: str
-    """What its state is kept under: its name, or the number of its group."""
+    """The key that its state is kept under: its name, or the number of its group."""
     tensor: nn.Parameter
     group: int
     segment: int
@@ -218,7 +218,7 @@ class FlatOptimizer:
         return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
 
     def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
-        """Give the optimizer the owned part of each group instead of its parameters."""
+        """Replace each group's parameters by the owned part of its flat tensors."""
         self._stepped = []
         for group in self._optimizer.param_groups:
             group["params"] = []

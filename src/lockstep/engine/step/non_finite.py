@@ -1,4 +1,4 @@
-"""What to tell the user when a loss or a gradient is NaN or infinite."""
+"""Error messages for a loss or a gradient that is NaN or infinite."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """What checkpoints keep of a `LossScale`; its attributes."""
+    """The state of a `LossScale` that checkpoints keep."""
 
     value: float
     good_steps: int

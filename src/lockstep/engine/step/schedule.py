@@ -8,7 +8,7 @@ from lockstep.config import ScheduleConfig
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int = 0) -> float:
-    """What the base learning rate is multiplied with at a step, counted from 0.
+    """The factor of the base learning rate at a step, counted from 0.
 
     Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
     runs at the full rate. Then the linear and cosine decays fall from 1 towards `min_ratio`, which

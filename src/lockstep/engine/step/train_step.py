@@ -36,7 +36,7 @@ from lockstep.parallel.layout import Range
 
 
 class StepResult(NamedTuple):
-    """What a committed step leaves to report."""
+    """The result of a step, alike on all ranks."""
 
     scalars: list[float]
     """Loss and metrics of the global batch: [sum, weight, sum, weight, …]."""
@@ -226,7 +226,7 @@ class TrainStep:
 
     @property
     def applied(self) -> StepResult | None:
-        """Of an interrupted step that this rank has applied, and so all must."""
+        """The result of an interrupted step that this rank has applied, if it has; so all must."""
         return self._summed.result if self._summed else None
 
     def follow(self, step: int, decays: int, lead: StepResult) -> None:

@@ -1,4 +1,4 @@
-"""What a rank computes and steps in a group of ranks, and the memory for both."""
+"""The microbatches and slices of a rank in a group of ranks, and the memory for both."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Workspace:
         self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
 
     def norm(self) -> float:
-        """Of the summed gradient; a collective if sharded."""
+        """The norm of the summed gradient; a collective if sharded."""
         if self._sharded:
             return sharded_global_norm(self._transport, self.gradients, self.slices)
         return global_norm(self.gradients)
 
     def exchange_slices(self) -> None:
-        """Give every rank what it takes to step its slices; a collective."""
+        """Send every rank the gradients for its slices, and the sums of buffers; a collective."""
         if self._with_buddy and self._transport.size > 1:
             for segment in range(len(self.slices)):
                 self.reduction.copy_to_next(segment)
@@ -98,7 +98,7 @@ class Workspace:
             self.reduction.gather(segment, sums)
 
     def gather_parameters(self) -> None:
-        """Give every rank the slices that others have stepped; a collective.
+        """Send every rank the slices that others have stepped; a collective.
 
         If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
         (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.
