@@ -58,6 +58,7 @@ class Balancer:
         """
         if not self._every or len(self.ranges) == 1:
             return None
+        # Without communication, in which the fast ranks wait for the slow ones.
         spent = [t.compute_s + t.data_s for t in times]
         if self._before is None:
             self._before = spent

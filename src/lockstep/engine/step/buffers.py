@@ -191,6 +191,7 @@ class ForwardState:
 
     def restore(self) -> None:
         """Put the committed values back, into the modules' own buffers."""
+        # A module may have put another tensor in a buffer's place, which nobody saves or averages.
         for holders in self._places.values():
             for _, buffer, held_in, key in holders:
                 held_in[key] = buffer

@@ -84,6 +84,7 @@ class FlatTensors:
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
             view = self.view(self.flats, entry)
             view.copy_(tensor.detach())
+            # By `data`, so that modules and optimizers keep the very objects they hold.
             tensor.data = view
 
     def take_back(self) -> None:

@@ -103,6 +103,7 @@ class FlatOptimizer:
     def bind(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from this memory from now on."""
         if self.elementwise:
+            # Once for all steps: these gradients are views of the memory that reductions fill.
             for part in self._stepped:
                 part.tensor.grad = gradients[part.segment][part.range.first : part.range.last]
         else:
@@ -120,6 +121,7 @@ class FlatOptimizer:
         """
         for group, lr in self._base_lr:
             group["lr"] = lr * lr_factor
+        # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self.may_draw:
@@ -193,6 +195,7 @@ class FlatOptimizer:
         Raises:
             CheckpointError: it is not the state of such an optimizer.
         """
+        # State that the snapshot lacks, as before the first step, must not stay either.
         for inner in self._optimizers.values():
             inner.state.clear()
         for path, shared in self._shared.items():
