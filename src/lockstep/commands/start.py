@@ -29,7 +29,7 @@ from lockstep.launch.job.commands import (
 from lockstep.launch.job.run import Outcome, run_ranks
 from lockstep.launch.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
-from lockstep.observe.text import count
+from lockstep.observe.text import count, resume_command
 from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
@@ -196,7 +196,10 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
     if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
-        lost = "ended before a checkpoint was written; steps since the newest one are lost"
+        lost = (
+            "ended before a checkpoint was written; steps since the newest one are lost\n"
+            f"go on with {resume_command(str(sitting.run_dir))}"
+        )
         return Ended(128 + stopped, lost if outcome.met else NOTHING_SAVED)
     # Ranks that leave with a code of their own, and say why, would only do so again.
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
