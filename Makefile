@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables bench clean
+.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures bench clean
 
 venv: .venv/.installed
 
@@ -36,6 +36,7 @@ test-slurm-slow: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell src docs examples benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/lint-imports --no-cache --no-logo
 
 # Of Lockstep, and of what callers write: examples, pages of the documentation, the public API.
@@ -51,6 +52,10 @@ docs: venv
 docs-tables: venv
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/commands.py
+
+# The pictures of docs/architecture.md, from the import graph and the page's own listings.
+docs-pictures: venv
+	$(BIN)/python docs/pictures.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"

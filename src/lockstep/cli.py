@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from lockstep.commands.groups import contributed, show_help, show_version
+from lockstep.commands.waiting import importing
 from lockstep.errors import LockstepError
 from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
 from lockstep.recipes import command_groups, recipe_names, summary
@@ -41,6 +42,16 @@ Replace = Annotated[
 ]
 Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", help="Show warnings, errors and the last line only.")
+]
+QuietVerdict = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Show failures and the verdict only.")
+]
+Profile = Annotated[
+    bool, typer.Option("--profile", help="Each rank records some steps with torch's profiler.")
+]
+ProfileSteps = Annotated[
+    str | None,
+    typer.Option("--profile-steps", metavar="FIRST:LAST", help="Which steps it records; 10:13."),
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
 Version = Annotated[
@@ -99,13 +110,16 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from lockstep.commands import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
     _exit(
         command.train(
-            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet
+            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet, steps
         )
     )
 
@@ -118,14 +132,17 @@ def resume(
     launcher: LauncherOption = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
 ) -> None:
     """Go on with a run from its newest valid checkpoint, on any number of ranks.
 
     This runs the code that run.json in the directory names as target.
     """
-    with ending_at_interrupt():
+    with importing(quiet):
         from lockstep.commands import train as command
-    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet))
+    steps = command.steps_to_profile(profile, profile_steps)
+    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps))
 
 
 @app.command("eval")
@@ -171,13 +188,14 @@ def verify(
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1,2,3,4",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
+    quiet: QuietVerdict = False,
 ) -> None:
     """Train the same config on each number of ranks and compare the final SHA-256s."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from rich.console import Console
 
         from lockstep.commands import verify as command
-    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console()))
+    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console(), quiet))
 
 
 @app.command()
@@ -190,14 +208,15 @@ def chaos(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep the runs here.")] = None,
     launcher: Annotated[str, typer.Option("--launcher", help="mpi or local.")] = "mpi",
     replace: Replace = 0,
+    quiet: QuietVerdict = False,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
-    with ending_at_interrupt():
+    with importing(quiet):
         from rich.console import Console
 
         from lockstep.commands.chaos import command
     victims = command.Ranks(ranks, launcher, replace)
-    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console()))
+    _exit(command.chaos(target, overrides or [], victims, faults, seed, keep, Console(), quiet))
 
 
 @app.command()

@@ -101,3 +101,21 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     assert ended.exit_code == 2
     assert f"{script}: ended without calling lockstep.main" in ended.message
     assert f"{script}:Mine" in ended.message
+
+
+def test_ranks_that_were_ended_at_once_can_be_resumed_as_it_says(tmp_path: Path) -> None:
+    run_dir = tmp_path / "my run"
+    run_dir.mkdir()
+    body = JOINED + "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getppid(), signal.SIGINT)\n"
+    body += "import time\ntime.sleep(60)\n"
+    ended = start(
+        python_command([sys.executable, "-c", body]),
+        Sitting(str(run_dir), target="digits"),
+        1,
+        on_row=lambda row: None,
+    )
+    assert ended.exit_code == 130
+    assert ended.message.splitlines() == [
+        "ended before a checkpoint was written; steps since the newest one are lost",
+        f"go on with lockstep resume '{run_dir}'",
+    ]

@@ -20,6 +20,8 @@ NO_OUTCOME = {
     "stop_at_step",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.keep_every_s",
+    "test_on",
     "checkpoint.background",
     "data.num_workers",
     "data.prefetch",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from sample_events import (
 
 from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
 from lockstep.observe import ConsoleView, QuietView, Sinks, text
-from lockstep.observe.console import stdout_console
+from lockstep.observe.terminal import stdout_console
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -36,14 +37,26 @@ class Shown:
     """A view on a console in memory, with a clock that stands still until told."""
 
     def __init__(
-        self, *, terminal: bool = False, width: int = 100, show_failure: bool = False
+        self,
+        *,
+        terminal: bool = False,
+        width: int = 100,
+        show_failure: bool = False,
+        resumable: bool = True,
+        interval_s: float = 2.0,
     ) -> None:
         self.now = 0.0
         self.file = io.StringIO()
         self.console = Console(
             file=self.file, force_terminal=terminal, width=width, height=30, _environ={}
         )
-        self.view = ConsoleView(self.console, show_failure=show_failure, clock=lambda: self.now)
+        self.view = ConsoleView(
+            self.console,
+            show_failure=show_failure,
+            resumable=resumable,
+            interval_s=interval_s,
+            clock=lambda: self.now,
+        )
 
     def __call__(self, *events: Event) -> Shown:
         for event in events:
@@ -110,13 +123,21 @@ def test_progress_lines_are_rate_limited_and_the_last_one_is_shown() -> None:
 
 
 def test_a_progress_line_holds_what_matters() -> None:
-    shown = Shown()(run_started(world_size=1), joined(0))
+    shown = Shown(width=110)(run_started(world_size=1), joined(0))
     shown.now = 10.0
     shown(step_done(100, loss=0.123456, lr=1e-5))
     assert shown.lines[-1] == (
         "step 100/500  epoch 1  loss 0.1235  accuracy 0.3  lr 1e-05  128 samples/s  "
         "efficiency 75%  left 0:00:40"
     )
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_progress_line_holds_what_matters_most(width: int) -> None:
+    shown = Shown(width=width)(run_started(world_size=1), joined(0), step_done(100)).lines[-1]
+    assert shown.startswith("step 100/500  epoch 1  loss 0.3333")
+    assert shown.endswith("  left 0:00:00")
+    assert len(shown) <= width
 
 
 def test_all_other_events_are_shown_at_once_one_line_each() -> None:
@@ -130,12 +151,90 @@ def test_all_other_events_are_shown_at_once_one_line_each() -> None:
         Warned(step=5, message="[bold]markup[/] is text"),
     )
     assert shown.lines[before:] == [
-        "step 5: val: loss 0.25  accuracy 0.9",
-        "step 5: best loss so far: 0.25",
-        "step 5: checkpoint checkpoints/step_00000005 (3.0 MiB, 0.01 s of training, 0.50 s in all)",
+        "step 5: val: loss 0.25  accuracy 0.9  best  saved",
         "step 5: resumed from c/5; passed over c/6: checksum of model.safetensors differs",
         "step 5: warning: [bold]markup[/] is text",
     ]
+
+
+def test_a_checkpoint_without_an_evaluation_is_a_line() -> None:
+    shown = Shown()(run_started(world_size=1), joined(0), evaluated(5), step_done(6))
+    shown(Warned(step=6, message="mind"), checkpointed(6))
+    assert shown.lines[-3:] == [
+        "step 5: val: loss 0.25  accuracy 0.9",
+        "step 6: warning: mind",
+        "step 6: saved step_00000006 (3.0 MiB, 0.50 s, training waited 0.01 s)",
+    ]
+
+
+def test_an_evaluation_has_the_training_loss_if_there_is_room() -> None:
+    for width, training in ((100, "train: loss 0.3333  "), (40, "")):
+        shown = Shown(width=width)(run_started(world_size=1), joined(0), step_done(5), step_done(7))
+        shown(evaluated(7), Improved(step=7, metric="loss", value=0.25), finished(7))
+        assert f"step 7: {training}val: loss 0.25  accuracy 0.9  best" in shown.lines
+
+
+def test_an_evaluation_does_not_wait_for_a_slow_disk() -> None:
+    shown = Shown(interval_s=0.01)(run_started(world_size=1), joined(0), evaluated(5))
+    deadline = time.monotonic() + 10
+    while "step 5: val: loss 0.25  accuracy 0.9" not in shown.lines:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shown(checkpointed(5))
+    assert shown.lines[-1].startswith("step 5: saved step_00000005 (")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_lines_are_broken_between_words_on_a_terminal(width: int) -> None:
+    shown = Shown(terminal=True, width=width)
+    metrics = {f"metric_{number}": 0.12345 * number for number in range(1, 9)}
+    warning = "a long warning about a value of 0.000123456 in this run " * 3
+    shown(run_started(), Warned(step=0, message=warning), evaluated(5, **metrics), finished(500))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.file.getvalue()).splitlines()
+    assert max(map(len, plain)) <= (80 if width == 80 else 64), "but a SHA-256 of 64 digits"
+    assert any(line.endswith("ab" * 32) for line in plain)
+    for item in text.measures(metrics):
+        assert any(item in line for line in plain), "a value is beside its name"
+    assert "0.000123456" in " ".join(plain)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "command"),
+    [
+        ("runs/digits", "lockstep resume runs/digits"),
+        ("my runs/it's", """lockstep resume 'my runs/it'"'"'s'"""),
+        ("-n", "lockstep resume ./-n"),
+    ],
+)
+def test_a_stopped_run_says_how_to_go_on(run_dir: str, command: str) -> None:
+    shown = Shown()(run_started(run_dir=run_dir), finished(5, status="stopped"))
+    assert shown.lines[-1] == f"go on with  {command}"
+    shown = Shown()(run_started(run_dir=run_dir), finished(500))
+    assert shown.count("resume") == 0
+    shown = Shown(resumable=False)(run_started(run_dir=run_dir), finished(5, status="stopped"))
+    assert shown.count("resume") == 0
+
+
+def test_control_characters_of_names_and_messages_do_not_reach_the_terminal() -> None:
+    shown = Shown()(run_started(run_dir="a\x1b[2Jb"), step_done(1, metrics={"\x07beep": 1.0}))
+    shown(Warned(step=1, message="line\nline\r\x9b1m"), finished(1))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown.file.getvalue())
+    assert "a\\x1b[2Jb" in shown.file.getvalue()
+
+
+def test_a_spinner_until_the_run_starts_on_a_terminal_only() -> None:
+    shown = Shown(terminal=True)
+    shown.view.wait("starting 4 ranks")
+    time.sleep(0.05)
+    assert "starting 4 ranks" in shown.file.getvalue()
+    shown(run_started(), step_done(3)).view.close()
+    assert shown.file.getvalue().count(HIDE_CURSOR) == 1
+    assert "starting" not in shown.file.getvalue().rpartition("task ")[2]
+    for view in (Shown().view, QuietView(shown.console)):
+        before = shown.file.getvalue()
+        view.wait("starting 4 ranks")
+        view.close()
+        assert shown.file.getvalue() == before
 
 
 def test_an_event_of_an_unknown_kind_is_shown_too() -> None:
@@ -156,10 +255,11 @@ def test_the_summary_tells_how_it_ended() -> None:
     assert shown.lines[before:] == [
         "status      stopped at step 500: time limit",
         "metrics     accuracy 0.97",
-        f"parameters  SHA-256 {'ab' * 32}",
+        f"SHA-256     {'ab' * 32}",
         "time        0:01:05 on 4 ranks",
         "checkpoint  c/500",
         "run         /runs/grün",
+        "go on with  lockstep resume '/runs/grün'",
     ]
 
 
@@ -336,7 +436,7 @@ def test_a_dumb_terminal_gets_plain_lines(shown_in_pty: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_quiet_view_shows_what_matters(terminal: bool) -> None:
-    shown = Shown(terminal=terminal)
+    shown = Shown(terminal=terminal, width=120)
     shown.view = QuietView(shown.console)
     shown(run_started(), joined(0), step_done(1), checkpointed(1), evaluated(1, accuracy=0.5))
     assert shown.lines == []

@@ -37,6 +37,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "exit_code": 0,
         "error": None,
         "checkpoint": "c/step_500",
+        "test_step": None,
     }
     assert os.listdir(path.parent) == ["result.json"]
     assert json.loads(path.read_text())["metrics"]["gap"] == "Infinity"

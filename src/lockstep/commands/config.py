@@ -65,9 +65,9 @@ def _section(group: Group, others: Sequence[Group], depth: int) -> Iterator[str]
     """The lines of a section, and of the sections in it.
 
     Args:
-        group: the section.
-        others: the rest of the groups.
-        depth: how many sections it lies in.
+        group: keys of the section.
+        others: groups of keys of all other sections.
+        depth: number of sections that this one is nested in.
     """
     indent = "  " * depth
     for key in group.keys:

@@ -35,10 +35,10 @@ def evaluate(
     """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
 
     Args:
-        run_dir: the run.
-        split: `train`, `val` or `test`.
-        which: `best`, `latest`, or a step's number.
-        report: a folder in which the task's first rank writes its report, if one is wanted.
+        run_dir: path of the run directory.
+        split: name of the split: `train`, `val` or `test`.
+        which: checkpoint to evaluate: `best`, `latest`, or a step's number.
+        report: path of a folder in which the task's first rank writes its report, if one is wanted.
         overrides: `key=value` items for the config, to look at other data than the run's.
 
     Returns:
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:
-    """What to say if a checkpoint knows that it was trained on other data."""
+    """A warning if a checkpoint was trained on other data."""
     known = snapshot.meta["sampler"].get("task_digest")
     here = None if known is None else task.data_digest()
     if here == known:
@@ -93,7 +93,7 @@ def lines(
     report: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> list[str]:
-    """What `evaluate` finds, for people; nothing on ranks other than the first."""
+    """The lines that `lockstep eval` prints; none on ranks other than the first."""
     metrics, more = evaluate(run_dir, split, which, report, overrides)
     if detect(os.environ).rank:
         return []

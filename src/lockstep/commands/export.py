@@ -17,9 +17,9 @@ def export(run_dir: Path, folder: Path, which: str) -> list[str]:
     """Write a run's checkpoint in the forms that its task knows.
 
     Args:
-        run_dir: the run.
-        folder: where to write; created if it is not there.
-        which: `best`, `latest`, or a step's number.
+        run_dir: path of the run directory.
+        folder: path of the folder to write to; created if it is not there.
+        which: checkpoint to export: `best`, `latest`, or a step's number.
 
     Returns:
         Lines for people.

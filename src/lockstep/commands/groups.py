@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def show_help(context: typer.Context) -> None:
-    """What a group does without a subcommand: print its help, which is no error."""
+    """Print a group's help where no subcommand is given, which is no error."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 def show_version(is_wanted: bool) -> None:
-    """What `--version` does: print the version and leave."""
+    """Print the version and leave, for `--version`."""
     if is_wanted:
         print(f"lockstep {__version__}")
         raise typer.Exit

@@ -9,14 +9,14 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 
 _TEMPLATE_NAME = "task.py"
-"""What the template calls its own file."""
+"""Name of its own file in the template."""
 
 
 def init(file: Path) -> list[str]:
     """Write a script with a small task, which trains at once.
 
     Args:
-        file: where to; must end in .py and must not be there yet.
+        file: path of the script; must end in .py, and must not exist yet.
 
     Returns:
         Lines for people.

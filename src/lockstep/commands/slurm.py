@@ -46,13 +46,13 @@ class JobFile(Section):
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for, as the command line gives it.
+    """A request for a job, as the command line gives it.
 
     Attributes:
-        job: what the job is like.
-        run_dir: of the run; named after the job's number if None.
-        output: the file to write; named after the target if None.
-        submit: hand it to SLURM.
+        job: options of the job.
+        run_dir: path of the run directory; named after the job's number if None.
+        output: path of the script to write; named after the target if None.
+        submit: whether to hand the script to SLURM.
     """
 
     job: JobFile
@@ -65,8 +65,8 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
     """The options of a job: those given, else a file's, else the defaults.
 
     Args:
-        path: the file, if there is one.
-        given: by name; None stands for what is not given.
+        path: path of a YAML file with options, if there is one.
+        given: options of the command line by name; None stands for one that is not given.
 
     Raises:
         ConfigError: the file cannot be read or an option does not fit.

@@ -29,6 +29,7 @@ from lockstep.launch.job.commands import (
 from lockstep.launch.job.run import Outcome, run_ranks
 from lockstep.launch.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
+from lockstep.observe.text import count, resume_command
 from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
@@ -44,9 +45,9 @@ class Ended:
     """How started ranks ended.
 
     Attributes:
-        exit_code: what the command is to exit with.
-        message: what the user should read, empty if all went well.
-        again: why the ranks should be started again; empty if they should not.
+        exit_code: exit code that the command is to leave with.
+        message: message for the user; empty if all went well.
+        again: reason for starting the ranks again; empty if they should not be.
     """
 
     exit_code: int
@@ -55,7 +56,7 @@ class Ended:
 
 
 def choose_launcher(launcher: str | None, num_ranks: int) -> str:
-    """The launcher for this many ranks: the wish, or MPI on CPUs and torchrun on GPUs.
+    """The launcher for this many ranks: the given one, or MPI on CPUs and torchrun on GPUs.
 
     Raises:
         LaunchError: there is no such launcher, or it cannot start so many ranks.
@@ -119,12 +120,12 @@ def start(
     """Run ranks to their end; start them again from the newest checkpoint if they all die.
 
     Args:
-        command: what to run.
-        sitting: what is asked of the ranks.
-        threads: per rank.
-        on_row: called with each new event.
-        on_line: called with each line of the ranks' standard output.
-        restarts: how often to start again without a step done in between.
+        command: command that starts the ranks.
+        sitting: request that the ranks get by their environment.
+        threads: number of threads of each rank.
+        on_row: function that is called with the row of each new event.
+        on_line: function that is called with each line of the ranks' standard output.
+        restarts: greatest number of restarts without a committed step in between.
         env: further environment variables for the ranks.
     """
     assert sitting.run_dir is not None
@@ -165,24 +166,26 @@ def _notice(text: str) -> None:
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
     """Run ranks to their end, shown on the console as `sitting` says."""
-    view = Sinks([QuietView() if sitting.quiet else ConsoleView()])
+    console = QuietView() if sitting.quiet else ConsoleView()
+    view = Sinks([console])
 
     def on_row(row: dict[str, Any]) -> None:
         view(event_from_row(row))
 
     try:
+        console.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
         return start(command, sitting, threads, on_row=on_row)
     finally:
         view.close()
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
-    """What an outcome means.
+    """The exit code and message for an outcome.
 
     Args:
-        outcome: of the launch.
-        sitting: what was asked of the ranks.
-        since: when the launch began, in unix seconds.
+        outcome: outcome of the launch.
+        sitting: request that the ranks got.
+        since: start of the launch in Unix seconds.
     """
     row = outcome.last or _result(Path(str(sitting.run_dir)), since)
     if row is not None:
@@ -193,7 +196,10 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
     if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
-        lost = "ended before a checkpoint was written; steps since the newest one are lost"
+        lost = (
+            "ended before a checkpoint was written; steps since the newest one are lost\n"
+            f"go on with {resume_command(str(sitting.run_dir))}"
+        )
         return Ended(128 + stopped, lost if outcome.met else NOTHING_SAVED)
     # Ranks that leave with a code of their own, and say why, would only do so again.
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
@@ -221,7 +227,7 @@ def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
 
 
 def _never_trains(script: str) -> str:
-    """What to do about a script that has ended without training."""
+    """The message for a script that has ended without training."""
     tree = ast.parse(Path(script).read_bytes())
     bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     tasks = [name for name, kinds in bases.items() if any("Task" in ast.unparse(b) for b in kinds)]

@@ -19,7 +19,11 @@ from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, leave, new_run_dir, run
 from lockstep.launch.job.commands import RankCommand
 from lockstep.launch.rank.environment import detect
+from lockstep.parsing import parse_int, shown
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
+
+_PROFILED = (10, 13)
+"""Steps that `--profile` records: memory and caches are warm by then."""
 
 
 def train(
@@ -32,8 +36,21 @@ def train(
     config_file: Path | None = None,
     replacements: int = 0,
     quiet: bool = False,
+    profile: tuple[int, int] | None = None,
 ) -> int:
     """Train a target here, if this process is a rank or is to be the only one, else start ranks.
+
+    Args:
+        target: recipe, file or script to train.
+        overrides: `key=value` items for the config.
+        ranks: number of ranks to start; None for one, or where this process is a rank.
+        launcher: name of the launcher; None chooses one.
+        run_dir: path of the run directory; None makes a new one.
+        resume: whether to go on where the run ended.
+        config_file: path of a YAML file with the config, if there is one.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        quiet: whether to show warnings, errors and the last line only.
+        profile: first and last step to record, counted from the start of this sitting from 1.
 
     Returns:
         The exit code.
@@ -51,7 +68,8 @@ def train(
                 f"{target}: this process is already a rank; start `python {target}` itself under "
                 f"{environment.launcher}"
             )
-        sitting = given or Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+        own = str(run_dir) if run_dir else None
+        sitting = given or Sitting(own, resume, quiet=quiet, profile=profile)
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
         )
@@ -67,15 +85,16 @@ def train(
                 "single keys with key=value"
             )
         path = run_dir or new_run_dir(Path(target).stem)
-        sitting = Sitting(str(path), resume, tuple(overrides), False, where, quiet)
+        sitting = Sitting(str(path), resume, tuple(overrides), False, where, quiet, profile)
         return _start(rank_command(chosen, num_ranks, where, (), replacements), sitting, threads=1)
     kind, config = configured(target, overrides, config_file)
     if chosen == "python":
-        sitting = Sitting(str(run_dir) if run_dir else None, resume, target=where, quiet=quiet)
+        own = str(run_dir) if run_dir else None
+        sitting = Sitting(own, resume, target=where, quiet=quiet, profile=profile)
         return _train_here(target, overrides, sitting, config_file)
     task = make_task(kind, config)
     path = run_dir or new_run_dir(task.name)
-    sitting = Sitting(str(path), resume, (), False, where, quiet)
+    sitting = Sitting(str(path), resume, (), False, where, quiet, profile)
     directory = RunDirectory(path)
     claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
     directory.close()
@@ -91,8 +110,18 @@ def resume(
     launcher: str | None,
     replacements: int = 0,
     quiet: bool = False,
+    profile: tuple[int, int] | None = None,
 ) -> int:
     """Go on with the run in a directory; overrides may change what does not change the result.
+
+    Args:
+        run_dir: path of the run directory.
+        overrides: `key=value` items for the config.
+        ranks: number of ranks to start; None for one.
+        launcher: name of the launcher; None chooses one.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        quiet: whether to show warnings, errors and the last line only.
+        profile: first and last step to record, counted from the start of this sitting from 1.
 
     Returns:
         The exit code.
@@ -106,7 +135,35 @@ def resume(
         overrides, file = [*known.overrides, *overrides], None
     else:
         file = run_dir / "config.yaml"
-    return train(target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet)
+    return train(
+        target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile
+    )
+
+
+def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:
+    """The first and the last step to record with torch's profiler; None for no recording.
+
+    Args:
+        is_wanted: whether to record some steps.
+        text: first and last step as `FIRST:LAST`; None is `10:13`.
+
+    Raises:
+        ConfigError: `text` is something else, or the first step is less than 2: what the first step
+            of a process costs says nothing about the others.
+    """
+    if text is None:
+        return _PROFILED if is_wanted else None
+    first, _, last = text.partition(":")
+    try:
+        steps = parse_int(first), parse_int(last)
+    except ValueError:
+        steps = (0, 0)
+    if not 2 <= steps[0] <= steps[1]:
+        raise ConfigError(
+            f"--profile-steps {shown(text)[1:-1]}: must be FIRST:LAST with 2 <= FIRST <= LAST, "
+            "counted from the start of this sitting"
+        )
+    return steps
 
 
 def _train_here(

@@ -14,16 +14,21 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.commands.start import LAUNCHERS, Ended, rank_command, start
+from lockstep.commands.waiting import shown_status
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.step.flat import tensor_digest
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
 from lockstep.observe import read_result
+from lockstep.observe.text import count
 from lockstep.targets import absolute, configured, is_script
+
+_DIGITS = 16
+"""Digits of a SHA-256 in the table, which so fits 80 columns."""
 
 
 class Leg(NamedTuple):
-    """Some ranks, started by someone."""
+    """Some ranks under one launcher."""
 
     launcher: str
     num_ranks: int
@@ -34,11 +39,11 @@ class Run:
     """One training of the config.
 
     Attributes:
-        legs: who started the ranks, and how many: the first, and those that went on after a stop.
-        sha256: of the final parameters; empty if it failed.
-        step: committed steps.
-        wall_s: seconds of training.
-        error: why it failed.
+        legs: launcher and number of ranks of each sitting, in order.
+        sha256: SHA-256 of the final parameters in hexadecimal; empty if the run failed.
+        step: number of committed optimizer steps.
+        wall_s: wall time of training in seconds.
+        error: message of the error that ended it; empty if there was none.
     """
 
     legs: tuple[Leg, ...]
@@ -49,7 +54,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Its legs, for people."""
+        """A name for people, made of its legs."""
         return ", resumed: ".join(f"{leg.launcher} × {leg.num_ranks}" for leg in self.legs)
 
 
@@ -60,10 +65,20 @@ def verify(
     launchers: str,
     keep: Path | None,
     console: Console,
+    quiet: bool = False,
 ) -> int:
     """Train on each number of ranks under each launcher, and print a table of SHA-256s.
 
     If all are equal, another run is stopped half way and resumed on other ranks.
+
+    Args:
+        target: recipe, file or script to train.
+        overrides: `key=value` items for the config.
+        ranks: numbers of ranks, separated by commas.
+        launchers: names of launchers, separated by commas.
+        keep: folder for the run directories; None deletes them.
+        console: console to print on.
+        quiet: whether to print only what has failed, and the verdict.
 
     Returns:
         0 if all are equal, 1 if not.
@@ -82,24 +97,30 @@ def verify(
         training = _Training(target, overrides, keep)
         runs = []
         for leg in legs:
-            with console.status(f"{target}: {leg.num_ranks} ranks under {leg.launcher}"):
+            what = f"{target}: {count(leg.num_ranks, 'rank')} under {leg.launcher}"
+            with shown_status(console, what, quiet):
                 runs.append(training.run((leg,)))
         half = runs[0].step // 2
         if half and len({run.sha256 for run in runs}) == 1:
             other = next((leg for leg in reversed(legs) if leg[1] != legs[0][1]), legs[-1])
-            with console.status(f"{target}: stopped after step {half} and resumed"):
+            what = f"{target}: stopped after step {half} and resumed"
+            with shown_status(console, what, quiet):
                 runs.append(training.run((legs[0], other), half))
-        console.print(_table(runs))
+        if not quiet:
+            console.print(_table(runs))
         for run in runs:
             if run.error:
-                console.print(f"{run.name} failed: {run.error}", markup=False)
+                console.print(f"{run.name} failed: {run.error}", markup=False, soft_wrap=True)
         if any(run.error for run in runs):
             return 1
         odd = [run for run in runs if run.sha256 != runs[0].sha256]
         if not odd:
             console.print(f"equal: {len(runs)} runs, one SHA-256", style="green")
+            console.print(runs[0].sha256, soft_wrap=True)
             return 0
         console.print(f"different: {len(odd)} of {len(runs)} runs", style="red")
+        for run in (runs[0], odd[0]):
+            console.print(f"{run.name}:\n{run.sha256}", markup=False, soft_wrap=True)
         console.print(_first_difference(training, (runs[0], odd[0]), half), markup=False)
         return 1
 
@@ -124,7 +145,7 @@ def _legs(ranks: str, launchers: str) -> Iterator[Leg]:
 
 @dataclass(frozen=True)
 class _Training:
-    """What is run over and over."""
+    """The training that is repeated on other ranks."""
 
     target: str
     overrides: Sequence[str]
@@ -183,7 +204,7 @@ def _table(runs: Sequence[Run]) -> Table:
     table.add_column("launcher")
     for name in ("ranks", "steps", "seconds"):
         table.add_column(name, justify="right")
-    table.add_column("SHA-256 of the final parameters", overflow="fold")
+    table.add_column("SHA-256 of the parameters", no_wrap=True)
     for run in runs:
         equal = run.sha256 and run.sha256 == runs[0].sha256
         table.add_row(
@@ -191,7 +212,7 @@ def _table(runs: Sequence[Run]) -> Table:
             ", then ".join(str(leg.num_ranks) for leg in run.legs),
             str(run.step),
             f"{run.wall_s:.2f}",
-            run.sha256 or "failed",
+            f"{run.sha256[:_DIGITS]}…" if run.sha256 else "failed",
             style="green" if equal else "red",
         )
     return table

@@ -124,6 +124,9 @@ class CheckpointConfig(Section):
     one, always has one."""
     keep: Positive = Field(default=3, json_schema_extra=NO_OUTCOME)
     """How many of the newest to keep, beside the best."""
+    keep_every_s: NonNegativeFloat = Field(default=0.0, json_schema_extra=NO_OUTCOME)
+    """Of the older ones, keep the first for good, and each that was written at least this many
+    seconds after the last one so kept; 0 keeps none. 86400 keeps one a day."""
     background: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Write in a background thread from a copy in memory."""
 

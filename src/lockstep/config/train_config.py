@@ -81,6 +81,9 @@ class TrainConfig(Section):
     """The evaluation metric that says which checkpoint is best."""
     watch_mode: Literal["min", "max"] = "min"
     """Whether less or more of `watch` is better."""
+    test_on: Literal["best", "last"] = Field(default="best", json_schema_extra=NO_OUTCOME)
+    """The parameters that `test` is evaluated with at the end: those of the best checkpoint, if
+    there is a `val` to tell, or those of the last step."""
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     convergence: tuple[ConvergenceConfig, ...] = ()
     """Rules that each end the run when a metric has settled, such as

@@ -41,11 +41,11 @@ class Parts:
     """What `assemble` makes.
 
     Attributes:
-        model: in training mode, its trainable parameters in flat memory.
+        model: model in training mode, with its trainable parameters in flat memory.
         task_state: the task and its hooks.
-        total_steps: of the whole run.
-        evaluations: of the splits `val` and `test`, where the task has them.
-        facts: what must be the same for all that take part in a run, by what it is called.
+        total_steps: number of optimizer steps of the whole run.
+        evaluations: evaluations by split, of `val` and `test` where the task has them.
+        facts: values that must be equal on all processes of a run, by a name for people.
     """
 
     model: nn.Module

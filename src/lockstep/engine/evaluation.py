@@ -26,7 +26,7 @@ class Evaluation:
     """A split, cut into batches that are the leaves of a canonical tree.
 
     Attributes:
-        num_samples: of the split.
+        num_samples: number of samples of the split.
     """
 
     def __init__(

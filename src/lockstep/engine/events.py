@@ -1,4 +1,4 @@
-"""What the engine says while it works.
+"""Events that the engine emits while it works.
 
 The engine never prints or formats: it emits these records, and whoever wants to show, store
 or count something listens (`lockstep.observe`). Times are in seconds, sizes in bytes.
@@ -56,7 +56,7 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where one rank's time went since the last report, in seconds."""
+    """Seconds that one rank has spent since the last report, by kind of work."""
 
     rank: int
     compute_s: float
@@ -102,6 +102,8 @@ class Evaluated(Event):
     split: str
     metrics: dict[str, float]
     seconds: float
+    model_step: int | None = None
+    """The step whose parameters were evaluated, if it is another one than `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,15 @@ class Checkpointed(Event):
     path: str
     num_bytes: int
     stall_s: float
-    """How long training stood still for it."""
+    """Seconds in which training stood still for it."""
     write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Event):
+    """A trace of this rank's last steps is complete on disk."""
+
+    path: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +168,11 @@ class Rebalanced(Event):
     """Microbatches are dealt out by measured speed from now on: slow ranks get fewer."""
 
     microbatches: tuple[int, ...]
-    """How many each rank computes."""
+    """Number of microbatches that each rank computes."""
     slowest: int
     """The rank that took longest for one microbatch."""
     slowdown: float
-    """How many times as long as the fastest rank it took."""
+    """Time of the slowest rank as a multiple of that of the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +204,8 @@ class Finished(Event):
     wall_s: float
     checkpoint: str = ""
     exit_code: int = 0
+    test_step: int | None = None
+    """The step whose parameters the test split was evaluated with; None if it was not."""
 
 
 Emit = Callable[[Event], None]

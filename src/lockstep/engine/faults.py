@@ -59,15 +59,16 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SI
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """What goes wrong, once.
+    """A fault that strikes once.
 
     Attributes:
-        slot: of the process.
+        slot: lifelong number of the process it is meant for.
         step: number of the step (from 0), or the first later one that has this moment.
-        moment: when.
-        kind: what.
-        delay_s: how long after that moment, whatever the process is doing by then.
-        sleep_s: how long one of kind `slow` sleeps; a slow disk, at the moment `checkpoint`.
+        moment: point of the step at which it strikes.
+        kind: kind of the fault.
+        delay_s: seconds from that moment to the fault, whatever the process is doing by then.
+        sleep_s: seconds that a fault of kind `slow` sleeps; at the moment `checkpoint`, a slow
+            disk.
     """
 
     slot: int
@@ -80,22 +81,22 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class _Given:
-    """What the environment variable holds."""
+    """The content of the environment variable."""
 
     log: str
     faults: list[PlannedFault]
 
 
 class InjectedError(RuntimeError):
-    """What a fault of kind `raise` raises."""
+    """The exception of a fault of kind `raise`."""
 
 
 def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str, str]:
     """The environment variable that `injector` reads.
 
     Args:
-        faults: all of them; each process takes its own.
-        log: gets a JSON line for each fault just before it strikes: `time` and the fault's fields.
+        faults: faults of all processes; each process takes its own.
+        log: path of a file that gets a JSON line just before each fault: `time` and its fields.
     """
     values = {"log": str(log) if log else "", "faults": [asdict(f) for f in faults]}
     return {FAULTS: json.dumps(values)}
@@ -193,7 +194,7 @@ class FaultsInside:
 
 
 def _struck(log: Path) -> list[dict[str, Any]]:
-    """What has struck in an earlier life of the ranks."""
+    """The faults that have struck before the ranks were started again."""
     try:
         if not log.exists():
             return []

@@ -11,6 +11,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
+from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Finished, Rebalanced, Warned
@@ -45,17 +46,19 @@ class Trainer:
         """Assemble everything, and restore the newest valid checkpoint if there is one.
 
         Args:
-            task: what to train.
-            config: of the run.
-            runtime: this process's surroundings.
-            directory: where files go.
-            joins: whether others train already, and have the state.
+            task: task to train.
+            config: config of the run.
+            runtime: transport, device and listeners of this process.
+            directory: run directory, which rank 0 has claimed.
+            joins: whether other ranks train already; their state is then received.
 
         Raises:
             LockstepError: the task, config or checkpoint does not work; on all ranks.
             GroupBroken: a rank has died.
         """
         self._started = perf_counter()
+        self._config = config
+        self._checkpoints = directory.checkpoints
         self._runtime = runtime
         self._transport = runtime.transport
         if not joins:
@@ -143,12 +146,16 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         state, progress = self._state, self._state.progress
+        # First: what a hook has left half done must not be evaluated or saved.
         self._hooks.check()
+        # Not twice, if a loss has broken off what comes after it.
         if state.is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate("val")
             self._hooks.check()
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
+        # From the progress, not from the evaluation just made: a checkpoint that a loss has broken
+        # off is still due when this is done again.
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
             self._checkpointer.save(progress, improved)
@@ -157,12 +164,24 @@ class Trainer:
     def _on_written(self, folder: Path) -> None:
         self._hooks.after_checkpoint(self._state.progress, folder)
 
-    def _evaluate(self, split_name: str) -> None:
+    def _test(self) -> None:
+        """Evaluate the test split, with the best parameters where `test_on` asks for them."""
+        progress, parts = self._state.progress, self._parts
+        last, best = progress.step, progress.best_step
+        if self._config.test_on == "last" or best in (0, last):
+            self._evaluate("test")
+            return
+        root, runtime = self._checkpoints, self._runtime
+        with borrowed_state(root, best, last, parts.train_step, parts.model, runtime) as step:
+            self._evaluate("test", None if step == last else step)
+
+    def _evaluate(self, split_name: str, model_step: int | None = None) -> None:
         started = perf_counter()
         parts = self._parts
         self._runtime.at("evaluate", self._state.progress.step)
         metrics = parts.evaluations[split_name].run(self._transport, parts.model, parts.compute)
-        self._state.commit_evaluation(split_name, metrics, perf_counter() - started)
+        seconds = perf_counter() - started
+        self._state.commit_evaluation(split_name, metrics, seconds, model_step)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""
@@ -207,9 +226,10 @@ class Trainer:
         """Make sure the state is saved, evaluate the test split, and sum up."""
         state, progress, parts = self._state, self._state.progress, self._parts
         self._microbatches.close()
+        # Before the test split is evaluated: an error in that must not cost the last steps.
         folder = self._checkpointer.finish(progress)
         if progress.finished and "test" in parts.evaluations:
-            self._evaluate("test")
+            self._test()
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
@@ -220,9 +240,11 @@ class Trainer:
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
+            test_step=state.test_step,
         )
         self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)
+        # Nobody leaves alone: to the others, a rank that is gone has died, and they would recover.
         self._transport.agree()
         return finished
 

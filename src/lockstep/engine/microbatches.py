@@ -30,10 +30,10 @@ class Microbatches:
         """Begin with the microbatches that the mesh gives this rank.
 
         Args:
-            config: of the run.
+            config: config of the run.
             runtime: the group of ranks.
-            parts: of the run.
-            progress: of the run; the stream begins at its step.
+            parts: model, loader and training step of the run.
+            progress: position of the run; the stream begins at its step.
         """
         self._num_microbatches = config.num_microbatches
         self._transport = runtime.transport
@@ -49,8 +49,8 @@ class Microbatches:
         """Deal everything out to a new group of ranks.
 
         Args:
-            step: the next one.
-            state: of the optimizer, whole, if it is sharded.
+            step: number of the next step, from 0.
+            state: whole state of the optimizer if it is sharded.
         """
         self._balancer.restart(self._mesh.microbatches)
         self._deal_out(self._balancer.ranges, step, state)
@@ -59,8 +59,8 @@ class Microbatches:
         """Deal microbatches out by measured speed, if that gains enough; what was done then.
 
         Args:
-            step: the next one.
-            times: for each rank, where its time has gone so far.
+            step: number of the next step, from 0.
+            times: seconds that each rank has spent so far, by kind of work.
         """
         proposal = self._balancer.propose(times)
         if proposal is not None:

@@ -1,4 +1,4 @@
-"""What a run remembers beside its tensors."""
+"""Position and history of a run: its state beside the tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Progress:
     """Position and history, as kept in a checkpoint.
 
     Attributes:
-        step: committed optimizer steps.
-        evaluated: the step of the newest evaluation.
+        step: number of committed optimizer steps.
+        evaluated: step of the newest evaluation; 0 before the first.
         best: best value so far of the watched metric; None before the first evaluation.
-        best_step: the step that had it.
-        stale: evaluations since then.
-        decays: of the learning rate, for want of a better value (`schedule.name=plateau`).
-        recent: the newest values of the metrics whose convergence ends the run, by name.
-        metrics: of the newest evaluation, by "split/name"; those of training before the first.
-        finished: why the run is over; empty while it is not.
+        best_step: step of the evaluation with that value; 0 before the first.
+        stale: number of evaluations since then.
+        decays: number of decays of the learning rate so far (`schedule.name=plateau`).
+        recent: newest values of the metrics whose convergence ends the run, by name.
+        metrics: values of the newest evaluation of each split, by "split/name".
+        finished: reason for which the run is over; empty while it is not.
     """
 
     step: int = 0

@@ -53,7 +53,7 @@ class Reporter:
         self._last: dict[str, float] = {}
 
     def own_row(self) -> dict[str, Any]:
-        """What a `Joined` event says of this process, but for its step and microbatches."""
+        """The fields of this process's `Joined` event, but for its step and microbatches."""
         runtime = self._runtime
         return {
             "slot": runtime.slot,
@@ -65,7 +65,7 @@ class Reporter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a process that joins later must know, as JSON."""
+        """The values that a process that joins later must have, as JSON."""
         return {
             "sums": self._sums,
             "num_steps": self._num_steps,
@@ -84,10 +84,10 @@ class Reporter:
         """Go on in another group, and say so.
 
         Args:
-            progress: of the run.
-            origin: where its ranks come from.
+            progress: position of the run.
+            origin: former ranks of the members of the group.
             copied: whether ranks that were behind got the state from another.
-            seconds: since the loss was noticed.
+            seconds: wall time since the loss was noticed.
         """
         emit, step = self._runtime.emit, progress.step
         if origin.former[0] != 0:
@@ -124,7 +124,7 @@ class Reporter:
         self._since = perf_counter()
 
     def _surprises(self, progress: Progress, is_over: bool) -> Iterator[str]:
-        """What the user may not expect of this run."""
+        """Warnings about what the user may not expect of this run."""
         transport, used = self._runtime.transport, self._config.num_microbatches
         if transport.name == "mpi" and not transport.can_regroup:
             yield (

@@ -1,4 +1,4 @@
-"""What a run has come to, and how steps and evaluations are committed to it."""
+"""The state of a run beside its tensors, and committing steps and evaluations to it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class RunState:
     Ranks differ by one step at most, since the sums of a step need all of them.
 
     Attributes:
-        progress: what checkpoints keep of it.
-        result: of the newest step that was committed in this sitting.
-        stop_reason: why this sitting ends before the run does; empty while it does not.
-        failed_step: the newest step that the task's code has failed in; -1 if there is none.
+        progress: position and history, as kept in checkpoints.
+        result: result of the newest step that was committed in this sitting.
+        stop_reason: reason for which this sitting ends before the run; empty while it goes on.
+        failed_step: newest step in which the task's code has failed; -1 if there is none.
+        test_step: step whose parameters the test split was evaluated with, if it was.
         is_save_overdue: whether the newest checkpoint may have been lost with the rank that was
             writing it.
     """
@@ -46,13 +47,14 @@ class RunState:
         self.result: StepResult | None = None
         self.stop_reason = ""
         self.failed_step = -1
+        self.test_step: int | None = None
         self.is_save_overdue = False
 
     def commit(self, result: StepResult, with_task: bool = True) -> None:
         """Count in a step, which from now on is not done again.
 
         Args:
-            result: of the step.
+            result: result of the step.
             with_task: whether what the task and its hooks do after a step is still to be done.
         """
         self.result = result
@@ -66,12 +68,36 @@ class RunState:
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
         self._runtime.transport.pulse.arm()
         self._runtime.at("committed", self.progress.step)
+        self._runtime.on_step(self.progress.step)
 
-    def commit_evaluation(self, split_name: str, metrics: dict[str, float], seconds: float) -> None:
-        """Take note of an evaluation; that of the validation split may end training."""
+    def commit_evaluation(
+        self,
+        split_name: str,
+        metrics: dict[str, float],
+        seconds: float,
+        model_step: int | None = None,
+    ) -> None:
+        """Take note of an evaluation; that of the validation split may end training.
+
+        Args:
+            split_name: name of the split.
+            metrics: means over the split by name.
+            seconds: wall time of the evaluation.
+            model_step: step whose parameters were evaluated, if it is not the last one.
+        """
         progress, config, emit = self.progress, self._config, self._runtime.emit
         progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
-        emit(Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds))
+        emit(
+            Evaluated(
+                step=progress.step,
+                split=split_name,
+                metrics=metrics,
+                seconds=seconds,
+                model_step=model_step,
+            )
+        )
+        if split_name == "test":
+            self.test_step = progress.step if model_step is None else model_step
         ended = self._hooks.after_evaluation(progress, split_name, metrics)
         progress.finished = progress.finished or ended
         if split_name != "val":
@@ -109,7 +135,7 @@ class RunState:
         return every > 0 and self.progress.step > 0 and self.progress.step % every == 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What a process that joins later must know beside the checkpointed state, as JSON."""
+        """The values that a process that joins later must have beside a checkpoint's, as JSON."""
         return {
             "stop_reason": self.stop_reason,
             "failed_step": self.failed_step,

@@ -1,4 +1,4 @@
-"""What a process is given to train with: its place among the ranks, and ways to speak and listen.
+"""Surroundings of a training process: its place among the ranks, device, events and stop requests.
 
 Passed explicitly; nothing in the library keeps it in a global.
 """
@@ -21,7 +21,11 @@ from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, sho
 T = TypeVar("T")
 
 Raised = Exception | SystemExit
-"""What user code may raise; leaving one rank with `sys.exit` would hang the others."""
+"""Exceptions of user code that are caught; leaving one rank by `sys.exit` would hang the others."""
+
+
+def nothing_after_step(step: int) -> None:
+    """Do nothing: nobody listens for committed steps."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,15 @@ class Runtime:
 
     Attributes:
         transport: the group of ranks.
-        device: where this rank computes.
-        slot: the process's lifelong number; its first rank.
-        launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
+        device: device that this rank computes on.
+        slot: lifelong number of the process: the first rank it had.
+        launcher: name of the launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
-        listen: takes events, on every rank; on rank 0 it shows and stores them.
-        stop_reason: why the run should end at the next step boundary, if it should.
-        take_over: makes this process, which has become rank 0, the one that shows and stores.
-        at: called at each moment of a step, see `faults.Moment`.
+        listen: function that takes events, on every rank; on rank 0 it shows and stores them.
+        stop_reason: function that returns why the run should end after this step, if it should.
+        take_over: function that makes this process, now rank 0, the one that shows and stores.
+        at: function that is called at each moment of a step, see `faults.Moment`.
+        on_step: function that is called with the number of committed steps, after each of them.
     """
 
     transport: Transport
@@ -49,6 +54,7 @@ class Runtime:
     stop_reason: Callable[[], str | None]
     take_over: Callable[[], None] = lambda: None
     at: At = nothing
+    on_step: Callable[[int], None] = nothing_after_step
 
     @property
     def is_first(self) -> bool:

@@ -30,8 +30,8 @@ class Loss:
 
     Attributes:
         sum: loss summed over the batch, a scalar tensor with a gradient.
-        weight: what the sum is to be divided by in the end, as a rule the number of samples.
-        metrics: name to (sum, weight), scalars without gradient.
+        weight: divisor of the sum over the global batch, as a rule the number of samples.
+        metrics: pairs (sum, weight) by name, scalars without gradient.
     """
 
     sum: Tensor
@@ -45,12 +45,12 @@ class Loss:
         weight: Number,
         metrics: Mapping[str, tuple[Number, Number]] | None = None,
     ) -> Loss:
-        """Of a loss that is a mean already, as torch's loss functions give by default.
+        """A loss from one that is a mean already, as torch's loss functions return by default.
 
         Args:
             loss: mean loss of the batch, a scalar tensor with a gradient.
-            weight: what the mean was divided by, as a rule the number of samples.
-            metrics: name to (sum, weight), scalars without gradient.
+            weight: divisor of the mean, as a rule the number of samples.
+            metrics: pairs (sum, weight) by name, scalars without gradient.
         """
         return cls(loss * weight, weight, metrics or {})
 
@@ -178,8 +178,8 @@ class Task(ABC):
         replicas part. State of the task's own that it changes belongs in `state_dict`.
 
         Args:
-            model: in training mode; its parameters and buffers may be changed in place.
-            step: how many optimizer steps have been done, 1 after the first.
+            model: model in training mode; its parameters and buffers may be changed in place.
+            step: number of optimizer steps that have been done, 1 after the first.
         """
 
     def hooks(self) -> Sequence[Hook]:

@@ -1,4 +1,4 @@
-"""Where a rank's time goes."""
+"""Seconds that a rank spends, by kind of work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Times(NamedTuple):
     checkpoint_s: float = 0.0
 
     def since(self, before: Times) -> Times:
-        """What has been spent since `before`."""
+        """The seconds spent since `before`."""
         return Times(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -23,10 +23,10 @@ class Stopwatch:
     """Adds up seconds by kind of work since the last `restart`.
 
     Attributes:
-        compute_s: forward, backward, folding and the optimizer.
-        communication_s: in collectives, waiting for slower ranks included.
-        data_s: waiting for batches.
-        checkpoint_s: standing still for checkpoints.
+        compute_s: seconds in forward and backward passes, folding and the optimizer.
+        communication_s: seconds in collectives, waiting for slower ranks included.
+        data_s: seconds of waiting for batches.
+        checkpoint_s: seconds in which training stood still for checkpoints.
     """
 
     __slots__ = ("checkpoint_s", "communication_s", "compute_s", "data_s", "now")
@@ -40,7 +40,7 @@ class Stopwatch:
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
 
     def start(self) -> None:
-        """What follows is measured from here."""
+        """Begin to measure: the next `lap` counts from here."""
         self.now = perf_counter()
 
     def lap(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +22,7 @@ from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.loop import Trainer
-from lockstep.engine.runtime import Runtime, check_can_regroup, on_first
+from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, LockstepError, shortened
 from lockstep.front.result import Result, Stopped
@@ -106,6 +107,7 @@ def _run(
                 tensorboard=config.tensorboard,
                 console=sitting.console,
                 quiet=sitting.quiet,
+                resumable=bool(sitting.target),
             )
         )
         stack.callback(hub.close)
@@ -113,6 +115,13 @@ def _run(
         def take_over() -> None:
             directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
             hub.open()
+
+        on_step: Callable[[int], None] = nothing_after_step
+        if sitting.profile:
+            from lockstep.launch.rank.profiler import Profiler
+
+            folder = directory.path / "profile"
+            on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
 
         runtime = Runtime(
             transport=transport,
@@ -124,6 +133,7 @@ def _run(
             take_over=take_over,
             stop_reason=stop.reason,
             at=injector(os.environ, environment.rank),
+            on_step=on_step,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(

@@ -24,6 +24,7 @@ class Sitting:
         console: show progress on standard output.
         target: what `lockstep resume` has to load to get the task; empty finds it out.
         quiet: show warnings and how the run ended only, rather than progress.
+        profile: first and last step of this sitting that each rank records, if it is to.
     """
 
     run_dir: str | None = None
@@ -32,6 +33,7 @@ class Sitting:
     console: bool = True
     target: str = ""
     quiet: bool = False
+    profile: tuple[int, int] | None = None
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""

@@ -49,7 +49,14 @@ __all__ = [
 ]
 
 
-def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool = False) -> Sinks:
+def open_sinks(
+    run_dir: Path,
+    *,
+    tensorboard: bool,
+    console: bool,
+    quiet: bool = False,
+    resumable: bool = True,
+) -> Sinks:
     """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
 
     A run that goes on from a checkpoint uses the same files. The step it goes on from is that of
@@ -60,6 +67,7 @@ def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool =
         tensorboard: whether to write TensorBoard event files.
         console: whether to show the run on standard output.
         quiet: whether to show warnings and how the run ended only.
+        resumable: whether `lockstep resume` can go on with the run.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
@@ -78,6 +86,8 @@ def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool =
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         if console:
-            add(QuietView() if quiet else ConsoleView())
+            view = (QuietView if quiet else ConsoleView)(resumable=resumable)
+            add(view)
+            view.wait("preparing the run")
         undo.pop_all()
     return Sinks(sinks)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.engine.events import (
+    Checkpointed,
+    Evaluated,
     Event,
     Failed,
     Finished,
@@ -27,17 +31,45 @@ from lockstep.engine.events import (
 )
 from lockstep.observe import text
 from lockstep.observe.sink import Sink
+from lockstep.observe.terminal import stdout_console
+
+
+@dataclass
+class _Evaluation:
+    """An evaluation whose line may still be completed by what comes of it.
+
+    Attributes:
+        event: the evaluation.
+        loss: training loss up to its step, if that is known.
+        is_best: whether the watched metric was better than ever.
+        is_saved: whether a checkpoint of its step is on disk.
+    """
+
+    event: Evaluated
+    loss: float | None
+    is_best: bool = False
+    is_saved: bool = False
+
+    def line(self, width: int) -> str:
+        """All that is known, for a console of so many columns."""
+        notes = ["best"] * self.is_best + ["saved"] * self.is_saved
+        return text.evaluation(self.event, self.loss, notes, width)
 
 
 class ConsoleView(Sink):
-    """Shows a run: a banner, progress with faults and checkpoints above it, a summary.
+    """Shows a run: a banner, progress with evaluations and faults above it, a summary.
 
-    On an interactive terminal progress is a bar that is drawn anew twice a second. Elsewhere
-    (a pipe, a log file, `TERM=dumb`) it is a line for a `StepDone`, at most one each
-    `interval_s`, and one for every other event.
+    On an interactive terminal progress is a bar that is drawn anew several times a second, and
+    lines are broken between words where they are longer than the terminal is wide. Elsewhere (a
+    pipe, a log file, `TERM=dumb`) it is a line for a `StepDone`, at most one each `interval_s`, and
+    one for every other event, none of them broken.
+
+    An evaluation, that it was the best, and its checkpoint share a line. It is held back until the
+    checkpoint is on disk, for at most `interval_s`.
 
     Args:
         console: console to show the run on; standard output by default.
+        resumable: whether `lockstep resume` can go on with the run, should it be stopped.
         show_failure: whether to print the message of `Failed`; by default the live display only
             ends, because whoever catches the error prints it.
         interval_s: least time between two progress lines, in seconds.
@@ -48,11 +80,13 @@ class ConsoleView(Sink):
         self,
         console: Console | None = None,
         *,
+        resumable: bool = True,
         show_failure: bool = False,
         interval_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or stdout_console()
+        self._resumable = resumable
         self._show_failure = show_failure
         self._interval_s = interval_s
         self._clock = clock
@@ -65,9 +99,27 @@ class ConsoleView(Sink):
         self._started_at = clock()
         self._progress_at = self._started_at
         self._live: Live | None = None
+        self._spinner = Spinner("dots")
+        self._evaluation: _Evaluation | None = None
+        # The line of an evaluation that is held back is printed by a timer's thread.
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._late_error: OSError | None = None
+
+    def wait(self, message: str) -> None:
+        """Show that something is being waited for, until the first event; on terminals only."""
+        self._spinner.update(text=self._styled(text.printable(message)))
+        self._start_live()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        with self._lock:
+            error, self._late_error = self._late_error, None
+            if error is not None:
+                raise error
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._start(event)
         elif isinstance(event, Joined) and not (self._plan and self._announced):
@@ -80,15 +132,20 @@ class ConsoleView(Sink):
 
     def close(self) -> None:
         """End the live display and give the cursor back; nothing if that is done."""
-        live, self._live = self._live, None
-        if live:
-            live.stop()
-        self._show_withheld()
+        with self._lock:
+            self._show_evaluation()
+            live, self._live = self._live, None
+            if live:
+                if self._plan is None:  # a spinner, of which nothing is to be left
+                    live.transient = True
+                live.stop()
+            self._show_withheld()
 
     def _start(self, plan: RunStarted) -> None:
         if plan.continued and self._plan:
             return
-        self.close()
+        if self._plan:
+            self.close()
         self._plan, self._announced = plan, False
         self._done = None
         self._started_at = self._progress_at = self._clock()
@@ -97,25 +154,86 @@ class ConsoleView(Sink):
         """Show the banner, once all ranks or any other event have come."""
         if self._announced or not self._plan:
             return
-        self._print_block(text.banner(self._plan, self._joined))
+        banner = text.banner(self._plan, self._joined)
         self._announced, self._joined = True, []
-        if self._console.is_interactive:
-            self._live = Live(get_renderable=self._bar, console=self._console, refresh_per_second=2)
+        if self._live:
+            self._live.refresh()  # the bar in place of the spinner
+        self._print_block(banner)
+        self._start_live()
+
+    def _start_live(self) -> None:
+        if self._live is None and self._console.is_interactive:
+            self._live = Live(
+                get_renderable=self._bar,
+                console=self._console,
+                refresh_per_second=5,
+                # What goes to a file must not come to the terminal instead.
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._live.start(refresh=True)
 
     def _show(self, event: Event) -> None:
         if isinstance(event, StepDone):
             self._progress(event)
             return
+        if self._is_about_evaluation(event):
+            return
+        self._show_evaluation()
+        if isinstance(event, Evaluated):
+            self._hold(event)
+            return
         if isinstance(event, Finished):
             self.close()
-            self._print_block(text.summary(self._plan, event))
+            self._print_block(text.summary(self._plan, event, self._resumable))
             return
         if isinstance(event, Failed):
             self.close()
             if not self._show_failure:
                 return
         self._print(text.line(event), _style(event))
+
+    def _hold(self, event: Evaluated) -> None:
+        """Wait with an evaluation's line for what comes of it."""
+        loss = None
+        if event.split == "val" and self._done and self._done.step == event.step:
+            loss, self._withheld = self._done.loss, False
+        self._evaluation = _Evaluation(event, loss)
+        self._timer = threading.Timer(self._interval_s, self._show_late, (event,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _is_about_evaluation(self, event: Event) -> bool:
+        """Whether an event only completes the line that is held back."""
+        held = self._evaluation
+        if held is None or event.step != held.event.step:
+            return False
+        if isinstance(event, Improved):
+            held.is_best = True
+            return True
+        if isinstance(event, Checkpointed):
+            held.is_saved = True
+            self._show_evaluation()
+            return True
+        return False
+
+    def _show_evaluation(self) -> None:
+        """Print the line that is held back, if there is one."""
+        held, self._evaluation = self._evaluation, None
+        timer, self._timer = self._timer, None
+        if timer:
+            timer.cancel()
+        if held:
+            self._print(held.line(self._console.width), "green" if held.is_best else "")
+
+    def _show_late(self, event: Evaluated) -> None:
+        """In the timer's thread: print an evaluation whose checkpoint takes long or is not made."""
+        with self._lock:
+            if self._evaluation is None or self._evaluation.event is not event:
+                return
+            try:
+                self._show_evaluation()
+            except OSError as error:
+                self._late_error = error  # for the thread that hands over the next event
 
     def _progress(self, done: StepDone) -> None:
         self._done, self._progress_at = done, self._clock()
@@ -131,14 +249,16 @@ class ConsoleView(Sink):
             return
         self._withheld, self._printed_at = False, self._progress_at
         total = f"/{self._plan.total_steps:,}" if self._plan else ""
-        items = [f"step {self._done.step:,}{total}", *text.progress(self._done)]
-        self._print("  ".join([*items, f"left {self._left()}"]))
+        head, tail = f"step {self._done.step:,}{total}", f"left {self._left()}"
+        self._print(text.fitted(head, text.progress(self._done), tail, self._console.width))
 
     def _bar(self) -> RenderableType:
         """The live display: called from its own thread, so it only reads."""
         plan, done = self._plan, self._done
-        total = plan.total_steps if plan else 0
-        step = done.step if done else plan.step if plan else 0
+        if plan is None or not self._announced:
+            return self._spinner
+        total = plan.total_steps
+        step = done.step if done else plan.step
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -150,7 +270,8 @@ class ConsoleView(Sink):
         )
         lines: list[RenderableType] = [bar]
         if done:
-            lines.append(self._styled("  ".join(text.progress(done))))
+            width = self._console.width
+            lines.append(self._styled(text.fitted("", text.progress(done), "", width)))
         return Group(*lines)
 
     def _left(self) -> str:
@@ -163,41 +284,25 @@ class ConsoleView(Sink):
 
     def _print_block(self, pairs: text.Pairs) -> None:
         for name, value in pairs:
-            self._print(f"{name:<11} {value}")
+            self._write(text.row(name, text.printable(value), self._width_to_fit()))
 
-    def _print(self, line: str, style: str = "") -> None:
-        # Not wrapped: paths can be copied, and a line of a log file is a line.
-        self._console.print(self._styled(line, style), soft_wrap=True)
+    def _print(self, message: str, style: str = "") -> None:
+        width = self._width_to_fit()
+        lines = text.printable(message).split("\n")
+        self._write("\n".join(text.wrapped(line, width) for line in lines), style)
+
+    def _width_to_fit(self) -> float:
+        """Columns of a terminal; a line of a pipe or a log file may be of any length."""
+        return self._console.width if self._console.is_terminal else inf
+
+    def _write(self, lines: str, style: str = "") -> None:
+        # rich would break lines inside paths and digests, which could not be copied then.
+        self._console.print(self._styled(lines, style), soft_wrap=True)
 
     def _styled(self, line: str, style: str = "") -> Text:
         """Text the console can encode, whatever a path or a metric's name holds."""
         encoding = self._console.encoding
         return Text(line.encode(encoding, "backslashreplace").decode(encoding), style)
-
-
-class _SteadyConsole(Console):
-    """A console whose reader may go away (`lockstep train | head`) without ending training."""
-
-    def on_broken_pipe(self) -> None:
-        """Print to nowhere from now on, instead of leaving the process as the base class does.
-
-        Raises:
-            BrokenPipeError: this once, for `Sinks` to make a warning of.
-        """
-        # Else what is still buffered would make the interpreter exit with an error.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, self.file.fileno())
-        os.close(devnull)
-        raise BrokenPipeError(errno.EPIPE, "whoever read the console's output is gone")
-
-
-def stdout_console() -> Console:
-    """A console on standard output: interactive only where that is a terminal.
-
-    FORCE_COLOR gives colours to a log file too, but no progress bar.
-    """
-    capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    return _SteadyConsole(force_interactive=sys.stdout.isatty() and capable, highlight=False)
 
 
 def _style(event: Event) -> str:

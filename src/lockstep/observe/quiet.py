@@ -8,7 +8,10 @@ from lockstep.observe.console import ConsoleView
 
 
 class QuietView(ConsoleView):
-    """Shows warnings, lost ranks, and how the run ended, one line each."""
+    """Shows warnings, lost ranks, how the run ended and how to go on, one line each."""
+
+    def wait(self, message: str) -> None:
+        """Show nothing."""
 
     def __call__(self, event: Event) -> None:
         """Show one event, or nothing."""
@@ -16,5 +19,7 @@ class QuietView(ConsoleView):
             self._plan = event
         elif isinstance(event, Finished):
             self._print(text.outcome(self._plan, event))
+            if event.exit_code and self._resumable and self._plan:
+                self._print(f"go on with {text.resume_command(self._plan.run_dir)}")
         elif isinstance(event, (Warned, RankLost, Failed)):
             self._show(event)

@@ -40,7 +40,8 @@ class ResultJson(Sink):
     The file of an earlier sitting is removed when a run starts: a run that is killed has none.
     Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
     failed), `metrics`, `world_size`, `wall_s`, `exit_code`, `error` (class name, null unless
-    failed), `task`, `config_hash`, `run_dir`, `checkpoint`, `finished_at` (ISO 8601, UTC).
+    failed), `task`, `config_hash`, `run_dir`, `checkpoint`, `finished_at` (ISO 8601, UTC),
+    `test_step` (whose parameters the test split was evaluated with; null if it was not).
 
     Args:
         path: path of the file.
@@ -140,6 +141,7 @@ def _finished(event: Finished) -> dict[str, Any]:
         "exit_code": event.exit_code,
         "error": None,
         "checkpoint": event.checkpoint,
+        "test_step": event.test_step,
     }
 
 
@@ -153,4 +155,5 @@ def _failed(event: Failed, step: int) -> dict[str, Any]:
         "exit_code": event.exit_code,
         "error": event.error,
         "checkpoint": None,
+        "test_step": None,
     }

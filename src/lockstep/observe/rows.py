@@ -16,7 +16,7 @@ from lockstep.parsing import shown
 
 
 def row_of(event: Event, time: float) -> dict[str, Any]:
-    """The event's class name as `event`, `time` (unix seconds), then its fields.
+    """The event's class name as `event`, `time` (Unix seconds), then its fields.
 
     `StepDone` has its derived values `samples_per_s` and `compute_efficiency` too.
     """

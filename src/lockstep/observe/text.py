@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+
+from rich.cells import cell_len
 
 from lockstep.engine.events import (
     Checkpointed,
@@ -14,6 +17,7 @@ from lockstep.engine.events import (
     Finished,
     Improved,
     Joined,
+    Profiled,
     RankLost,
     Rebalanced,
     Recovered,
@@ -52,20 +56,55 @@ def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
     ]
 
 
-def summary(plan: RunStarted | None, end: Finished) -> Pairs:
-    """How a run ended."""
+def summary(plan: RunStarted | None, end: Finished, resumable: bool = True) -> Pairs:
+    """How a run ended.
+
+    Args:
+        plan: the start of the run, if it is known.
+        end: the end of the run.
+        resumable: whether `lockstep resume` can go on with the run.
+    """
+    run_dir = plan.run_dir if plan else ""
     pairs = [
         (
             "status",
             f"{end.status} at step {end.step:,}" + (f": {end.reason}" if end.reason else ""),
         ),
-        ("metrics", "  ".join(measures(end.metrics))),
-        ("parameters", f"SHA-256 {end.params_sha256}"),
+        *_by_split(end.metrics, {"test": end.test_step}, end.step),
+        ("SHA-256", end.params_sha256),
         ("time", f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"),
         ("checkpoint", end.checkpoint),
-        ("run", plan.run_dir if plan else ""),
+        ("run", run_dir),
+        ("go on with", resume_command(run_dir) if resumable and end.status == "stopped" else ""),
     ]
     return [(name, text) for name, text in pairs if text]
+
+
+def resume_command(run_dir: str) -> str:
+    """The command that goes on with a run, to be pasted into a shell; empty without a run."""
+    # A relative path may begin with a dash, which would be read as an option.
+    path = f"./{run_dir}" if run_dir.startswith("-") else run_dir
+    return f"lockstep resume {shlex.quote(path)}" if run_dir else ""
+
+
+def _by_split(
+    metrics: Mapping[str, float], steps: Mapping[str, int | None], last_step: int
+) -> Iterator[tuple[str, str]]:
+    """A row for each split whose metrics are there by "split/name"; one for all others.
+
+    Args:
+        metrics: value by name.
+        steps: the step whose parameters a split was evaluated with.
+        last_step: the step that needs no mention.
+    """
+    splits: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        split, _, name = key.rpartition("/")
+        splits.setdefault(split, {})[name] = value
+    for split, values in splits.items():
+        step = steps.get(split)
+        mention = [] if step in (None, last_step) else [f"(step {step:,})"]
+        yield split or "metrics", "  ".join([*measures(values), *mention])
 
 
 def outcome(plan: RunStarted | None, end: Finished) -> str:
@@ -86,18 +125,101 @@ def progress(done: StepDone) -> list[str]:
     ]
 
 
+def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width: int) -> str:
+    """One line for an evaluation and what has come of it.
+
+    Args:
+        event: the evaluation.
+        loss: training loss up to this step; left out if it is None, or if the line would become
+            longer than `width`.
+        notes: what else is known of this step, such as `best` and `saved`.
+        width: columns of the console.
+    """
+    at = f"step {event.step:,}:"
+    which = (
+        event.split if event.model_step is None else f"{event.split} of step {event.model_step:,}"
+    )
+    rest = "  ".join([f"{which}: {'  '.join(measures(event.metrics))}", *notes])
+    if loss is not None:
+        full = f"{at} train: loss {number(loss)}  {rest}"
+        if cell_len(full) <= width:
+            return full
+    return f"{at} {rest}"
+
+
+def fitted(head: str, items: Sequence[str], tail: str, width: int) -> str:
+    """`head`, `items` and `tail` in one line; the last items are left out if it gets too long."""
+    num_items = len(items)
+    while True:
+        text = "  ".join([part for part in (head, *items[:num_items], tail) if part])
+        if num_items == 0 or cell_len(text) <= width:
+            return text
+        num_items -= 1
+
+
+def row(name: str, value: str, width: float) -> str:
+    """A row of a block: the name, and the value in a column beside it.
+
+    A digest or path that is too long for that column begins at the left of a line of its own.
+    """
+    room = width - _COLUMN
+    if max(map(cell_len, value.split(" "))) > room:
+        return f"{name}\n{value}"
+    return f"{name:<{_COLUMN - 1}} " + wrapped(value, room, 0).replace("\n", "\n" + " " * _COLUMN)
+
+
+_COLUMN = 12
+
+
+def wrapped(line: str, width: float, indent: int = 2) -> str:
+    """A line in as many as it takes to fit a terminal.
+
+    It is broken between items (two blanks), else between words; never inside a word, so that
+    numbers, digests and paths stay whole, even those that are too long for a line.
+
+    Args:
+        line: text without line breaks.
+        width: columns of the terminal; infinite where lines may be of any length.
+        indent: blanks before each line but the first.
+    """
+    if cell_len(line) <= width or line[:1].isspace():
+        return line
+    room = width - indent
+    lines: list[str] = []
+    for item in line.split("  "):
+        words = [item] if cell_len(item) <= room else item.split(" ")
+        for number, word in enumerate(words):
+            gap = " " if number else "  "
+            limit = width if len(lines) == 1 else room
+            if lines and cell_len(lines[-1] + gap + word) <= limit:
+                lines[-1] += gap + word
+            else:
+                lines.append(word)
+    return ("\n" + " " * indent).join(lines)
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor or change a terminal."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
 def line(event: Event) -> str:
     """One line for any event but those of the banner, the bar and the summary."""
     at = f"step {event.step:,}"
     if isinstance(event, Evaluated):
-        return f"{at}: {event.split}: {'  '.join(measures(event.metrics))}"
+        return evaluation(event, None, (), 0)
     if isinstance(event, Improved):
         return f"{at}: best {event.metric} so far: {number(event.value)}"
     if isinstance(event, Checkpointed):
         return (
-            f"{at}: checkpoint {event.path} ({size(event.num_bytes)}, "
-            f"{event.stall_s:.2f} s of training, {event.write_s:.2f} s in all)"
+            f"{at}: saved {event.path.rpartition('/')[2]} ({size(event.num_bytes)}, "
+            f"{event.write_s:.2f} s, training waited {event.stall_s:.2f} s)"
         )
+    if isinstance(event, Profiled):
+        return f"{at}: profile {event.path}"
     if isinstance(event, Resumed):
         passed = "".join(f"; passed over {reason}" for reason in event.skipped)
         return f"{at}: resumed from {event.path}{passed}"

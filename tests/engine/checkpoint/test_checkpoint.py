@@ -23,7 +23,6 @@ from lockstep.engine.checkpoint.format import (
     folder_name,
     folders,
     newest_valid,
-    prune,
     read,
     read_hint,
     read_manifest,
@@ -31,6 +30,7 @@ from lockstep.engine.checkpoint.format import (
     write,
     write_hint,
 )
+from lockstep.engine.checkpoint.retention import prune
 from lockstep.errors import CheckpointError
 
 FILES = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
@@ -434,6 +434,30 @@ def test_leftovers_of_a_killed_process_are_in_nobodys_way(tmp_path: Path) -> Non
     assert read(folder).step == 100
     prune(tmp_path, keep=1)
     assert not leftover.exists()
+
+
+def test_pruning_keeps_one_of_each_time_span_for_good(tmp_path: Path) -> None:
+    """A checkpoint is written every 10 s; the same stay whoever prunes, and however often."""
+    for step in range(1, 31):
+        written = snapshot(step)
+        written.meta["saved_at"] = 1e9 + 10 * step
+        write(tmp_path, written)
+        prune(tmp_path, 2, 60.0)
+        prune(tmp_path, 2, 60.0)
+    assert [int(f.name[5:]) for f in folders(tmp_path)] == [30, 29, 25, 19, 13, 7, 1]
+    shutil.rmtree(tmp_path / folder_name(13))
+    (tmp_path / folder_name(19) / "manifest.json").write_text("{")
+    prune(tmp_path, 2, 60.0)
+    assert [int(f.name[5:]) for f in folders(tmp_path)] == [30, 29, 25, 7, 1], "damaged ones go"
+    prune(tmp_path, 2)
+    assert [int(f.name[5:]) for f in folders(tmp_path)] == [30, 29]
+
+
+def test_a_checkpoint_without_a_time_counts_by_that_of_its_folder(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        os.utime(saved(tmp_path, step), (1e9 + 10 * step,) * 2)
+    prune(tmp_path, 1, 20.0)
+    assert [int(f.name[5:]) for f in folders(tmp_path)] == [4, 3, 1]
 
 
 def test_pruning_removes_what_killed_processes_left(tmp_path: Path) -> None:

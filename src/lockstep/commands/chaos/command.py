@@ -17,6 +17,7 @@ from rich.console import Console
 from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, Blow, draw
 from lockstep.commands.chaos.table import Effect, Row, effect_of, render, started_again
 from lockstep.commands.start import check_replacements, rank_command, start
+from lockstep.commands.waiting import shown_status
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
 from lockstep.engine.checkpoint import format as checkpoint
@@ -26,17 +27,17 @@ from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 
 LAUNCHERS = ("mpi", "local")
-"""Those under which survivors go on."""
+"""Launchers under which survivors of a lost rank go on."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """What faults strike.
+    """The ranks that faults strike.
 
     Attributes:
-        number: of processes at the start of each sitting.
-        launcher: what starts them.
-        replacements: how many killed ones it may replace in a sitting.
+        number: number of processes at the start of each sitting, at least 2.
+        launcher: name of the launcher that starts them, one of `LAUNCHERS`.
+        replacements: greatest number of killed processes that it replaces in a sitting.
     """
 
     number: int
@@ -67,8 +68,19 @@ def chaos(
     seed: int,
     keep: Path | None,
     console: Console,
+    quiet: bool = False,
 ) -> int:
     """Train without faults, then with random ones, and compare the SHA-256s.
+
+    Args:
+        target: recipe, file or script to train.
+        overrides: `key=value` items for the config.
+        ranks: ranks that the faults strike.
+        num_faults: number of faults, at least 1.
+        seed: seed that the faults are drawn with.
+        keep: folder for the run directories; None deletes them.
+        console: console to print on.
+        quiet: whether to print the verdict only.
 
     Returns:
         0 if the parameters are equal and each step was done once, 1 if not.
@@ -87,7 +99,7 @@ def chaos(
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             keep = Path(folder)
         runs = _Runs(target, overrides, ranks)
-        with console.status("training without faults"):
+        with shown_status(console, "training without faults", quiet):
             runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
         plan = draw(
@@ -97,13 +109,15 @@ def chaos(
         effects: list[Effect] = []
         before: list[Row] = []
         for blows in plan:
-            with console.status(f"training with faults: {len(effects)} of {num_faults} done"):
+            what = f"training with faults: {len(effects)} of {num_faults} done"
+            with shown_status(console, what, quiet):
                 more, rows = runs.sit(keep / "chaos", blows)
             if effects and effects[-1].blow.ends_sitting:
                 effects[-1] = started_again(effects[-1], before, rows)
             effects += more
             before = rows
-        console.print(render(effects))
+        if not quiet:
+            console.print(render(effects))
         return _verdict(reference, keep / "chaos", console)
 
 
@@ -194,13 +208,13 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
         else f"steps: {len(steps)} rows for {reference['step']} steps",
         style="green" if once else "red",
     )
-    console.print(
-        f"equal: SHA-256 {result['params_sha256']} without and with faults"
-        if equal
-        else f"different: {reference['params_sha256']} without faults, "
-        f"{result['params_sha256']} with them",
-        style="green" if equal else "red",
-    )
+    if equal:
+        console.print("equal without and with faults: SHA-256", style="green")
+        console.print(result["params_sha256"], soft_wrap=True)
+    else:
+        console.print("different: SHA-256 without faults, and with them", style="red")
+        for sha256 in (reference["params_sha256"], result["params_sha256"]):
+            console.print(sha256, soft_wrap=True)
     return 0 if once and equal else 1
 
 

@@ -20,10 +20,10 @@ _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
     "worker": 4, "disk": 1, "edit": 2,
 }  # fmt: skip
-"""How often each comes, relative to the others."""
+"""Relative frequency of each kind of fault."""
 
 HANG_TIMEOUT_S = 2.0
-"""Of the watchdogs of all runs with faults."""
+"""Timeout of the watchdogs of all runs with faults, in seconds."""
 
 _STALL_S = 3 * HANG_TIMEOUT_S
 
@@ -46,9 +46,9 @@ class Blow:
     """One thing that goes wrong.
 
     Attributes:
-        what: of the kinds.
-        step: when, about.
-        faults: what each process is to do.
+        what: kind of the fault.
+        step: number of the step around which it strikes.
+        faults: planned faults of all processes that take part in it.
     """
 
     what: What
@@ -95,7 +95,7 @@ class Draw:
         return "job" if what in ("kill", "stop", "edit") and len(self.alive) == 1 else what
 
     def blow(self, step: int) -> Blow:
-        """What goes wrong at a step."""
+        """A blow at a step."""
         what = self._what(step)
         if what in ("job", "corrupt"):
             newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
@@ -149,14 +149,14 @@ def draw(
     replacements: int = 0,
     has_workers: bool = False,
 ) -> list[list[Blow]]:
-    """What goes wrong in each sitting of a run.
+    """The blows of each sitting of a run.
 
     Args:
-        num_blows: how often something goes wrong.
-        num_ranks: at the start of each sitting.
-        num_steps: of the run.
-        seed: what the plan is drawn from.
-        replacements: how many processes may come later in each sitting.
+        num_blows: number of blows in all.
+        num_ranks: number of ranks at the start of each sitting, at least 2.
+        num_steps: number of optimizer steps of the run.
+        seed: seed that the plan is drawn with.
+        replacements: greatest number of processes that join later in each sitting.
         has_workers: whether ranks have processes that fetch data for them.
 
     Raises:

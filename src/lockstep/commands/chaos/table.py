@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lockstep.commands.chaos.plan import Blow
@@ -15,16 +16,16 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Effect:
-    """What came of a blow; times in seconds, None for what did not happen.
+    """The effect of a blow; times in seconds, None for what did not happen.
 
     Attributes:
-        blow: what went wrong.
-        struck: whether it did go wrong: the sitting may have ended before.
-        time: when it did, in unix seconds.
-        noticed_s: from there until another rank noticed.
-        regroup_s: from there until the survivors went on.
-        resumed_s: from the blow to the next committed step.
-        steps_lost: committed steps that had to be done again.
+        blow: blow whose effect this is.
+        struck: whether it came to the blow; the sitting may have ended before.
+        time: time of the blow in Unix seconds.
+        noticed_s: time from the blow until another rank noticed it.
+        regroup_s: time from then until the survivors went on.
+        resumed_s: time from the blow to the next committed step.
+        steps_lost: number of committed steps that had to be done again.
     """
 
     blow: Blow
@@ -37,12 +38,12 @@ class Effect:
 
 
 def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """What a blow did in its sitting.
+    """The effect of a blow in its sitting.
 
     Args:
-        blow: what went wrong.
-        strikes: the log of all faults of the sitting.
-        rows: the events of the sitting.
+        blow: blow that was planned.
+        strikes: rows of the log of all faults of the sitting.
+        rows: events of the sitting, in order.
     """
     keys = {(f.slot, f.step, f.moment, f.kind) for f in blow.faults}
     own = [s for s in strikes if (s["slot"], s["step"], s["moment"], s["kind"]) in keys]
@@ -72,12 +73,12 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
 
 
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """What a blow that ended a sitting has cost.
+    """The effect of a blow that ended a sitting, with what it has cost.
 
     Args:
-        effect: of the blow.
-        before: the events of that sitting.
-        rows: the events of the next one.
+        effect: effect as far as that sitting tells.
+        before: events of that sitting.
+        rows: events of the next sitting.
     """
     reached = max((r["step"] for r in before if r["event"] == "StepDone"), default=0)
     start = next((r["step"] for r in rows if r["event"] == "RunStarted"), reached)
@@ -91,14 +92,16 @@ def _next_step(rows: Sequence[Row], time: float) -> float | None:
 
 
 def render(effects: Sequence[Effect]) -> Table:
-    """A row for each blow."""
-    table = Table()
+    """A table with a row for each blow."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("#", "step"):
-        table.add_column(name, justify="right")
-    for name in ("fault", "moment", "victim"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fault", no_wrap=True)
+    for name in ("moment", "victim"):
         table.add_column(name)
-    for name in ("noticed", "regrouped in", "next step after", "steps lost"):
-        table.add_column(name, justify="right")
+    # Broken here, or the columns would be too wide for 80 columns in all.
+    for name in ("noticed", "regrouped\nin", "next step\nafter", "steps\nlost"):
+        table.add_column(name, justify="right", no_wrap=True)
     for number, effect in enumerate(effects, 1):
         faults = effect.blow.faults
         everyone = effect.blow.what in ("job", "corrupt")

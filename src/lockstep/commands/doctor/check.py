@@ -9,13 +9,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at and how it is.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
+        name: name of what was checked.
         status: `skip` where this machine has no such thing, which is fine.
-        detail: what was found.
-        fix: what to do about it, if anything.
+        detail: description of what was found.
+        fix: command or advice that mends it; empty if nothing is to be done.
     """
 
     name: str

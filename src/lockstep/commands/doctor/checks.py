@@ -36,9 +36,9 @@ def local_checks(ranks: int, run_dir: Path, env: Mapping[str, str]) -> list[Call
     """The checks, each to be called when its turn comes.
 
     Args:
-        ranks: how many ranks are meant to run here.
-        run_dir: where they are meant to write.
-        env: the environment variables.
+        ranks: number of ranks that are meant to run here.
+        run_dir: path of the folder in which they are meant to write.
+        env: environment variables to check.
     """
     looks: dict[str, tuple[Callable[[], Check], str]] = {
         "python": (_python, ""),

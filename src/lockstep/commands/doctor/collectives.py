@@ -12,7 +12,7 @@ from lockstep.launch.rank.environment import Environment
 from lockstep.launch.rank.join import free_port
 
 TIMEOUT_S = 30.0
-"""How long a rank waits for the others in one collective."""
+"""Seconds that a rank waits for the others in one collective."""
 
 
 def start(environment: Environment, backend: str) -> str:

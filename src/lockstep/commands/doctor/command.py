@@ -28,10 +28,10 @@ def run_doctor(
     """Check this machine and this installation.
 
     Args:
-        ranks: how many ranks to start.
-        run_dir: where runs would be written; the current directory by default.
-        timeout_s: how long each of the programs started may take.
-        on_check: called with each check as soon as it is done.
+        ranks: number of ranks to start.
+        run_dir: path of the folder that runs would be written to; the current directory by default.
+        timeout_s: seconds that each of the programs started may take.
+        on_check: function that is called with each check as soon as it is done.
     """
     done = []
     for check in _checks(ranks, run_dir or Path.cwd(), timeout_s):

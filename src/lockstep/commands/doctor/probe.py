@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.launch.rank.environment import Environment, detect
 
 PATIENCE_S = 30.0
-"""How long a probe that kills a rank may take."""
+"""Seconds that a probe that kills a rank may take."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +76,7 @@ class _Watch:
     """Ends the process, and says in what it hung, if a probe takes too long.
 
     Attributes:
-        stage: what the probe is at.
+        stage: name of the stage that the probe is in.
     """
 
     def __init__(self, report: _Report, name: str) -> None:

@@ -113,7 +113,7 @@ def probe(*arguments: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Said:
-    """What the ranks of a probe printed, and how it ended."""
+    """The output of the ranks of a probe, and how it ended."""
 
     ranks: int
     lines: list[dict[str, Any]]

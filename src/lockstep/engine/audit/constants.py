@@ -45,7 +45,7 @@ class Constants:
         """Make sure that nothing has changed since `mark`.
 
         Args:
-            when: what has happened since, for messages.
+            when: phrase that begins the message, such as `step 3`.
             changed: makes the message for a tensor, by its name, that has changed.
 
         Raises:

@@ -27,9 +27,9 @@ from lockstep.engine.audit.leaves import leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
-"""Of one container that are looked at: half of them from its start, half from its end."""
+"""Number of items of a container that are looked at: half from its start, half from its end."""
 _MOST_LETTERS = 400
-"""Of a path; the middle of longer ones is left out."""
+"""Greatest number of characters of a path; the middle of longer ones is left out."""
 
 _PLAIN = (
     bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
@@ -39,7 +39,7 @@ _STATEFUL = (
     itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
     functools._lru_cache_wrapper, *GENERATORS,
 )  # fmt: skip
-"""Of the global variables of a script, those that are looked at, beside objects of its classes."""
+"""Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
@@ -48,7 +48,7 @@ _OPAQUE_MODULES = frozenset({
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
     "_socket", "selectors", "subprocess",
 })  # fmt: skip
-"""What objects of these hold depends on time."""
+"""Modules whose objects hold values that depend on time."""
 
 
 def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
@@ -58,7 +58,7 @@ def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> d
     generators, which the engine sets itself.
 
     Args:
-        roots: name to object; a value is reported under the first name it is reached by.
+        roots: objects by name; a value is reported under the first name that reaches it.
         without: objects that are left out, with all that is reached by them alone.
 
     Returns:
@@ -76,7 +76,7 @@ def module_globals(kind: type) -> dict[str, object]:
     """The global variables that may hold state, of a class's module and those beside it.
 
     Returns:
-        By dotted name; of modules that are called as roots are, with the name of their file.
+        Modules by dotted name; one that is named like a root has the name of its file in it.
     """
     modules = _modules_beside(kind.__module__)
     return {

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.data.generators import GENERATORS, generator_state
 
 _MOST_BYTES = 1 << 20
-"""Of one array that are hashed; of larger ones as many, evenly spread."""
+"""Number of bytes of an array that are hashed; those of a larger one are evenly spread."""
 
 
 def leaf(value: object) -> str | None:

@@ -31,7 +31,7 @@ def fingerprints(values: Mapping[str, Any], without: Set[int]) -> dict[str, obje
     Modules, optimizers and functions are not looked into.
 
     Args:
-        values: by name.
+        values: objects by name.
         without: addresses of the storages of tensors that are left out.
     """
     marks: dict[str, object] = {}

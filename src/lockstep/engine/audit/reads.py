@@ -11,8 +11,8 @@ def attributes_read(kind: type, method: str) -> set[str]:
     """Names of the attributes that a method reads, itself or in methods of its class it refers to.
 
     Args:
-        kind: the class.
-        method: its name.
+        kind: class that has the method.
+        method: name of the method.
     """
     names: set[str] = set()
     waiting = [method]

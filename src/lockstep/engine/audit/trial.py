@@ -59,10 +59,10 @@ class Trial:
         From then on, nothing may draw from random generators that were not drawn from here.
 
         Args:
-            model: in training mode.
-            flat: its trainable parameters.
-            compute: the task's loss.
-            loader: of its training samples.
+            model: model in training mode.
+            flat: trainable parameters of the model in flat memory.
+            compute: loss of the task.
+            loader: loader of the training samples.
 
         Raises:
             TaskError: something is not the same every time, or a parameter has changed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -65,6 +66,7 @@ class Checkpointer:
             self._emit,
             runtime.transport.pulse,
             runtime.at,
+            config.checkpoint.keep_every_s,
         )
         self._saved_step = -1
 
@@ -235,6 +237,7 @@ class Checkpointer:
                 "epoch": sampler.epoch(progress.step),
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
+            "saved_at": time.time(),
             "layout": {"world_size": transport.size, "transport": transport.name},
             "versions": {
                 "lockstep": version("lockstep-train"),

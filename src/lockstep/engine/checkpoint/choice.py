@@ -15,8 +15,8 @@ def find_snapshot(root: Path, which: str) -> Snapshot:
     """The checkpoint that `--checkpoint` means.
 
     Args:
-        root: the folder of a run's checkpoints.
-        which: `best`, `latest`, or a step's number.
+        root: path of the folder of a run's checkpoints.
+        which: name of a checkpoint: `best`, `latest`, or a step's number.
 
     Raises:
         CheckpointError: there is none, or what it says of its progress cannot be.

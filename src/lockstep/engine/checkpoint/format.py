@@ -44,7 +44,7 @@ _BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
 """There only if there are such tensors."""
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 
-_CIRCUMSTANCES = ("sha256", "layout", "versions")
+_CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
 """Keys of a manifest that may differ between two checkpoints of the same state."""
 
 
@@ -53,11 +53,11 @@ class Snapshot:
     """A training state in memory.
 
     Attributes:
-        step: committed optimizer steps.
-        model: the model's `state_dict`: parameters and buffers by name.
+        step: number of committed optimizer steps.
+        model: `state_dict` of the model: parameters and persistent buffers by name.
         optimizer: tensors of the optimizer's state by "key/parameter".
         meta: JSON-able values: config, progress, versions, layout, other state of the task.
-        buffers: those that `model` leaves out and that a step may change, by name.
+        buffers: buffers that are not persistent and that a step may change, by name.
         task: tensors of the task's own state by name.
     """
 
@@ -71,7 +71,7 @@ class Snapshot:
 
 @dataclass
 class _Size:
-    """What a manifest says of a file."""
+    """The entry of a file in a manifest."""
 
     sha256: str
     bytes: int
@@ -79,7 +79,7 @@ class _Size:
 
 @dataclass
 class _Body:
-    """What every manifest has."""
+    """The fields that every manifest has."""
 
     format: int
     step: int
@@ -98,8 +98,8 @@ def write(
 
     Args:
         root: folder of all checkpoints.
-        snapshot: what to write.
-        halfway: called when all tensors are on disk under a temporary name.
+        snapshot: training state to write.
+        halfway: function that is called when all tensors are on disk under a temporary name.
 
     Returns:
         Its folder and its size in bytes.
@@ -267,18 +267,6 @@ def _missing(root: Path, name: str) -> list[str]:
     if folder is None or folder.is_dir():
         return []
     return [f"{root / name}: names {folder.name}, which is missing"]
-
-
-def prune(root: Path, keep: int) -> None:
-    """Delete old checkpoints, and what killed processes left of theirs.
-
-    The `keep` newest, the best, and what is not a checkpoint stay.
-    """
-    bring_back(root)
-    best = read_hint(root, "best")
-    old = [folder for folder in folders(root)[keep:] if folder != best]
-    for folder in (*old, *root.glob(".step_*")):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _holds(final: Path, body: Mapping[str, Any]) -> bool:

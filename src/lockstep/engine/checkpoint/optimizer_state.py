@@ -31,7 +31,7 @@ DTYPES = {
         torch.int8, torch.int16, torch.int32, torch.int64,
     )
 }  # fmt: skip
-"""Those that checkpoints can hold, by name."""
+"""Data types that checkpoints can hold, by name."""
 _SET_BY_ENGINE = frozenset({"params", "lr", "fused"})
 
 
@@ -41,8 +41,8 @@ class OptimizerState(NamedTuple):
     Attributes:
         flats: tensors of an element-wise optimizer: by key, laid out as the parameters.
         tensors: tensors of any other, by "key/parameter".
-        scalars: all other state of parameters, and which tensors each has.
-        shared: what belongs to no single parameter, as JSON, by the optimizer's path.
+        scalars: state of parameters that is no tensor, and the keys of their tensors, by name.
+        shared: state that belongs to no single parameter, as JSON, by the optimizer's path.
     """
 
     flats: dict[str, list[Tensor]]
@@ -122,8 +122,8 @@ def describe(optimizers: Mapping[str, optim.Optimizer], names: Mapping[int, str]
     """What a run's result depends on, by words for people: classes, hyperparameters, groups.
 
     Args:
-        optimizers: by path, before their first step.
-        names: of the parameters they step, by id.
+        optimizers: optimizers by path, before their first step.
+        names: names of the parameters that they step, by the parameter's id.
     """
     facts: dict[str, Any] = {}
     for path, optimizer in optimizers.items():
@@ -162,8 +162,8 @@ class SharedState:
         """Take note of everything as it is before the first step.
 
         Args:
-            optimizer: whose.
-            groups: its groups, but for those that are another optimizer's too.
+            optimizer: optimizer to look through.
+            groups: groups of the optimizer, but for those that are another optimizer's too.
             storages: addresses of the memory of parameters and gradients.
         """
         self._optimizer = optimizer
@@ -237,7 +237,7 @@ class SharedState:
             )
 
     def _jsons(self, values: Mapping[Any, Any]) -> dict[str, Any]:
-        """Those of the values that have a form in JSON."""
+        """The values that have a form in JSON, by name."""
         jsons = {}
         for key, value in values.items():
             if key not in _SET_BY_ENGINE:

@@ -27,11 +27,11 @@ def capture(
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
     Args:
-        train_step: of the run.
-        model: of the run.
-        progress: of the run.
-        meta: what else is to be kept.
-        state: of the optimizer, already copied.
+        train_step: training step with the optimizer, the loss scale and the task.
+        model: model that is trained.
+        progress: position and history of the run.
+        meta: further values for the manifest, JSON-able.
+        state: state of the optimizer, already copied.
     """
     task, values = train_step.task_state.capture()
     tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
@@ -128,11 +128,11 @@ class Received(NamedTuple):
     """A snapshot on its way into use.
 
     Attributes:
-        model: its tensors by name.
-        buffers: of the model, that its `state_dict` leaves out.
-        optimizer: its state.
-        task: tensors of the task's own state.
-        meta: the rest.
+        model: tensors of the model's `state_dict` by name.
+        buffers: buffers of the model that its `state_dict` leaves out, by name.
+        optimizer: state of the optimizer.
+        task: tensors of the task's own state by name, on the CPU.
+        meta: all values that are no tensors, JSON-able.
     """
 
     model: dict[str, Tensor]
@@ -212,12 +212,7 @@ def _receive(
     transport: Transport,
     root: int,
 ) -> Received:
-    tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
-    buffers = {name: own.clone() for name, own in train_step.state.unsaved.items()}
-    sources = snapshot.model | snapshot.buffers if snapshot else {}
-    for name, tensor in (tensors | buffers).items():
-        tensor.copy_(sources.get(name, tensor))
-        _broadcast(transport, tensor, root)
+    tensors, buffers = receive_model(snapshot, train_step, model, transport, root)
     meta = transport.gather_json(snapshot.meta if snapshot else {})[root]
     state = OptimizerState({}, {}, meta["optimizer_scalars"], meta.get("optimizer_shared", {}))
     saved = snapshot.optimizer if snapshot else {}
@@ -230,12 +225,38 @@ def _receive(
             for flat in flats:
                 _broadcast(transport, flat, root)
     else:
-        state.tensors.update(_receive_named(saved, train_step, transport, root))
-    task = _receive_named(snapshot.task if snapshot else {}, train_step, transport, root)
+        state.tensors.update(receive_named(saved, train_step, transport, root))
+    task = receive_named(snapshot.task if snapshot else {}, train_step, transport, root)
     return Received(tensors, buffers, state, {n: t.cpu() for n, t in task.items()}, meta)
 
 
-def _receive_named(
+def receive_model(
+    snapshot: Snapshot | None,
+    train_step: TrainStep,
+    model: nn.Module,
+    transport: Transport,
+    root: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a model, and its buffers that are not persistent, of rank `root`'s snapshot.
+
+    A buffer that the snapshot lacks has the value that it has on rank `root`.
+
+    Returns:
+        Both by name, as new tensors.
+
+    Raises:
+        GroupBroken: a rank was lost.
+    """
+    tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
+    buffers = {name: own.clone() for name, own in train_step.state.unsaved.items()}
+    sources = snapshot.model | snapshot.buffers if snapshot else {}
+    for name, tensor in (tensors | buffers).items():
+        tensor.copy_(sources.get(name, tensor))
+        _broadcast(transport, tensor, root)
+    return tensors, buffers
+
+
+def receive_named(
     saved: dict[str, Tensor], train_step: TrainStep, transport: Transport, root: int
 ) -> dict[str, Tensor]:
     """Tensors of rank `root` by name, on all ranks, whatever their shapes and dtypes."""

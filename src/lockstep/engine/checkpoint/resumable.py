@@ -27,13 +27,13 @@ from lockstep.parsing import as_type, shown
 
 @dataclass(frozen=True)
 class SamplerMeta:
-    """What a checkpoint says of the data.
+    """The part of a manifest that tells the data.
 
     Attributes:
-        num_samples: of the dataset.
-        epoch: of the next step.
-        data_digest: of the first microbatch.
-        task_digest: of all samples (`Task.data_digest`), where the task gives one.
+        num_samples: number of samples of the training split.
+        epoch: epoch of the next step, from 0.
+        data_digest: SHA-256 of the first microbatch.
+        task_digest: digest of all samples (`Task.data_digest`), where the task gives one.
     """
 
     num_samples: int
@@ -70,11 +70,11 @@ def check_training_state(
     """Refuse a snapshot whose progress, loss scale or state of the task cannot be this run's.
 
     Args:
-        snapshot: whose model fits, see `restore.check_fits`.
-        config: of the run.
-        total_steps: of the run.
-        train_step: of the run.
-        where: what errors call the snapshot.
+        snapshot: snapshot whose model fits, see `restore.check_fits`.
+        config: config of this run.
+        total_steps: number of optimizer steps of this run.
+        train_step: training step of this run.
+        where: name of the snapshot in errors.
 
     Raises:
         CheckpointError: names the field or tensor.
@@ -106,9 +106,9 @@ def check_optimizer_state(snapshot: Snapshot, train_step: TrainStep, where: str)
     """Refuse a snapshot whose state cannot be that of this one of torch's own optimizers.
 
     Args:
-        snapshot: that `check_training_state` and `restore.check_optimizer_fits` have passed.
-        train_step: of the run.
-        where: what errors call the snapshot.
+        snapshot: snapshot that `check_training_state` and `restore.check_optimizer_fits` accept.
+        train_step: training step of this run.
+        where: name of the snapshot in errors.
 
     Raises:
         CheckpointError: names what cannot be.
@@ -189,7 +189,7 @@ def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
 
 @dataclass
 class _Shared:
-    """What `SharedState.values` gives."""
+    """State that `SharedState.values` returns."""
 
     groups: list[dict[str, Any] | None]
     attributes: dict[str, Any]
@@ -232,10 +232,10 @@ def _check_layout(snapshot: Snapshot, train_step: TrainStep, is_exact: bool, whe
     """One of torch's own optimizers keeps the same state from its first step on.
 
     Args:
-        snapshot: of a run.
-        train_step: of this run.
+        snapshot: snapshot to check.
+        train_step: training step of this run.
         is_exact: whether nobody but the optimizer itself changes its state.
-        where: what errors call the snapshot.
+        where: name of the snapshot in errors.
 
     Raises:
         CheckpointError: it keeps another state.

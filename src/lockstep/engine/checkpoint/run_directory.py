@@ -26,13 +26,13 @@ _LOCK_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Identity:
-    """What makes a folder that of one run.
+    """The identity of the run that a folder belongs to.
 
     Attributes:
         task: name of the task.
-        config_hash: of the config.
-        target: what to load to get the task.
-        overrides: the config items a script was started with.
+        config_hash: hash of the config, 16 hexadecimal digits.
+        target: name of a recipe, or file and class, that the task is loaded from; empty if unknown.
+        overrides: `key=value` items that a script was started with.
     """
 
     task: str
@@ -45,7 +45,7 @@ class RunDirectory:
     """Paths of a run, and the claim on them. Used by rank 0.
 
     Attributes:
-        path: of the folder.
+        path: path of the folder.
         checkpoints: folder of the checkpoints.
     """
 
@@ -55,7 +55,7 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     def hang_report(self, slot: int) -> Path:
-        """Where the watchdog of a process writes what it has found."""
+        """The path that the watchdog of a process writes its report to."""
         return self.path / f"{_HANG_REPORT}{slot}.json"
 
     def hang_reason(self, slot: int) -> str:
@@ -69,8 +69,8 @@ class RunDirectory:
         """Claim the folder for this config, creating it if need be.
 
         Args:
-            config: what is to be trained.
-            identity: of the run.
+            config: config that is to be trained.
+            identity: task, config hash and target of the run.
             resume: whether to go on from checkpoints that are there.
 
         Raises:
@@ -88,8 +88,8 @@ class RunDirectory:
         """Make sure that this process is the only one that writes here; no-op if it is.
 
         Args:
-            patience_s: how long to wait for a process that holds the lock and is about to end.
-            on_wait: called again and again while waiting.
+            patience_s: seconds to wait for a process that holds the lock and is about to end.
+            on_wait: function that is called again and again while waiting.
 
         Raises:
             RunDirectoryError: it cannot be written, or another job uses it.
@@ -175,7 +175,7 @@ class RunDirectory:
         self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
 
     def identity(self) -> Identity:
-        """What run is there.
+        """The identity of the run that is there.
 
         Raises:
             RunDirectoryError: there is none, or its file is damaged.

@@ -10,6 +10,7 @@ from time import perf_counter
 from lockstep.comm.pulse import Pulse
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.retention import prune
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
 from lockstep.errors import CheckpointError
@@ -28,11 +29,13 @@ class AsyncWriter:
 
     Args:
         root: folder of all checkpoints.
-        keep: how many of the newest to keep.
+        keep: number of the newest checkpoints to keep.
         background: whether training goes on while a checkpoint is written.
-        emit: takes events.
-        pulse: of this process.
-        at: called in the middle of writing a checkpoint.
+        emit: function that takes events.
+        pulse: pulse of this process, held while it waits for the disk.
+        at: function that is called in the middle of writing a checkpoint.
+        keep_every_s: least time in seconds between two older checkpoints that are kept for good; 0
+            keeps none.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class AsyncWriter:
         emit: Emit,
         pulse: Pulse,
         at: At = nothing,
+        keep_every_s: float = 0.0,
     ) -> None:
         self._root = root
         self._keep = keep
+        self._keep_every_s = keep_every_s
         self._background = background
         self._emit = emit
         self._pulse = pulse
@@ -59,9 +64,10 @@ class AsyncWriter:
         """Write a checkpoint.
 
         Args:
-            make: gives the snapshot; runs in the background, so what it reads must not change.
-            best: whether it is to be kept as the best.
-            started: when the training thread began to stand still for it (`perf_counter`).
+            make: function that returns the snapshot; it runs in the background, so what it reads
+                must not change.
+            best: whether the checkpoint is to be kept as the best.
+            started: time at which training began to wait for it (`perf_counter`).
 
         Returns:
             Seconds the training thread stood still.
@@ -140,7 +146,7 @@ class AsyncWriter:
             )
             if best:
                 checkpoint.write_hint(self._root, "best", folder.name)
-            checkpoint.prune(self._root, self._keep)
+            prune(self._root, self._keep, self._keep_every_s)
         except Exception as error:
             self._error = (step, error)
             return

@@ -19,7 +19,7 @@ class Proposal(NamedTuple):
     slowest: int
     """The rank that takes longest for one microbatch."""
     slowdown: float
-    """How many times as long as the fastest rank."""
+    """Time of the slowest rank as a multiple of that of the fastest."""
 
 
 class Balancer:
@@ -28,11 +28,11 @@ class Balancer:
     It sees what all ranks see, so all come to the same proposal.
 
     Args:
-        every: steps to watch before each proposal; 0 for none ever.
-        ranges: the present ones.
+        every: number of steps to watch before each proposal; 0 makes none.
+        ranges: present range of microbatches of each rank.
 
     Attributes:
-        ranges: the present ones.
+        ranges: present range of microbatches of each rank.
     """
 
     def __init__(self, every: int, ranges: Sequence[Range]) -> None:
@@ -54,10 +54,11 @@ class Balancer:
         """Count a step in; better ranges if there are any.
 
         Args:
-            times: for each rank, where its time has gone so far.
+            times: seconds that each rank has spent so far, by kind of work.
         """
         if not self._every or len(self.ranges) == 1:
             return None
+        # Without communication, in which the fast ranks wait for the slow ones.
         spent = [t.compute_s + t.data_s for t in times]
         if self._before is None:
             self._before = spent
@@ -77,8 +78,8 @@ def better(ranges: Sequence[Range], each: Mapping[int, float]) -> Proposal | Non
     """Ranges by measured speed, if the slowest rank would be done sooner by a tenth.
 
     Args:
-        ranges: the present ones.
-        each: what ranks took for one microbatch, in seconds.
+        ranges: present range of microbatches of each rank.
+        each: seconds that each rank took for one microbatch.
     """
     if len(each) < 2:
         return None

@@ -63,9 +63,9 @@ def check_replicas(
 
     Args:
         transport: the group of ranks.
-        model: of this rank.
-        buffers: of the model, that its `state_dict` leaves out.
-        task_state: state of the task and its hooks.
+        model: model of this rank.
+        buffers: buffers of the model that its `state_dict` leaves out, by name.
+        task_state: state of the task and its hooks, which is compared too.
         step: number of the step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where the ranks of a new group come from, and which of them has come furthest."""
+"""The former ranks of a new group's members, and which of them has come furthest."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a group's ranks come from.
+    """The former ranks of the members of a group.
 
     Attributes:
-        former: for each rank, the one it had before the loss.
-        members: for each rank, the one it had when state was dealt out.
-        num_members: how many ranks there were then.
-        rows: for each rank, what its `Joined` event says.
-        strangers: for each newcomer that would train something else, what differs.
+        former: rank before the loss, for each rank of the new group; `NOWHERE` for newcomers.
+        members: rank when state was dealt out, for each rank of the new group; `NOWHERE` for
+            newcomers.
+        num_members: number of ranks at that time.
+        rows: fields of the `Joined` event of each rank.
+        strangers: names of the facts that differ, by rank of a newcomer that would train something
+            else.
     """
 
     former: list[int]
@@ -80,9 +82,9 @@ def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
     """Go on without newcomers whose script or data have changed since the run began.
 
     Args:
-        runtime: of this process.
-        origin: where the ranks of the group come from.
-        step: that this rank has reached.
+        runtime: surroundings of this process.
+        origin: former ranks of the members of the group.
+        step: number of steps that this rank has committed.
 
     Raises:
         GroupBroken: there are such ones, who leave; the others regroup.
@@ -119,12 +121,12 @@ class Lead:
     """The state that all ranks are to have.
 
     Attributes:
-        rank: the lowest one that has it, one that has committed it if there is one.
-        step: its committed steps, and one that it has applied.
-        committed: its committed steps.
-        evaluated: the step of its newest evaluation.
-        result: of its last one, if it has done one in this sitting.
-        metrics: of the validation split.
+        rank: lowest rank that has it, and that has committed it if any rank has.
+        step: number of steps that it has applied, committed or not.
+        committed: number of steps that it has committed.
+        evaluated: step of its newest evaluation.
+        result: result of its last step, if it has done one in this sitting.
+        metrics: values of the validation split by name.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.
     """
@@ -152,9 +154,9 @@ def find_lead(
 
     Args:
         transport: the group of ranks.
-        progress: of this rank.
-        result: of its last step.
-        applied: of the step after that, if it has been applied but not committed.
+        progress: position of this rank.
+        result: result of the last step that this rank has committed.
+        applied: result of the step after that, if it has been applied but not committed.
         is_new: whether this rank has no state yet.
     """
     own = Position(NOWHERE, NOWHERE, NOWHERE)

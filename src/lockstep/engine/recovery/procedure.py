@@ -72,6 +72,8 @@ class Recovery:
             LockstepError: nobody is left who has the state; on all ranks.
         """
         started = perf_counter()
+        # Read once, since each regroup gives out new ranks: after a further loss, the rank in the
+        # last group that trained is still what counts.
         former = NOWHERE if self.is_new else self._transport.rank
         row = self._reporter.own_row()
         while True:
@@ -83,13 +85,14 @@ class Recovery:
                 self._commit_like(lead)
                 break
             except GroupBroken:
-                continue
+                continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._dealt = (self._transport.rank, self._transport.size)
         self.is_new = False
         self._checkpointer.regroup()
         if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
             self._state.is_save_overdue = True
+        # Reported last: what is timed is all that the loss has cost up to here.
         seconds = perf_counter() - started
         self._reporter.regroup(self._state.progress, origin, lead.is_ahead, seconds)
         if self._transport.size < self._config.min_ranks:
@@ -104,6 +107,7 @@ class Recovery:
         step = self._state.progress.step
         self._runtime.at("regroup", step)
         self._transport.regroup(takes_in=True)
+        # Rank 0 may be another process now. It needs the lock and the log files before any event.
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, *self._dealt, row, self._parts.facts)
@@ -113,6 +117,7 @@ class Recovery:
     def _agree_on_lead(self) -> Lead:
         """Give up what an interrupted step has left, and find out who has come furthest."""
         state, train_step = self._state, self._parts.train_step
+        # First, since an interrupted all-gather may have left anything in the parameters.
         train_step.give_up()
         return find_lead(
             self._transport, state.progress, state.result, train_step.applied, self.is_new

@@ -22,8 +22,8 @@ def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[i
     """For each slice, a rank that holds it.
 
     Args:
-        num_slices: one for each rank there was.
-        members: for each rank there is, the one it was; -1 for newcomers.
+        num_slices: number of slices, one for each rank that there was.
+        members: former rank of each rank that there is; -1 for newcomers.
         with_buddy: whether the next rank holds a slice too.
 
     Raises:
@@ -60,10 +60,10 @@ def collect(
 
     Args:
         transport: the group of ranks.
-        train_step: holds parameters and optimizer.
-        members: for each rank of the present group, the one it had when slices were dealt out; -1
+        train_step: training step with parameters and optimizer.
+        members: rank when slices were dealt out, for each rank of the present group; -1
             for newcomers.
-        num_members: how many ranks there were then.
+        num_members: number of ranks at that time.
         with_parameters: whether to put the parameters together; otherwise they stay as they are.
 
     Raises:

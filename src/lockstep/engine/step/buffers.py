@@ -23,10 +23,10 @@ class TensorPlace(NamedTuple):
     """A parameter or buffer, and where a module keeps it.
 
     Attributes:
-        name: dotted, as in `state_dict`.
-        tensor: what is kept now.
-        held_in: the module's dictionary of parameters or of buffers.
-        key: in that dictionary.
+        name: dotted name, as in `state_dict`.
+        tensor: tensor that is kept there now.
+        held_in: dictionary of the module's parameters or of its buffers.
+        key: key of the tensor in that dictionary.
     """
 
     name: str
@@ -49,7 +49,7 @@ class KeptBuffers:
     """A model's buffers, to be put back as they were.
 
     Attributes:
-        names: of all of them.
+        names: dotted names of all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -127,9 +127,9 @@ class ForwardState:
     """The buffers that forward passes change.
 
     Attributes:
-        flat: those that are averaged, in flat memory.
-        num_counters: integer scalars.
-        unsaved: those that the model's `state_dict` leaves out, by name.
+        flat: buffers that are averaged, in flat memory.
+        num_counters: number of buffers that are integer scalars.
+        unsaved: buffers that the model's `state_dict` leaves out, by name.
     """
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
@@ -191,6 +191,7 @@ class ForwardState:
 
     def restore(self) -> None:
         """Put the committed values back, into the modules' own buffers."""
+        # A module may have put another tensor in a buffer's place, which nobody saves or averages.
         for holders in self._places.values():
             for _, buffer, held_in, key in holders:
                 held_in[key] = buffer

@@ -52,11 +52,11 @@ class FlatTensors:
     """Tensors moved into flat memory, of which they become views.
 
     Attributes:
-        tensors: the tensors, in flat order.
-        entries: the place of each of them.
+        tensors: tensors in flat order, as views of the flat ones.
+        entries: place of each of them in flat memory.
         segments: size and dtype of each flat tensor.
-        flats: the flat tensors.
-        pieces: where each optimizer group lies.
+        flats: flat tensors, one for each segment, of one dimension.
+        pieces: ranges of flat memory that each optimizer group takes.
     """
 
     def __init__(self, groups: Sequence[Sequence[tuple[str, Tensor]]], what: str) -> None:
@@ -84,6 +84,7 @@ class FlatTensors:
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
             view = self.view(self.flats, entry)
             view.copy_(tensor.detach())
+            # By `data`, so that modules and optimizers keep the very objects they hold.
             tensor.data = view
 
     def take_back(self) -> None:

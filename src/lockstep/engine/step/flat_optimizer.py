@@ -38,7 +38,7 @@ class _Stepped(NamedTuple):
     """A tensor that the optimizer steps: a whole parameter, or a part of flat memory."""
 
     owner: str
-    """What its state is kept under: its name, or the number of its group."""
+    """The key that its state is kept under: its name, or the number of its group."""
     tensor: nn.Parameter
     group: int
     segment: int
@@ -49,7 +49,7 @@ class FlatOptimizer:
     """Applies an optimizer to flat parameters and gradients.
 
     Attributes:
-        description: what tells the optimizer from others, by words for people.
+        description: class, groups and hyperparameters of the optimizer, by words for people.
         may_draw: whether its steps may draw random numbers; those of torch's own do not.
     """
 
@@ -64,10 +64,11 @@ class FlatOptimizer:
         """Bind the optimizer to memory.
 
         Args:
-            optimizer: over the parameters in `flat`; changed to step flat tensors if it can.
-            flat: the parameters.
-            gradients: the mean gradient, laid out as `flat.flats`.
-            owned: for each segment, the ranges of elements to step.
+            optimizer: optimizer of the parameters in `flat`; changed to step flat tensors if it
+                can.
+            flat: trainable parameters in flat memory.
+            gradients: mean gradient, laid out as `flat.flats`.
+            owned: ranges of elements to step, for each segment.
             sharded: whether other ranks step other ranges.
         """
         self._optimizer = optimizer
@@ -103,6 +104,7 @@ class FlatOptimizer:
     def bind(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from this memory from now on."""
         if self.elementwise:
+            # Once for all steps: these gradients are views of the memory that reductions fill.
             for part in self._stepped:
                 part.tensor.grad = gradients[part.segment][part.range.first : part.range.last]
         else:
@@ -123,6 +125,7 @@ class FlatOptimizer:
             lr_factors = [lr_factors] * len(self._base_lr)
         for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
             group["lr"] = lr * factor
+        # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         optimizer = self._of(phase)
@@ -207,6 +210,7 @@ class FlatOptimizer:
         Raises:
             CheckpointError: it is not the state of such an optimizer.
         """
+        # State that the snapshot lacks, as before the first step, must not stay either.
         for inner in self._optimizers.values():
             inner.state.clear()
         for path, shared in self._shared.items():
@@ -232,7 +236,7 @@ class FlatOptimizer:
         return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
 
     def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
-        """Give the optimizer the owned part of each group instead of its parameters."""
+        """Replace each group's parameters by the owned part of its flat tensors."""
         self._stepped = []
         for group in self._optimizer.param_groups:
             group["params"] = []

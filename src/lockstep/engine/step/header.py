@@ -1,4 +1,4 @@
-"""What each rank tells all others in every step, beside its part of the sums."""
+"""Values that each rank sends to all others in every step, beside its part of the sums."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Header(NamedTuple):
     has_failed: bool
     """Whether the task's code raised an exception on this rank."""
     stop_reason: str
-    """What this rank was asked to end for, one of `STOP_REASONS`."""
+    """Reason for which this rank was asked to end, one of `STOP_REASONS`."""
     grows: bool
     """Whether this rank knows of a new process that waits to be taken in."""
     times: Times
-    """Where this rank's time has gone so far."""
+    """Seconds that this rank has spent so far, by kind of work."""
     counters: tuple[float, ...]
     """Integer buffers after this rank's microbatches; -inf where it computed none."""
 
@@ -43,9 +43,9 @@ class Header(NamedTuple):
 
 
 def num_values(num_counters: int) -> int:
-    """How many float64 values a header takes.
+    """The number of float64 values of a header.
 
     Args:
-        num_counters: integer buffers that forward passes change.
+        num_counters: number of integer buffers that forward passes change.
     """
     return _NUM_FIXED + num_counters

@@ -25,7 +25,7 @@ class Compute:
     """Runs the task's loss on microbatches.
 
     Attributes:
-        task: whose loss it is.
+        task: task that defines the loss.
         phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
     """
@@ -174,10 +174,10 @@ class Backward:
         """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
 
         Args:
-            loss: from `Compute.forward`.
-            scalars: of the loss: its sum, its weight, and others.
-            loss_scale: what the loss is multiplied with before the backward pass.
-            inputs: the parameters that get gradients; all by default.
+            loss: loss that `Compute.forward` returned.
+            scalars: sum and weight of the loss, then those of the metrics.
+            loss_scale: factor of the loss in the backward pass, 1 for none.
+            inputs: parameters that get gradients; all by default.
         """
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect()
@@ -188,6 +188,7 @@ class Backward:
         self.restart()
         numbers = fetch()
         if deltas:
+            # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
             torch._foreach_mul_(deltas, numbers[1])
         return [*gradients, *deltas], numbers[: len(scalars)], numbers[len(scalars) :]
 

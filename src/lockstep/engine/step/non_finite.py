@@ -1,4 +1,4 @@
-"""What to tell the user when a loss or a gradient is NaN or infinite."""
+"""Error messages for a loss or a gradient that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]
     Args:
         transport: the group of ranks.
         step: number of the step.
-        losses: of this rank's microbatches, by number.
+        losses: loss sums of this rank's microbatches by number.
     """
     bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
     everyone = transport.gather_json(bad)
@@ -46,8 +46,8 @@ def non_finite_gradient(
     Args:
         transport: the group of ranks.
         step: number of the step.
-        flat: the parameters.
-        gradients: laid out as `flat.flats`.
+        flat: trainable parameters in flat memory.
+        gradients: gradient, laid out as `flat.flats`.
     """
     names = [
         entry.name for entry in flat.entries if not flat.view(gradients, entry).isfinite().all()

@@ -24,7 +24,7 @@ def autocast(config: PrecisionConfig, device: torch.device) -> AbstractContextMa
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """What checkpoints keep of a `LossScale`; its attributes."""
+    """The state of a `LossScale` that checkpoints keep."""
 
     value: float
     good_steps: int
@@ -47,8 +47,8 @@ class LossScale:
     All ranks see the same gradient norm, so all take the same decisions.
 
     Attributes:
-        value: what losses are multiplied with.
-        good_steps: steps since the last change.
+        value: factor of losses in backward passes.
+        good_steps: number of steps since the last change.
     """
 
     def __init__(self, config: PrecisionConfig) -> None:

@@ -15,7 +15,7 @@ _Shape = Callable[[ScheduleConfig, int, int], float]
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int = 0) -> float:
-    """What the base learning rate is multiplied with at a step, counted from 0.
+    """The factor of the base learning rate at a step, counted from 0.
 
     Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
     runs at the full rate. Then the factor falls from 1 towards `min_ratio`, which the decays of
@@ -23,10 +23,10 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int
     beyond, and that of onecycle at the last step that is taken.
 
     Args:
-        schedule: its shape.
+        schedule: shape of the schedule.
         step: number of the step, from 0.
         total_steps: number of steps of the whole run, warmup included.
-        decays: number of decays that `Progress` has counted (plateau).
+        decays: number of decays so far (plateau), see `Progress.decays`.
 
     Returns:
         A factor in [0, 1].

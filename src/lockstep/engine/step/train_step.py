@@ -37,7 +37,7 @@ from lockstep.parallel.layout import Range
 
 
 class StepResult(NamedTuple):
-    """What a committed step leaves to report."""
+    """The result of a step, alike on all ranks."""
 
     scalars: list[float]
     """Loss and metrics of the global batch: [sum, weight, sum, weight, …]."""
@@ -61,9 +61,9 @@ class Summed:
     """A step of a sharded optimizer whose gradient has been summed.
 
     Attributes:
-        scalars: loss and metrics of the global batch.
-        headers: of all ranks.
-        result: if this rank has applied the step.
+        scalars: sums and weights of loss and metrics over the global batch.
+        headers: header of each rank.
+        result: result of the step, once this rank has applied it.
     """
 
     scalars: list[float]
@@ -75,16 +75,16 @@ class TrainStep:
     """Everything a training step needs, bound together once.
 
     Attributes:
-        task_state: the state of the task whose step it is.
+        task_state: state of the task whose step it is, and of its hooks.
         watched: generators that microbatches must not draw from.
-        flat: the trainable parameters.
-        state: the buffers that forward passes change.
-        flat_optimizer: steps the parameters.
-        schedule: the learning rates.
-        loss_scale: of fp16.
-        watch: where the time goes.
-        workspace: what this rank has to compute and to step.
-        sharded: whether the optimizer is.
+        flat: trainable parameters in flat memory.
+        state: buffers that forward passes change.
+        flat_optimizer: optimizer of the flat parameters.
+        schedule: learning rates of all steps.
+        loss_scale: loss scale of fp16; 1 for other precisions.
+        watch: stopwatch of compute, communication, data and checkpoints.
+        workspace: ranges, gradients and reduction of this rank in the present group.
+        sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
     """
 
@@ -143,8 +143,8 @@ class TrainStep:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
 
         Args:
-            ranges: the microbatches of each rank.
-            state: of the optimizer, whole, if it is sharded and the group is another one.
+            ranges: range of microbatches of each rank.
+            state: whole state of the optimizer if it is sharded and the group is another one.
         """
         self._summed = None
         self.workspace = self._lay_out(ranges)
@@ -169,9 +169,9 @@ class TrainStep:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
 
         Args:
-            step: its number, from 0.
-            decays: of the learning rate so far (`Progress.decays`).
-            batches: this rank's microbatches, with the places they are for.
+            step: number of the step, from 0.
+            decays: number of decays of the learning rate so far (`Progress.decays`).
+            batches: step, number and batch of each microbatch of this rank, in order.
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
@@ -190,6 +190,8 @@ class TrainStep:
         try:
             for microbatch in range(*self.workspace.microbatches):
                 *place, batch = next(batches)
+                # A rank that has caught up by a copy of the state has not read a step's data: a
+                # stream that is one step behind must not go unnoticed.
                 if place != [step, microbatch]:
                     raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
                 watch.data_s += watch.lap()
@@ -199,15 +201,20 @@ class TrainStep:
                 self._runtime.at("compute", step)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
+            # Not raised here: the other ranks are about to enter the reduction, and would wait in
+            # it for this one. The header tells them, and all raise the same error.
             error = caught
         self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
+        # Before anything is stepped: an error leaves parameters as after the step before.
         self._check(step, error, headers, scalars, losses)
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
+            # From here on each rank holds what it takes to apply this step. Should one die, the
+            # others can follow (`follow`), whichever of them had applied it.
             self._summed = summed
         norm = self._norm(step, scalars[1])
         self._runtime.at("optimizer", step)
@@ -224,7 +231,7 @@ class TrainStep:
 
     @property
     def applied(self) -> StepResult | None:
-        """Of an interrupted step that this rank has applied, and so all must."""
+        """The result of an interrupted step that this rank has applied, if it has; so all must."""
         return self._summed.result if self._summed else None
 
     def follow(self, step: int, decays: int, lead: StepResult) -> None:
@@ -243,6 +250,8 @@ class TrainStep:
     ) -> list[float]:
         """One microbatch: forward, backward, and its leaf into the tree."""
         if batch is None:
+            # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
+            # on whether a rank has other leaves to add it to.
             leaf: list[Tensor | None] = [None] * (
                 len(self.flat.tensors) + len(self.state.flat.tensors)
             )
@@ -295,7 +304,9 @@ class TrainStep:
         factors = self.schedule.factors(step, decays)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 unit *= config.clip_norm / (norm + 1e-6)
+            # Mean, loss scale and clipping in one factor: one pass over memory, one rounding.
             for gradient in self.workspace.own_gradients:
                 gradient.mul_(unit)
             key = (
@@ -310,6 +321,7 @@ class TrainStep:
             summed.scalars,
             self.flat_optimizer.lr(factors, self._compute.phases.at(step).name),
             norm,
+            # The most urgent reason of all ranks: all see the same headers, so all agree.
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
             [h.times for h in summed.headers],
             any(h.grows for h in summed.headers),

@@ -1,4 +1,4 @@
-"""What a rank computes and steps in a group of ranks, and the memory for both."""
+"""The microbatches and slices of a rank in a group of ranks, and the memory for both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Workspace:
     """Laid out anew when the group or the microbatches of its ranks change.
 
     Attributes:
-        microbatches: to compute.
-        reduction: sums over all ranks.
-        gradients: the summed gradient, laid out as the parameters; if sharded, just the slices to
+        microbatches: range of microbatches that this rank computes.
+        reduction: ordered sum over all ranks.
+        gradients: summed gradient, laid out as the parameters; if sharded, just the slices to
             step are right.
-        own_gradients: the part of it that this rank steps.
-        buffer_sums: the summed changes of buffers.
-        slices: for each segment, the elements of each rank's slice.
-        owned: for each segment, the elements that this rank steps.
+        own_gradients: parts of it that this rank steps.
+        buffer_sums: summed changes of buffers, one flat tensor for each segment.
+        slices: range of elements of each rank, for each segment.
+        owned: ranges of elements that this rank steps, for each segment.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Workspace:
 
         Args:
             runtime: the group of ranks.
-            config: of the run.
-            flat: the parameters.
-            state: the buffers that forward passes change.
-            ranges: the microbatches of each rank.
-            num_scalars: float64 sums beside the gradient.
-            num_header: float64 values that each rank shows all others.
+            config: config of the run.
+            flat: trainable parameters in flat memory.
+            state: buffers that forward passes change.
+            ranges: range of microbatches of each rank.
+            num_scalars: number of float64 sums beside the gradient.
+            num_header: number of float64 values in a header.
             with_buddy: whether each rank steps the slice of the rank before it too.
         """
         self._transport = runtime.transport
@@ -84,13 +84,13 @@ class Workspace:
         self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
 
     def norm(self) -> float:
-        """Of the summed gradient; a collective if sharded."""
+        """The norm of the summed gradient; a collective if sharded."""
         if self._sharded:
             return sharded_global_norm(self._transport, self.gradients, self.slices)
         return global_norm(self.gradients)
 
     def exchange_slices(self) -> None:
-        """Give every rank what it takes to step its slices; a collective."""
+        """Send every rank the gradients for its slices, and the sums of buffers; a collective."""
         if self._with_buddy and self._transport.size > 1:
             for segment in range(len(self.slices)):
                 self.reduction.copy_to_next(segment)
@@ -98,7 +98,7 @@ class Workspace:
             self.reduction.gather(segment, sums)
 
     def gather_parameters(self) -> None:
-        """Give every rank the slices that others have stepped; a collective.
+        """Send every rank the slices that others have stepped; a collective.
 
         If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
         (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -46,18 +47,26 @@ class EarlyNotice:
         self.came = True
 
 
+def is_rank() -> bool:
+    """Whether a launcher has started this process, as far as its environment tells."""
+    return any(name.startswith(_PLACES) for name in os.environ)
+
+
 @contextlib.contextmanager
-def ending_at_interrupt() -> Iterator[None]:
+def ending_at_interrupt(before: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Ctrl-C ends this process at once while in here: for imports.
 
     Only where Ctrl-C would otherwise raise an exception: a program with a handler of its own, a
     notebook and an interactive interpreter keep theirs.
+
+    Args:
+        before: function that is called in the signal handler before the process ends.
     """
     previous = signal.getsignal(signal.SIGINT)
     if not _is_ours() or previous not in (signal.default_int_handler, _raise):
         yield
         return
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, partial(_end, before))
     try:
         yield
     finally:
@@ -91,8 +100,7 @@ def prepare() -> None:
         return
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _say
-    is_rank = any(name.startswith(_PLACES) for name in os.environ)
-    if is_rank and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+    if is_rank() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, EarlyNotice())
 
 
@@ -108,8 +116,9 @@ def _is_ours() -> bool:
     return is_main and not hasattr(sys, "ps1") and not sys.flags.interactive
 
 
-def _end(signum: int, frame: FrameType | None) -> NoReturn:
+def _end(before: Callable[[], None], signum: int, frame: FrameType | None) -> NoReturn:
     with contextlib.suppress(Exception):
+        before()
         sys.stdout.flush()
     os.write(2, f"{NOTHING_SAVED}\n".encode())
     os._exit(INTERRUPTED)  # the imports that are under way need not be unwound

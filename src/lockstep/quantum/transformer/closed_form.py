@@ -76,10 +76,10 @@ def amplitudes(unitaries: Tensor, given: Transitions) -> Tensor:
 
 
 def probability(amplitude: Tensor) -> Tensor:
-    """|A|², elementwise: real, of the shape of `amplitude`, which is complex."""
+    """|A|², element-wise: real, of the shape of `amplitude`, which is complex."""
     return torch.view_as_real(amplitude).square().sum(-1)
 
 
 def loss(probability: Tensor) -> Tensor:
-    """-ln(P + 1e-12), elementwise: real, of the shape of `probability`."""
+    """-ln(P + 1e-12), element-wise: real, of the shape of `probability`."""
     return -torch.log(probability + EPSILON)

@@ -1,0 +1,54 @@
+"""A spinner on a terminal while a command has nothing to show yet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lockstep.launch.rank.early import ending_at_interrupt, is_rank
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
+
+
+@contextmanager
+def importing(quiet: bool = False) -> Iterator[None]:
+    """Ctrl-C ends the process at once, and a spinner shows that it works: for slow imports.
+
+    The spinner is on a terminal only. Ranks have none, for they may share one terminal.
+
+    Args:
+        quiet: whether to show no spinner.
+    """
+    capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    if quiet or is_rank() or not (sys.stdout.isatty() and capable):
+        with ending_at_interrupt():
+            yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+    live = Live(
+        Spinner("dots", text="importing torch"),
+        console=Console(),
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )
+    with ending_at_interrupt(_give_terminal_back), live:
+        yield
+
+
+def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:
+    """A context in which `what` goes on, with a spinner on a terminal unless `quiet`."""
+    return nullcontext() if quiet else console.status(what)
+
+
+def _give_terminal_back() -> None:
+    """Remove the spinner in a process that ends at once; from a signal handler."""
+    os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, _CLEAR_LINE_SHOW_CURSOR)

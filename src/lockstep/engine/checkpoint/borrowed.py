@@ -1,0 +1,95 @@
+"""The state of another checkpoint for a while, as for evaluating the best one at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.restore import check_fits, receive_model, receive_named
+from lockstep.engine.events import Warned
+from lockstep.engine.runtime import Runtime, everywhere, on_first
+from lockstep.engine.step.train_step import TrainStep
+from lockstep.errors import CheckpointError
+
+
+@contextmanager
+def borrowed_state(
+    root: Path, step: int, last_step: int, train_step: TrainStep, model: nn.Module, runtime: Runtime
+) -> Iterator[int]:
+    """Model and task with the state of a checkpoint in here, and with their own again after it.
+
+    The optimizer keeps its state, so nothing may be trained in here. What was there before comes
+    back bit for bit, also when an exception leaves the block, such as one for the loss of a rank:
+    putting it back takes no communication.
+
+    Args:
+        root: folder of all checkpoints, read by rank 0 only.
+        step: step of the checkpoint.
+        last_step: step of the model's own state.
+        train_step: training step whose buffers and task state are meant.
+        model: model that is trained.
+        runtime: surroundings of this process.
+
+    Yields:
+        The step of the state in here; it is `last_step`, with a warning, if the checkpoint cannot
+        be read.
+
+    Raises:
+        CheckpointError: the task cannot take its state of that step; on all ranks.
+        GroupBroken: a rank was lost.
+    """
+    transport = runtime.transport
+    snapshot: Snapshot | None = None
+
+    def read() -> str:
+        nonlocal snapshot
+        folder = root / checkpoint.folder_name(step)
+        try:
+            found = checkpoint.read(folder)
+            check_fits(found, model, str(folder))
+        except CheckpointError as error:
+            return str(error)
+        snapshot = found
+        return ""
+
+    problem = on_first(transport, read)
+    if problem:
+        message = f"the state of step {last_step} is evaluated, not the best one: {problem}"
+        runtime.emit(Warned(step=last_step, message=message))
+        yield last_step
+        return
+    tensors, buffers = receive_model(snapshot, train_step, model, transport, 0)
+    named = receive_named(snapshot.task if snapshot else {}, train_step, transport, 0)
+    values = transport.gather_json(snapshot.meta.get("task", {}) if snapshot else {})[0]
+    own_tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    own_buffers = {name: t.clone() for name, t in train_step.state.unsaved.items()}
+    own_task = train_step.task_state.capture()
+    try:
+        _load(train_step, model, tensors, buffers)
+        on_cpu = {name: tensor.cpu() for name, tensor in named.items()}
+        everywhere(transport, lambda: _load_task(train_step, on_cpu, values))
+        yield step
+    finally:
+        _load(train_step, model, own_tensors, own_buffers)
+        _load_task(train_step, *own_task)
+
+
+def _load(
+    train_step: TrainStep, model: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> None:
+    """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
+    model.load_state_dict(tensors)
+    for name, buffer in train_step.state.unsaved.items():
+        buffer.copy_(buffers[name])
+    train_step.state.mark()
+
+
+def _load_task(train_step: TrainStep, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    train_step.task_state.restore(tensors, values)
+    train_step.watched.mark()

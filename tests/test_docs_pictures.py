@@ -1,0 +1,55 @@
+"""The pictures in the documentation are those of the code, and name nothing that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_pictures", DOCS / "pictures.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look up their types
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_are_up_to_date(pictures: ModuleType) -> None:
+    assert not [*pictures.stale()], "run `make docs-pictures`"
+
+
+def test_each_picture_is_well_formed_and_used(pictures: ModuleType) -> None:
+    page = pictures.PAGE.read_text(encoding="utf-8")
+    for name in ("house.svg", "step.svg", "kill.svg"):
+        root = ElementTree.parse(pictures.FOLDER / name).getroot()
+        width = float(root.attrib["width"])
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            assert float(text.attrib["x"]) + 6.3 * len(text.text or "") <= width, text.text
+        assert f"(pictures/{name})" in page
+
+
+def test_a_walk_has_all_calls_and_falls(pictures: ModuleType) -> None:
+    walk = pictures.calls(pictures.WALKS["step"])
+    assert {"TrainStep.run", "Fold.add", "RunState.commit"} <= {call.name for call in walk}
+    assert {call.room for call in walk} >= {"engine", "engine/step", "data", "parallel", "comm"}
+
+
+def test_what_the_code_does_not_have_is_an_error(
+    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = pictures.PAGE.read_text(encoding="utf-8")
+    copy = tmp_path / "architecture.md"
+    copy.write_text(page.replace("Fold.add ", "Fold.sum "), encoding="utf-8")
+    monkeypatch.setattr(pictures, "PAGE", copy)
+    with pytest.raises(ValueError, match=r"src/lockstep/parallel/fold.py has no Fold.sum"):
+        pictures.pictures()
