@@ -36,7 +36,7 @@ WALKS = {
 """The section of the page whose listing is drawn, by picture."""
 
 _ROOMS = (
-    "front", "engine/recovery", "engine", "engine/checkpoint", "engine/step", "data", "parallel",
+    "front", "engine/recovery", "engine", "engine/hooks", "engine/checkpoint", "engine/step", "data", "parallel",
     "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
@@ -196,7 +196,7 @@ def _walk(listed: list[Call], title: str) -> str:
     unknown = {call.room for call in listed} - set(rooms)
     if unknown:
         raise ValueError(f"{PAGE.name}: {title}: no column for {', '.join(sorted(unknown))}")
-    stride, top, row = 126.0, 64.0, 34.0
+    stride, top, row = min(126.0, 880.0 / len(rooms)), 64.0, 34.0
     bottom = top + row * len(listed)
     drawing = _Drawing(1080)
     drawing.text(20, 28, "title", title)

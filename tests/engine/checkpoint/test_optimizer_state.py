@@ -493,7 +493,8 @@ def test_the_schedule_reaches_the_groups_of_inner_optimizers() -> None:
     parts.train_step.flat_optimizer.step(0.5)
     inner = parts.train_step.flat_optimizer._optimizer.rest[0]  # type: ignore[attr-defined]
     assert inner.param_groups[0]["lr"] == 0.025
-    assert parts.train_step.flat_optimizer.base_lr == 0.01
+    num_groups = parts.train_step.flat_optimizer.num_groups
+    assert parts.train_step.flat_optimizer.lr([1.0] * num_groups) == 0.01
 
 
 @pytest.mark.parametrize(
