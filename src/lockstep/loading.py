@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.config import load as load_config
+from lockstep.data.random import unchanged_generators
 from lockstep.engine.assembly import build_model
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
@@ -66,7 +63,7 @@ def load(
     config = load_config(kind.Config, directory.path / "config.yaml")
     task = make_task(kind, config)
     snapshot = find_snapshot(directory.checkpoints, str(which))
-    with _unchanged_generators():
+    with unchanged_generators():
         model = restored(task, config, snapshot, torch.device(device), str(directory.checkpoints))
     return Loaded(model.eval(), task, config, snapshot.step, directory.path)
 
@@ -93,15 +90,3 @@ def restored(
     if isinstance(task, Adopts):
         task.adopt(model)
     return model
-
-
-@contextmanager
-def _unchanged_generators() -> Iterator[None]:
-    """Puts the global generators back, which a model's start values are drawn from."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

@@ -116,3 +116,5 @@ class DataConfig(Section):
     """Microbatches each worker process fetches ahead."""
     shuffle: bool = True
     """Draw a new order for each epoch."""
+    drop_last: bool = False
+    """Leave out an epoch's last batch if it is smaller than `batch_size`."""

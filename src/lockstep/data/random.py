@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import numpy as np
@@ -18,6 +20,7 @@ class Stream(IntEnum):
     EVALUATION = 4
     OPTIMIZER = 5
     AFTER_STEP = 6
+    ORDER = 7
 
 
 _MASK = (1 << 64) - 1
@@ -71,6 +74,18 @@ def global_state() -> object:
         states.append(torch.cuda.get_rng_state())
     torchs = [s.numpy().tobytes() for s in states]
     return torchs, random.getstate(), numpys["state"]["key"].tobytes(), numpys["state"]["pos"]
+
+
+@contextmanager
+def unchanged_generators() -> Iterator[None]:
+    """Put all global generators back at the end to where they were."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 def _drawn_seed() -> int:

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
-from lockstep.data.loader import Loader, dataset_size
+from lockstep.data.loader import Loader
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.data.sampler import ElasticSampler
+from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import check_task_state
@@ -29,8 +29,9 @@ from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.task import Task, own_collate
-from lockstep.errors import ConfigError, DataError, TaskError
+from lockstep.engine.task import Task
+from lockstep.engine.training_data import training_data
+from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.mesh import Mesh
 
 
@@ -48,7 +49,7 @@ class Parts:
     model: nn.Module
     compute: Compute
     train_step: TrainStep
-    sampler: ElasticSampler
+    sampler: BatchLayout
     loader: Loader
     evaluations: dict[str, Evaluation]
     total_steps: int
@@ -77,8 +78,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
-    sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
-    facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    sampler, loader, order = everywhere(
+        transport, lambda: training_data(task, config, runtime.device)
+    )
+    facts: dict[str, Any] = {"config": config.hash, **start}
+    facts |= {"number of samples": sampler.num_samples, "order of samples": order}
     facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
@@ -104,7 +108,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         }
     constants = Constants(model, trial.changed)
     everywhere(transport, lambda: check_task_state(task))
-    total_steps = config.steps or config.epochs * sampler.steps_per_epoch
+    total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
     ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
     train_step = TrainStep(
         runtime, config, model, compute, flat, state, constants, optimizer, ranges, total_steps
@@ -179,24 +183,6 @@ def _model(
         optimizer = default_optimizer(model, config)
     check_optimizer(optimizer, model, config)
     return model, optimizer
-
-
-def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[ElasticSampler, Loader]:
-    dataset = task.dataset("train")
-    if dataset is None:
-        raise DataError("dataset('train'): is None; training needs a dataset")
-    sampler = ElasticSampler(
-        dataset_size(dataset, "train"),
-        config.batch_size,
-        config.num_microbatches,
-        config.seed,
-        config.data.shuffle,
-    )
-    data = config.data
-    loader = Loader(
-        dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
-    )
-    return sampler, loader
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -119,4 +119,6 @@ class RunState:
 
     def _is_due(self, every: int) -> bool:
         """Every so many steps, or, for 0, at the end of an epoch."""
-        return self.progress.step % (every or self._parts.sampler.steps_per_epoch) == 0
+        if every:
+            return self.progress.step % every == 0
+        return self._parts.sampler.is_epoch_end(self.progress.step)

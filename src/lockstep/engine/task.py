@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -98,6 +100,34 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
+
+    def sample_weights(self) -> Sequence[float] | Tensor | None:
+        """Weights with which an epoch's samples of `train` are drawn, with replacement.
+
+        One number, at least 0, for each sample of `dataset("train")`: [number of samples]. An epoch
+        draws as many samples as there are, by a generator of its own, from the seed. None, the
+        default, takes every sample once. Called once, at the start.
+        """
+        return None
+
+    def epoch_indices(
+        self, epoch: int, generator: np.random.Generator
+    ) -> Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | None:
+        """The samples of `train` that an epoch goes through, in order, instead of `data.shuffle`.
+
+        For curricula, buckets and balanced classes. It must depend on its arguments alone, so it is
+        the same on every rank and after a resume; samples may come several times or never. Steps
+        take `batch_size` of them after one another.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            generator: random generator of this epoch.
+
+        Returns:
+            Indices into `dataset("train")`, as many in each epoch; None, the default, leaves the
+            order to `data.shuffle`.
+        """
+        return None
 
     def data_digest(self) -> str | None:
         """What tells all samples of all splits apart from others, such as a SHA-256 of them.
