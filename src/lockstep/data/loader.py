@@ -27,10 +27,23 @@ class Request(NamedTuple):
     Attributes:
         key: seed of the global generators, 63 bits.
         indices: indices of the samples in the dataset, int64 [N].
+        epoch: number of the epoch they are fetched for, from 0.
     """
 
     key: int
     indices: Tensor
+    epoch: int = 0
+
+
+def set_epoch(epoch: int, *objects: object) -> None:
+    """Tell datasets and collate functions the number of the epoch, if they have a `set_epoch`.
+
+    It is told before each microbatch: other epochs, and evaluations, may have come between.
+    """
+    for one in objects:
+        setter = getattr(one, "set_epoch", None)
+        if callable(setter):
+            setter(epoch)
 
 
 class Fetcher(Dataset[Batch]):
@@ -51,7 +64,8 @@ class Fetcher(Dataset[Batch]):
         self._tensors = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
-            if plain and not hasattr(dataset, "__getitems__"):
+            others = ("__getitems__", "set_epoch")
+            if plain and not any(hasattr(dataset, name) for name in others):
                 self._tensors = dataset.tensors
 
     def __getitem__(self, request: Request) -> Batch:
@@ -66,6 +80,7 @@ class Fetcher(Dataset[Batch]):
     def _batch(self, request: Request) -> Batch:
         if self._tensors is not None:
             return [t.index_select(0, request.indices) for t in self._tensors]
+        set_epoch(request.epoch, self._dataset, self._collate)
         seed_all(request.key)
         indices = request.indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
@@ -136,7 +151,7 @@ class Loader:
         if request is None or len(request.indices) < 2:
             return
         for indices in (request.indices, *request.indices.tensor_split(2)):
-            batch = self._fetcher[Request(request.key, indices)]
+            batch = self._fetcher[request._replace(indices=indices)]
             yield to_device(batch, self._device)
 
     def stream(
@@ -183,7 +198,8 @@ class Loader:
         if not self._sampler.microbatch_size(step, microbatch):
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
-        return Request(key, self._sampler.indices(step, microbatch))
+        indices = self._sampler.indices(step, microbatch)
+        return Request(key, indices, self._sampler.epoch(step))
 
 
 class _Requests:

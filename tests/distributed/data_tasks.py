@@ -1,0 +1,131 @@
+"""Trains on all kinds of data, one after the other, on the ranks it is started on.
+
+Arguments: `whole`, `stop` or `resume`, a folder for run directories, and names of cases (all if
+none is given). Rank 0 prints SHA-256s and metrics.
+"""
+
+import json
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep.config import override
+from lockstep.front import Sitting
+from lockstep.launch.rank.environment import detect
+
+SIZE = 83
+STOP = 6
+CONFIG = ls.TrainConfig(batch_size=16, num_microbatches=4, steps=11, lr=0.05, eval_batch_size=8)
+
+
+def samples(size=SIZE, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 5, generator=generator)
+    return x, (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+
+
+class Base(ls.Task):
+    """Three classes of points; subclasses say where they come from."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Dropout(0.1), nn.Linear(12, 3))
+
+    def dataset(self, split):
+        return {"train": TensorDataset(*samples()), "val": TensorDataset(*samples(21, 1))}.get(
+            split
+        )
+
+    def loss(self, model, batch):
+        x, y = batch
+        logits = model(x)
+        correct = (logits.argmax(1) == y).sum()
+        loss = nn.functional.cross_entropy(logits, y, reduction="sum")
+        return ls.Loss(loss, len(y), {"accuracy": (correct, len(y))})
+
+
+class Weighted(Base):
+    def sample_weights(self):
+        return 1.0 / torch.bincount(samples()[1]).double()[samples()[1]]
+
+
+class Curriculum(Base):
+    """Easy samples first; two of three samples an epoch."""
+
+    def epoch_indices(self, epoch, generator):
+        order = np.argsort(samples()[0][:, 0].abs().numpy())[::-1][: 2 * SIZE // 3]
+        random.random()
+        return generator.permutation(order) if epoch else order
+
+
+class Aging(Dataset):
+    """Gives other samples in each epoch, as the collate function does."""
+
+    def __init__(self):
+        self.epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        x, y = samples()
+        return x[index] * (1 + self.epoch) + 0.1 * torch.rand(5), y[index]
+
+
+class AgingCollate:
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __call__(self, batch):
+        xs, ys = zip(*batch, strict=True)
+        return torch.stack(xs) - self.epoch, torch.stack(ys)
+
+
+class Epochs(Base):
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.collate = AgingCollate()
+
+    def dataset(self, split):
+        return Aging() if split == "train" else super().dataset(split)
+
+
+CASES = {
+    "drop-last": (Base, ["data.drop_last=true"]),
+    "weights": (Weighted, []),
+    "curriculum": (Curriculum, []),
+    "epochs": (Epochs, []),
+    "epochs-workers": (Epochs, ["data.num_workers=1"]),
+}
+
+
+def main():
+    mode, folder, *names = sys.argv[1:]
+    environment = detect(os.environ)
+    found = {}
+    for name in names or CASES:
+        kind, overrides = CASES[name]
+        if mode == "stop":
+            overrides = [*overrides, f"stop_at_step={STOP}"]
+        config = override(CONFIG, overrides, name)
+        run_dir = f"{environment.world_size}-{name}" if mode == "whole" else f"stopped-{name}"
+        sitting = Sitting(str(Path(folder) / run_dir), mode == "resume", console=False)
+        finished = ls.run(kind(config), config, sitting)
+        found[name] = [finished.params_sha256, finished.step, finished.metrics]
+    if environment.rank == 0:
+        print("RESULT " + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    main()

@@ -1,0 +1,55 @@
+"""Whatever the data are, the result depends on neither ranks nor interruptions."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_tasks import CASES, STOP
+
+SCRIPT = Path(__file__).parent / "data_tasks.py"
+EQUAL = {frozenset({"epochs", "epochs-workers"})}
+
+
+def printed(done):
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return printed(run([sys.executable, SCRIPT, "whole", folder], folder))
+
+
+def test_two_ranks_get_what_one_gets(ranks, folder, alone):
+    assert printed(ranks("mpi", 2, SCRIPT, "whole", folder)) == alone
+
+
+def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ranks, folder, alone):
+    stopped = printed(run([sys.executable, SCRIPT, "stop", folder], folder))
+    assert {step for _, step, _ in stopped.values()} == {STOP}
+    resumed = printed(ranks("mpi", 3, SCRIPT, "resume", folder))
+    # Training metrics are those of the newest report, which a stop ends early.
+    for name, (sha, step, metrics) in alone.items():
+        assert resumed[name][:2] == [sha, step], name
+        assert {k: v for k, v in resumed[name][2].items() if k.startswith("val")} == {
+            k: v for k, v in metrics.items() if k.startswith("val")
+        }, name
+
+
+def test_other_data_give_other_parameters(alone):
+    shas = {name: sha for name, (sha, _, _) in alone.items()}
+    for one in CASES:
+        for other in CASES:
+            if one < other:
+                is_equal = shas[one] == shas[other]
+                assert is_equal == (frozenset({one, other}) in EQUAL), (one, other)
