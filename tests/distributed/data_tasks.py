@@ -100,12 +100,25 @@ class Epochs(Base):
         return Aging() if split == "train" else super().dataset(split)
 
 
+class Shifted(Base):
+    """Is also judged on shifted points."""
+
+    splits = ("val", "val_shifted", "test_shifted")
+
+    def dataset(self, split):
+        if split.endswith("_shifted"):
+            x, y = samples(30, 2)
+            return TensorDataset(x + 0.5, y)
+        return super().dataset(split)
+
+
 CASES = {
     "drop-last": (Base, ["data.drop_last=true"]),
     "weights": (Weighted, []),
     "curriculum": (Curriculum, []),
     "epochs": (Epochs, []),
     "epochs-workers": (Epochs, ["data.num_workers=1"]),
+    "splits": (Shifted, ["watch=val_shifted/accuracy", "watch_mode=max", "eval_every=2", "lr=0.3"]),
 }
 
 
@@ -119,7 +132,10 @@ def main():
             overrides = [*overrides, f"stop_at_step={STOP}"]
         config = override(CONFIG, overrides, name)
         run_dir = f"{environment.world_size}-{name}" if mode == "whole" else f"stopped-{name}"
-        sitting = Sitting(str(Path(folder) / run_dir), mode == "resume", console=False)
+        target = f"{Path(__file__).resolve()}:{kind.__name__}"
+        sitting = Sitting(
+            str(Path(folder) / run_dir), mode == "resume", console=False, target=target
+        )
         finished = ls.run(kind(config), config, sitting)
         found[name] = [finished.params_sha256, finished.step, finished.metrics]
     if environment.rank == 0:

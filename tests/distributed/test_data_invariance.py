@@ -1,5 +1,6 @@
 """Whatever the data are, the result depends on neither ranks nor interruptions."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -44,6 +45,31 @@ def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ran
         assert {k: v for k, v in resumed[name][2].items() if k.startswith("val")} == {
             k: v for k, v in metrics.items() if k.startswith("val")
         }, name
+
+
+def test_all_validation_splits_are_evaluated_together(folder, alone):
+    names = {"val/loss", "val_shifted/loss", "test_shifted/loss"}
+    assert names <= alone["splits"][2].keys()
+    with (folder / "1-splits" / "metrics.csv").open() as file:
+        rows = [(r["step"], r["split"], r["accuracy"]) for r in csv.DictReader(file)]
+    shifted = {int(step): float(value) for step, split, value in rows if split == "val_shifted"}
+    assert sorted(shifted) == [2, 4, 6, 8, 10, 11]
+    assert [int(s) for s, split, _ in rows if split == "val"] == sorted(shifted)
+    assert [s for s, split, _ in rows if split == "test_shifted"] == ["11"]
+    best = max(shifted, key=lambda step: (shifted[step], -step))
+    hint = (folder / "1-splits" / "checkpoints" / "best").read_text().strip()
+    assert hint == f"step_{best:08}"
+
+
+def test_a_checkpoint_is_evaluated_on_any_split_of_the_task(here, folder, alone):
+    run_dir = str(folder / "1-splits")
+    done = here("eval", run_dir, "--split", "val_shifted")
+    assert done.returncode == 0, done.stderr
+    accuracy = alone["splits"][2]["val_shifted/accuracy"]
+    assert f"accuracy         {accuracy:.6g}" in done.stdout
+    done = here("eval", run_dir, "--split", "ood")
+    assert done.returncode == 2
+    assert "--split ood: must be one of train, val, val_shifted, test_shifted" in done.stderr
 
 
 def test_other_data_give_other_parameters(alone):

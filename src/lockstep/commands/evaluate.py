@@ -11,6 +11,7 @@ from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.splits import evaluated_splits
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
@@ -21,8 +22,6 @@ from lockstep.launch.rank.threads import set_threads
 from lockstep.loading import restored
 from lockstep.recipes.abilities import Reports
 from lockstep.targets import make_task, task_class, trusted_target
-
-SPLITS = ("train", "val", "test")
 
 
 def evaluate(
@@ -36,7 +35,7 @@ def evaluate(
 
     Args:
         run_dir: the run.
-        split: `train`, `val` or `test`.
+        split: `train`, or one that the task names.
         which: `best`, `latest`, or a step's number.
         report: a folder in which the task's first rank writes its report, if one is wanted.
         overrides: `key=value` items for the config, to look at other data than the run's.
@@ -47,8 +46,6 @@ def evaluate(
     Raises:
         LockstepError: there is no such run, checkpoint or split.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
     config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
@@ -56,6 +53,9 @@ def evaluate(
     set_threads(config.threads, environment)
     device = choose_device(config.device, environment)
     task = make_task(kind, config)
+    splits_there = ("train", *evaluated_splits(task))
+    if split not in splits_there:
+        raise ConfigError(f"--split {split}: must be one of {', '.join(splits_there)}")
     if report is not None and not isinstance(task, Reports):
         raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
     snapshot = find_snapshot(directory.checkpoints, which)

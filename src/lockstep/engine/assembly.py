@@ -24,6 +24,7 @@ from lockstep.engine.evaluation import Evaluation
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute
@@ -42,7 +43,7 @@ class Parts:
     Attributes:
         model: in training mode, its trainable parameters in flat memory.
         total_steps: of the whole run.
-        evaluations: of the splits `val` and `test`, where the task has them.
+        evaluations: of the splits in `Task.splits`, where the task has them.
         facts: what must be the same for all that take part in a run, by what it is called.
     """
 
@@ -87,15 +88,18 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_same(transport, facts)
     compute = Compute(task, model, config, runtime.device)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    for name in ("val", "test"):
-        there = splits.get(name)
-        facts[f"number of samples of {name}"] = there.num_samples if there else None
+    facts["splits"] = list(splits)
+    for name, there in splits.items():
+        facts[f"number of samples of {name}"] = there.num_samples
     check_same(transport, facts)
     everywhere(transport, lambda: check_judged(config, splits))
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
-    if "val" in splits:
-        judged = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
-        check_watched(config, judged)
+    tried = everywhere(
+        transport,
+        lambda: {n: trial.evaluate(e, transport) for n, e in splits.items() if is_validation(n)},
+    )
+    if tried:
+        check_watched(config, judged(tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics or ())
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -143,10 +147,11 @@ def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Mod
 
 
 def evaluations(
-    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] = ("val", "test")
+    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
 ) -> dict[str, Evaluation]:
-    """The splits there are, ready to be evaluated."""
-    datasets = {name: task.dataset(name) for name in splits}
+    """The splits there are, ready to be evaluated: of `splits`, or of all that the task names."""
+    names = evaluated_splits(task) if splits is None else splits
+    datasets = {name: task.dataset(name) for name in names}
     return {
         name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
         for name, data in datasets.items()
@@ -166,7 +171,7 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
         "schedule.name='plateau'": config.schedule.name == "plateau",
     }
     for key, is_set in waiting.items():
-        if is_set and "val" not in splits:
+        if is_set and not any(map(is_validation, splits)):
             raise ConfigError(
                 f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
                 "validation split or leave this key out"

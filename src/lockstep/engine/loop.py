@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from lockstep.comm.transport import GroupBroken
@@ -18,6 +19,7 @@ from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
+from lockstep.engine.splits import is_validation
 from lockstep.engine.step.flat import model_digest
 from lockstep.engine.step.train_step import StepResult
 from lockstep.engine.task import Task
@@ -133,7 +135,7 @@ class Trainer:
         state, progress = self._state, self._state.progress
         self._after_step.check(self._transport)
         if state.is_evaluation_due() and progress.evaluated < progress.step:
-            self._evaluate("val")
+            self._evaluate([name for name in self._parts.evaluations if is_validation(name)])
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
         improved = 0 < progress.step == progress.best_step
@@ -141,12 +143,17 @@ class Trainer:
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
 
-    def _evaluate(self, split_name: str) -> None:
-        started = perf_counter()
+    def _evaluate(self, splits: Sequence[str]) -> None:
+        """Evaluate splits; nothing counts before all are done, since a loss may come between."""
         parts = self._parts
-        self._runtime.at("evaluate", self._state.progress.step)
-        metrics = parts.evaluations[split_name].run(self._transport, parts.model, parts.compute)
-        self._state.commit_evaluation(split_name, metrics, perf_counter() - started)
+        metrics: dict[str, dict[str, float]] = {}
+        seconds: dict[str, float] = {}
+        for name in splits:
+            started = perf_counter()
+            self._runtime.at("evaluate", self._state.progress.step)
+            metrics[name] = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
+            seconds[name] = perf_counter() - started
+        self._state.commit_evaluation(metrics, seconds)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""
@@ -188,12 +195,12 @@ class Trainer:
             self._runtime.emit(Warned(step=0, message=hint))
 
     def _finish(self) -> Finished:
-        """Make sure the state is saved, evaluate the test split, and sum up."""
+        """Make sure the state is saved, evaluate the test splits, and sum up."""
         state, progress, parts = self._state, self._state.progress, self._parts
         self._microbatches.close()
         folder = self._checkpointer.finish(progress)
-        if progress.finished and "test" in parts.evaluations:
-            self._evaluate("test")
+        if progress.finished:
+            self._evaluate([name for name in parts.evaluations if not is_validation(name)])
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",

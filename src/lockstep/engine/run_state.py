@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import TrainConfig
@@ -11,6 +12,7 @@ from lockstep.engine.events import Evaluated, Improved
 from lockstep.engine.progress import Progress
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.splits import is_validation, judged
 from lockstep.engine.step.train_step import StepResult
 
 
@@ -65,15 +67,25 @@ class RunState:
         self._runtime.transport.pulse.arm()
         self._runtime.at("committed", self.progress.step)
 
-    def commit_evaluation(self, split_name: str, metrics: dict[str, float], seconds: float) -> None:
-        """Take note of an evaluation; that of the validation split may end training."""
+    def commit_evaluation(
+        self, metrics: Mapping[str, dict[str, float]], seconds: Mapping[str, float]
+    ) -> None:
+        """Take note of an evaluation; that of validation splits may end training.
+
+        Args:
+            metrics: by split and name: of all validation splits, or of none.
+            seconds: how long each split took; 0 for those that are not named.
+        """
         progress, config, emit = self.progress, self._config, self._runtime.emit
-        progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
-        emit(Evaluated(step=progress.step, split=split_name, metrics=metrics, seconds=seconds))
-        if split_name != "val":
+        for split, values in metrics.items():
+            progress.metrics |= {f"{split}/{name}": value for name, value in values.items()}
+            took = seconds.get(split, 0.0)
+            emit(Evaluated(step=progress.step, split=split, metrics=values, seconds=took))
+        if not any(map(is_validation, metrics)):
             return
-        if progress.judge(config, metrics):
-            value = metrics[config.watch]
+        watched = judged(metrics)
+        if progress.judge(config, watched):
+            value = watched[config.watch]
             emit(Improved(step=progress.step, metric=config.watch, value=value))
         progress.finished = progress.finished or progress.exhausted(config)
 
@@ -92,12 +104,13 @@ class RunState:
         return due or self.is_over() or self.is_save_overdue
 
     def is_evaluation_due(self) -> bool:
-        """Whether the validation split is to be evaluated after this step."""
+        """Whether the validation splits are to be evaluated after this step."""
         if self.progress.step == 0:
             return False
         # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
         last = self.progress.step == self._parts.total_steps
-        return "val" in self._parts.evaluations and (last or self._is_due(self._config.eval_every))
+        is_there = any(map(is_validation, self._parts.evaluations))
+        return is_there and (last or self._is_due(self._config.eval_every))
 
     def is_digest_due(self) -> bool:
         """Whether the replicas are to be compared after this step."""

@@ -64,10 +64,14 @@ class Task(ABC):
         scratch: paths of values that batches may change since no result depends on them, such as
             timers: `scratch = ("task.calls",)`; a path includes what lies below it. All others must
             stay as they are between steps.
+        splits: names of the splits that are evaluated: while training goes on if they begin with
+            `val`, at its end if they begin with `test`. Only those count for which `dataset` gives
+            one.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
     scratch: ClassVar[tuple[str, ...]] = ()
+    splits: ClassVar[tuple[str, ...]] = ("val", "test")
 
     def __init__(self, config: TrainConfig | None = None) -> None:
         """Make a task.
@@ -86,7 +90,7 @@ class Task(ABC):
     def dataset(self, split: str) -> Dataset[Any] | None:
         """The map-style dataset (`__len__`, `__getitem__`, optionally `__getitems__`) of a split.
 
-        Splits are `train`, `val` and `test`; None says there is no such split.
+        Splits are `train` and those in `splits`; None says there is no such split.
         """
 
     @abstractmethod

@@ -88,20 +88,20 @@ class Trial:
         self.data_digest = self._first.batch
         self.digest = self._digest(self._first)
 
-    def evaluate(self, val: Evaluation, transport: Transport) -> list[str]:
+    def evaluate(self, val: Evaluation, transport: Transport) -> dict[str, object]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
 
         Returns:
-            Names of the metrics of evaluations.
+            The batch's metrics by name.
 
         Raises:
             TaskError: as above.
         """
-        names: list[str] = []
+        metrics: dict[str, object] = {}
         self._check_after(
-            lambda: names.extend(val.first_batch(transport, self._model, self._compute))
+            lambda: metrics.update(val.first_batch(transport, self._model, self._compute))
         )
-        return names
+        return metrics
 
     def _check_after(self, other: Callable[[], object]) -> None:
         changed_by(self._model, other)

@@ -9,11 +9,9 @@ from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.engine.events import Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.splits import by_split
 from lockstep.engine.step.train_step import StepResult
 from lockstep.errors import RankFailure, shared
-
-_PREFIX = "val/"
-
 
 NOWHERE = -1
 """The rank that a newcomer had."""
@@ -124,7 +122,7 @@ class Lead:
         committed: its committed steps.
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
-        metrics: of the validation split.
+        metrics: of the validation splits, by split and name.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.
     """
@@ -134,7 +132,7 @@ class Lead:
     committed: int
     evaluated: int
     result: StepResult | None
-    metrics: dict[str, float]
+    metrics: dict[str, dict[str, float]]
     is_ahead: bool
 
 
@@ -175,10 +173,6 @@ def find_lead(
         committed=lead.committed,
         evaluated=lead.evaluated,
         result=StepResult.from_json(known["result"]) if known["result"] else None,
-        metrics={
-            name.removeprefix(_PREFIX): value
-            for name, value in known["metrics"].items()
-            if name.startswith(_PREFIX)
-        },
+        metrics=by_split(known["metrics"]),
         is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
     )
