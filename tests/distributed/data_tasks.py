@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
@@ -112,12 +112,95 @@ class Shifted(Base):
         return super().dataset(split)
 
 
+class Plain(IterableDataset):
+    """Draws from all global generators, and shuffles once a pass."""
+
+    size = SIZE
+
+    def __iter__(self):
+        x, y = samples(self.size)
+        order = list(range(self.size))
+        random.shuffle(order)
+        for i in order:
+            yield x[i] + 0.1 * torch.rand(5) + 0.1 * np.random.rand(), y[i]
+
+
+class Measured(Plain):
+    def __len__(self):
+        return self.size
+
+
+class Drifting(Plain):
+    """Passes are of other lengths."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.size = 37 + 11 * (epoch % 3)
+
+
+class Seeking:
+    """Passes over samples without making them, and counts what it has made."""
+
+    def __iter__(self):
+        return SeekingIterator()
+
+
+class SeekingIterator:
+    def __init__(self):
+        self.position, (self.x, self.y) = 0, samples()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == SIZE:
+            raise StopIteration
+        self.position += 1
+        return self.x[self.position - 1] + 0.1 * torch.rand(5), self.y[self.position - 1]
+
+    def skip(self, count):
+        skipped = min(count, SIZE - self.position)
+        self.position += skipped
+        return skipped
+
+
+class NotSeeking(Seeking):
+    def __iter__(self):
+        yield from SeekingIterator()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            x = torch.randn(5)
+            yield x, (x[0] > 0).long()
+
+
+def of(stream):
+    """A task that trains on a stream, and is judged on another."""
+
+    def dataset(self, split):
+        return {"train": stream(), "val": NotSeeking()}.get(split)
+
+    return type(stream.__name__ + "Task", (Base,), {"dataset": dataset})
+
+
 CASES = {
     "drop-last": (Base, ["data.drop_last=true"]),
     "weights": (Weighted, []),
     "curriculum": (Curriculum, []),
     "epochs": (Epochs, []),
     "epochs-workers": (Epochs, ["data.num_workers=1"]),
+    "stream": (of(Plain), []),
+    "stream-length": (of(Measured), []),
+    "stream-drifting": (of(Drifting), ["data.shuffle_buffer=10"]),
+    "stream-seeking": (of(Seeking), []),
+    "stream-not-seeking": (of(NotSeeking), []),
+    "stream-seeking-shuffled": (of(Seeking), ["data.shuffle_buffer=25"]),
+    "stream-not-seeking-shuffled": (of(NotSeeking), ["data.shuffle_buffer=25"]),
+    "stream-endless": (of(Endless), ["checkpoint.every=2", "eval_every=4"]),
     "splits": (Shifted, ["watch=val_shifted/accuracy", "watch_mode=max", "eval_every=2", "lr=0.3"]),
 }
 

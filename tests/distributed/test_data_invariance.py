@@ -12,7 +12,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from data_tasks import CASES, STOP
 
 SCRIPT = Path(__file__).parent / "data_tasks.py"
-EQUAL = {frozenset({"epochs", "epochs-workers"})}
+EQUAL = {
+    frozenset({"epochs", "epochs-workers"}),
+    frozenset({"stream-seeking", "stream-not-seeking"}),
+    frozenset({"stream-seeking-shuffled", "stream-not-seeking-shuffled"}),
+}
 
 
 def printed(done):

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from lockstep.data.batch_source import Batch, BatchSource, Collate, set_epoch, to_device
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
 from lockstep.errors import DataError, LockstepError
 from lockstep.parallel.layout import Range
-
-Batch = Any
-Collate = Callable[[list[Any]], Batch]
 
 
 class Request(NamedTuple):
@@ -33,17 +31,6 @@ class Request(NamedTuple):
     key: int
     indices: Tensor
     epoch: int = 0
-
-
-def set_epoch(epoch: int, *objects: object) -> None:
-    """Tell datasets and collate functions the number of the epoch, if they have a `set_epoch`.
-
-    It is told before each microbatch: other epochs, and evaluations, may have come between.
-    """
-    for one in objects:
-        setter = getattr(one, "set_epoch", None)
-        if callable(setter):
-            setter(epoch)
 
 
 class Fetcher(Dataset[Batch]):
@@ -105,13 +92,8 @@ def dataset_size(dataset: Dataset[Any], split: str) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-class Loader:
-    """Microbatches in the order in which a rank computes them.
-
-    Attributes:
-        dataset: dataset that the samples come from.
-        num_workers: number of processes that fetch; 0 fetches in this one.
-    """
+class Loader(BatchSource):
+    """Microbatches of a map-style dataset, fetched in this process or ahead of time in others."""
 
     def __init__(
         self,
@@ -123,21 +105,13 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        self.dataset = dataset
         self._fetcher = Fetcher(dataset, collate)
+        super().__init__(dataset, seed, device)
         self._sampler = sampler
-        self._seed = seed
-        self._device = device
         self.num_workers = num_workers
         self._prefetch = prefetch
 
-    @property
-    def watched(self) -> IdleGenerators:
-        """Generators that the dataset must not draw from; a `TaskError` if it does."""
-        return self._fetcher.watched
-
-    @watched.setter
-    def watched(self, generators: IdleGenerators) -> None:
+    def _watch(self, generators: IdleGenerators) -> None:
         self._fetcher.watched = generators
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
@@ -225,18 +199,3 @@ class _Requests:
 
     def __len__(self) -> int:
         return len(self._steps) * len(self._microbatches)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move all tensors in nested lists, tuples and dicts; other values stay as they are."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: to_device(v, device) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(v, device) for v in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(v, device) for v in batch)
-    return batch

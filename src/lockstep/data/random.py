@@ -21,6 +21,8 @@ class Stream(IntEnum):
     OPTIMIZER = 5
     AFTER_STEP = 6
     ORDER = 7
+    SAMPLE = 8
+    BLOCK = 9
 
 
 _MASK = (1 << 64) - 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn, optim
 
 from lockstep.comm.transport import Transport
-from lockstep.data.loader import Loader
+from lockstep.data.batch_source import BatchSource
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.audit.reachable import optimizers_in
@@ -39,7 +39,7 @@ class AfterStep:
         model: nn.Module,
         optimizer: optim.Optimizer,
         flat: FlatTensors,
-        loader: Loader,
+        loader: BatchSource,
         seed: int,
     ) -> None:
         self._task = task

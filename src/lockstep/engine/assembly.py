@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
-from lockstep.data.loader import Loader
+from lockstep.data.batch_source import BatchSource
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
@@ -51,7 +51,7 @@ class Parts:
     compute: Compute
     train_step: TrainStep
     sampler: BatchLayout
-    loader: Loader
+    loader: BatchSource
     evaluations: dict[str, Evaluation]
     total_steps: int
     facts: dict[str, Any]

@@ -26,7 +26,9 @@ class RunStarted(Event):
     config_hash: str
     total_steps: int
     steps_per_epoch: int
+    """0 for a stream that does not say its length."""
     num_samples: int
+    """Of an epoch; 0 for a stream that does not say its length."""
     num_parameters: int
     world_size: int
     transport: str

@@ -23,6 +23,7 @@ from lockstep.engine.events import (
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.splits import is_validation
 from lockstep.engine.step.train_step import StepResult
 from lockstep.engine.timing import Times
 from lockstep.parallel.mesh import Mesh
@@ -138,8 +139,18 @@ class Reporter:
                 f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
                 "to use them"
             )
+        if self._parts.sampler.steps_per_epoch is None:
+            yield from self._without_epochs()
         if is_over and progress.finished:
             yield f"this run is already complete ({progress.finished}): nothing left to train"
+
+    def _without_epochs(self) -> Iterator[str]:
+        """What would happen at the end of an epoch, if there was one."""
+        config, what = self._config, "dataset('train') does not say its length, so no epoch ends"
+        if not config.checkpoint.every:
+            yield f"checkpoint.every=0: {what}: the only checkpoint is the last; set the key"
+        if not config.eval_every and any(map(is_validation, self._parts.evaluations)):
+            yield f"eval_every=0: {what}: the only evaluation is the last; set the key"
 
     def _plan(self, progress: Progress, continued: bool = False) -> None:
         """Say what is planned."""

@@ -123,12 +123,14 @@ class RunState:
             "stop_reason": self.stop_reason,
             "failed_step": self.failed_step,
             "reporter": self._reporter.state_dict(),
+            "pass_starts": list(self._parts.loader.pass_starts),
         }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Go on from what `state_dict` said on another rank."""
         self.stop_reason, self.failed_step = values["stop_reason"], values["failed_step"]
         self._reporter.load_state_dict(values["reporter"])
+        self._parts.loader.know_passes(values["pass_starts"])
 
     def _is_due(self, every: int) -> bool:
         """Every so many steps, or, for 0, at the end of an epoch."""

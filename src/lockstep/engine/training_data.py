@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.data.batch_source import BatchSource
 from lockstep.data.loader import Loader, dataset_size
 from lockstep.data.orders import GivenOrder, Order, order_generator, weighted
 from lockstep.data.sampler import BatchLayout, ElasticSampler
+from lockstep.data.stream_loader import StreamLoader
+from lockstep.data.streams import is_stream, stream_length
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 
 
 def training_data(
     task: Task, config: TrainConfig, device: torch.device
-) -> tuple[BatchLayout, Loader, str | None]:
+) -> tuple[BatchLayout, BatchSource, str | None]:
     """The batches of a run, what fetches them, and a digest of the task's own order of samples.
 
     Raises:
@@ -26,7 +30,15 @@ def training_data(
     dataset = task.dataset("train")
     if dataset is None:
         raise DataError("dataset('train'): is None; training needs a dataset")
+    if is_stream(dataset):
+        return *_stream(task, config, device, dataset), None
     data = config.data
+    if data.shuffle_buffer:
+        raise ConfigError(
+            f"data.shuffle_buffer={data.shuffle_buffer}: is for streams, and dataset('train') is a "
+            f"map-style {type(dataset).__name__}, which data.shuffle shuffles as a whole; leave "
+            "the key out"
+        )
     num_samples = dataset_size(dataset, "train")
     order, length, digest = _own_order(task, config, num_samples)
     sampler = ElasticSampler(
@@ -42,6 +54,43 @@ def training_data(
         dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
     )
     return sampler, loader, digest
+
+
+def _stream(
+    task: Task, config: TrainConfig, device: torch.device, dataset: Any
+) -> tuple[BatchLayout, BatchSource]:
+    """The batches of a stream, and what reads them.
+
+    Raises:
+        LockstepError: the stream cannot be trained on with this config.
+    """
+    kind, data = type(dataset).__name__, config.data
+    length = stream_length(dataset, "train")
+    if length is None and config.steps is None:
+        raise ConfigError(
+            f"steps: must be set, since dataset('train') is a {kind} without __len__, so it is not "
+            "known how many steps an epoch has"
+        )
+    if data.num_workers:
+        raise ConfigError(
+            f"data.num_workers={data.num_workers}: dataset('train') is a {kind}, a stream, which "
+            "is read in the training process; set data.num_workers=0"
+        )
+    for hook, given in (
+        ("sample_weights", task.sample_weights()),
+        ("epoch_indices", task.epoch_indices(0, order_generator(config.seed, 0))),
+    ):
+        if given is not None:
+            raise TaskError(
+                f"Task.{hook}: is for map-style datasets; dataset('train') is a {kind}, a stream, "
+                "which has its own order"
+            )
+    layout = BatchLayout(length, config.batch_size, config.num_microbatches, data.drop_last)
+    loader = StreamLoader(
+        dataset, own_collate(task), layout, config.seed, device, data.shuffle_buffer
+    )
+    loader.check_skipping()
+    return layout, loader
 
 
 def _own_order(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,16 +32,18 @@ class SamplerMeta:
     """What a checkpoint says of the data.
 
     Attributes:
-        num_samples: of the dataset.
+        num_samples: of an epoch; None for a stream of unknown length.
         epoch: of the next step.
         data_digest: of the first microbatch.
         task_digest: of all samples (`Task.data_digest`), where the task gives one.
+        pass_starts: of a stream of unknown length, the positions at which passes over it begin.
     """
 
-    num_samples: int
+    num_samples: int | None
     epoch: int
     data_digest: str
     task_digest: str | None = None
+    pass_starts: tuple[int, ...] = ()
 
 
 def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
@@ -56,7 +59,10 @@ def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
         problem = f"step={progress.step}: the checkpoint is of step {snapshot.step}"
     if problem:
         raise CheckpointError(f"{where}: is damaged: progress.{problem}")
-    if sampler.epoch < 0 or sampler.num_samples < 1:
+    starts = sampler.pass_starts
+    in_order = all(one < other for one, other in pairwise(starts))
+    is_known = sampler.num_samples is None or sampler.num_samples >= 1
+    if sampler.epoch < 0 or not is_known or not in_order or (starts and starts[0]):
         raise CheckpointError(f"{where}: is damaged: sampler: {sampler}")
     return progress, sampler
 

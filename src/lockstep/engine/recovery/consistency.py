@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.task_state import task_digests
@@ -81,15 +79,6 @@ def check_replicas(
             "earlier checkpoints are untouched"
         )
     )
-
-
-def batch_digest(batch: Any) -> str:
-    """SHA-256 of all tensors of a batch: nested lists, tuples and dicts of them."""
-    sha = hashlib.sha256()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            sha.update(tensor_digest("", leaf))
-    return sha.hexdigest()
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
