@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from lockstep.data.random import generator, numpy_generator
+    from lockstep.data.shards import Shards
     from lockstep.engine.events import Finished
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
@@ -45,6 +46,7 @@ __all__ = [
     "OptimizerConfig",
     "PrecisionConfig",
     "ScheduleConfig",
+    "Shards",
     "Task",
     "TrainConfig",
     "generator",
@@ -66,6 +68,7 @@ _HOMES = {
     "OptimizerConfig": "lockstep.config",
     "PrecisionConfig": "lockstep.config",
     "ScheduleConfig": "lockstep.config",
+    "Shards": "lockstep.data.shards",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
     "generator": "lockstep.data.random",
