@@ -11,7 +11,7 @@ from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.splits import evaluated_splits
+from lockstep.engine.evaluation.splits import evaluated_splits
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
@@ -41,7 +41,8 @@ def evaluate(
         overrides: `key=value` items for the config, to look at other data than the run's.
 
     Returns:
-        The metrics, and lines for people: that the data are others, and what the report has.
+        The metrics, and lines for people: metrics of more than one number, that the data are
+        others, and what the report has.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split.
@@ -65,11 +66,12 @@ def evaluate(
         splits = evaluations(task, config, device, (split,))
         if split not in splits:
             raise DataError(f"--split {split}: the task has no such dataset")
-        metrics = splits[split].run(transport, model, Compute(task, model, config, device))
-        more = _on_other_data(task, snapshot)
+        scores = splits[split].run(transport, model, Compute(task, model, config, device))
+        more = [f"{name:16} {value}" for name, value in scores.arrays.items()]
+        more += _on_other_data(task, snapshot)
         if isinstance(task, Reports) and report is not None and transport.rank == 0:
             more += task.report(model.eval(), split, made(report, "--report"), run_dir)
-        return metrics, more
+        return scores.metrics, more
     finally:
         transport.close()
 

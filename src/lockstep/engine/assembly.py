@@ -20,11 +20,11 @@ from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import check_task_state
-from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute

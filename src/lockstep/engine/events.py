@@ -7,7 +7,8 @@ or count something listens (`lockstep.observe`). Times are in seconds, sizes in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,8 @@ class Evaluated(Event):
     split: str
     metrics: dict[str, float]
     seconds: float
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """Metrics of more than one number: nested lists by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +200,8 @@ class Finished(Event):
     wall_s: float
     checkpoint: str = ""
     exit_code: int = 0
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """The newest metrics of more than one number: nested lists by "split/name"."""
 
 
 Emit = Callable[[Event], None]

@@ -12,6 +12,7 @@ from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.microbatches import Microbatches
 from lockstep.engine.progress import Progress
@@ -19,7 +20,6 @@ from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
-from lockstep.engine.splits import is_validation
 from lockstep.engine.step.flat import model_digest
 from lockstep.engine.step.train_step import StepResult
 from lockstep.engine.task import Task
@@ -146,14 +146,14 @@ class Trainer:
     def _evaluate(self, splits: Sequence[str]) -> None:
         """Evaluate splits; nothing counts before all are done, since a loss may come between."""
         parts = self._parts
-        metrics: dict[str, dict[str, float]] = {}
+        scores: dict[str, Scores] = {}
         seconds: dict[str, float] = {}
         for name in splits:
             started = perf_counter()
             self._runtime.at("evaluate", self._state.progress.step)
-            metrics[name] = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
+            scores[name] = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
             seconds[name] = perf_counter() - started
-        self._state.commit_evaluation(metrics, seconds)
+        self._state.commit_evaluation(scores, seconds)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""
@@ -211,6 +211,7 @@ class Trainer:
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
+            arrays=progress.arrays,
         )
         self._runtime.emit(finished)
         self._transport.agree()

@@ -25,6 +25,7 @@ class Progress:
         decays: of the learning rate, for want of a better value (`schedule.name=plateau`).
         recent: the newest values of the metrics whose convergence ends the run, by name.
         metrics: of the newest evaluation, by "split/name"; those of training before the first.
+        arrays: of the newest evaluation, metrics of more than one number, by "split/name".
         finished: why the run is over; empty while it is not.
     """
 
@@ -37,6 +38,7 @@ class Progress:
     recent: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
+    arrays: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.splits import is_validation
 from lockstep.engine.events import (
     Joined,
     RankLost,
@@ -23,7 +24,6 @@ from lockstep.engine.events import (
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.splits import is_validation
 from lockstep.engine.step.train_step import StepResult
 from lockstep.engine.timing import Times
 from lockstep.parallel.mesh import Mesh

@@ -8,11 +8,11 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.after_step import AfterStep
 from lockstep.engine.assembly import Parts
+from lockstep.engine.evaluation.splits import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
 from lockstep.engine.progress import Progress
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.splits import is_validation, judged
 from lockstep.engine.step.train_step import StepResult
 
 
@@ -67,23 +67,26 @@ class RunState:
         self._runtime.transport.pulse.arm()
         self._runtime.at("committed", self.progress.step)
 
-    def commit_evaluation(
-        self, metrics: Mapping[str, dict[str, float]], seconds: Mapping[str, float]
-    ) -> None:
+    def commit_evaluation(self, scores: Mapping[str, Scores], seconds: Mapping[str, float]) -> None:
         """Take note of an evaluation; that of validation splits may end training.
 
         Args:
-            metrics: by split and name: of all validation splits, or of none.
+            scores: by split: of all validation splits, or of none.
             seconds: how long each split took; 0 for those that are not named.
         """
         progress, config, emit = self.progress, self._config, self._runtime.emit
-        for split, values in metrics.items():
-            progress.metrics |= {f"{split}/{name}": value for name, value in values.items()}
+        for split, (metrics, arrays) in scores.items():
+            progress.metrics |= {f"{split}/{name}": value for name, value in metrics.items()}
+            progress.arrays |= {f"{split}/{name}": value for name, value in arrays.items()}
             took = seconds.get(split, 0.0)
-            emit(Evaluated(step=progress.step, split=split, metrics=values, seconds=took))
-        if not any(map(is_validation, metrics)):
+            emit(
+                Evaluated(
+                    step=progress.step, split=split, metrics=metrics, arrays=arrays, seconds=took
+                )
+            )
+        if not any(map(is_validation, scores)):
             return
-        watched = judged(metrics)
+        watched = judged({split: metrics for split, (metrics, _) in scores.items()})
         if progress.judge(config, watched):
             value = watched[config.watch]
             emit(Improved(step=progress.step, metric=config.watch, value=value))

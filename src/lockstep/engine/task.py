@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from torch.utils.data import Dataset, default_collate
 
 from lockstep.config import TrainConfig
 from lockstep.errors import TaskError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 Number = Tensor | float | int
 
@@ -31,11 +34,14 @@ class Loss:
         sum: loss summed over the batch, a scalar tensor with a gradient.
         weight: what the sum is to be divided by in the end, as a rule the number of samples.
         metrics: name to (sum, weight), scalars without gradient.
+        updates: in evaluations, what each metric of `Task.metrics` is updated with: a tuple of
+            arguments, a dict of them by name, or a tensor.
     """
 
     sum: Tensor
     weight: Number
     metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    updates: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def mean(
@@ -43,6 +49,7 @@ class Loss:
         loss: Tensor,
         weight: Number,
         metrics: Mapping[str, tuple[Number, Number]] | None = None,
+        updates: Mapping[str, Any] | None = None,
     ) -> Loss:
         """Of a loss that is a mean already, as torch's loss functions give by default.
 
@@ -50,8 +57,9 @@ class Loss:
             loss: mean loss of the batch, a scalar tensor with a gradient.
             weight: what the mean was divided by, as a rule the number of samples.
             metrics: name to (sum, weight), scalars without gradient.
+            updates: what metrics of `Task.metrics` are updated with.
         """
-        return cls(loss * weight, weight, metrics or {})
+        return cls(loss * weight, weight, metrics or {}, updates or {})
 
 
 class Task(ABC):
@@ -104,6 +112,15 @@ class Task(ABC):
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Metrics of evaluations that are no ratios, by name: of torchmetrics (extra `metrics`).
+
+        `evaluate` says by `Loss.updates` what each is updated with. Results that are one number
+        are metrics like others; vectors and matrices are in the `Evaluated` event and in
+        `result.json`. Called once for each split, at the start.
+        """
+        return {}
 
     def sample_weights(self) -> Sequence[float] | Tensor | None:
         """Weights with which an epoch's samples of `train` are drawn, with replacement.

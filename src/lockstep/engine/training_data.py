@@ -13,8 +13,8 @@ from lockstep.data.batch_source import BatchSource
 from lockstep.data.loader import Loader, dataset_size
 from lockstep.data.orders import GivenOrder, Order, order_generator, weighted
 from lockstep.data.sampler import BatchLayout, ElasticSampler
-from lockstep.data.stream_loader import StreamLoader
-from lockstep.data.streams import is_stream, stream_length
+from lockstep.data.streams.loader import StreamLoader
+from lockstep.data.streams.passes import is_stream, stream_length
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 

@@ -22,7 +22,7 @@ from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import held_generators, held_state, module_globals
 from lockstep.engine.audit.reads import attributes_read
-from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.step.flat import FlatTensors, tensor_digest
 from lockstep.engine.step.microbatch import Compute

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.comm.transport import GroupBroken, Transport
+from lockstep.engine.evaluation.splits import Scores, by_split
 from lockstep.engine.events import Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.splits import by_split
 from lockstep.engine.step.train_step import StepResult
 from lockstep.errors import RankFailure, shared
 
@@ -122,7 +122,7 @@ class Lead:
         committed: its committed steps.
         evaluated: the step of its newest evaluation.
         result: of its last one, if it has done one in this sitting.
-        metrics: of the validation splits, by split and name.
+        scores: of the validation splits.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.
     """
@@ -132,7 +132,7 @@ class Lead:
     committed: int
     evaluated: int
     result: StepResult | None
-    metrics: dict[str, dict[str, float]]
+    scores: dict[str, Scores]
     is_ahead: bool
 
 
@@ -165,14 +165,19 @@ def find_lead(
     newest = applied or result
     known: dict[str, Any] = {}
     if transport.rank == rank:
-        known = {"result": newest._asdict() if newest else None, "metrics": progress.metrics}
+        known = {
+            "result": newest._asdict() if newest else None,
+            "metrics": progress.metrics,
+            "arrays": progress.arrays,
+        }
     known = transport.gather_json(known)[rank]
+    metrics, arrays = by_split(known["metrics"]), by_split(known["arrays"])
     return Lead(
         rank=rank,
         step=lead.step,
         committed=lead.committed,
         evaluated=lead.evaluated,
         result=StepResult.from_json(known["result"]) if known["result"] else None,
-        metrics=by_split(known["metrics"]),
+        scores={name: Scores(values, arrays.get(name, {})) for name, values in metrics.items()},
         is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.data.digest import data_digest
 from lockstep.data.random import Stream, random_key
-from lockstep.data.streams import Pass, ShuffledPass
+from lockstep.data.streams.passes import Pass, ShuffledPass
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from lockstep.data.batch_source import Batch, BatchSource, Collate, set_epoch, to_device
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
-from lockstep.data.stream_reader import StreamReader
+from lockstep.data.streams.reader import StreamReader
 from lockstep.parallel.layout import Range
 
 

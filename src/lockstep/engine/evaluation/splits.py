@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 
 T = TypeVar("T")
+
+
+class Scores(NamedTuple):
+    """What the evaluation of a split has found.
+
+    Attributes:
+        metrics: numbers by name, `loss` among them.
+        arrays: nested lists by name: metrics of more than one number.
+    """
+
+    metrics: dict[str, float]
+    arrays: dict[str, Any]
+
 
 _NAME = re.compile(r"(val|test)[A-Za-z0-9_.-]*")
 

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import assemble
+from lockstep.engine.evaluation.splits import by_split, evaluated_splits, judged
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.splits import by_split, evaluated_splits, judged
 from lockstep.errors import ConfigError, TaskError
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.data.batch_source import set_epoch, to_device
 from lockstep.data.loader import Fetcher, Request, dataset_size
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.data.streams import Pass, is_stream, stream_length
+from lockstep.data.streams.passes import Pass, is_stream, stream_length
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError, shared
 from lockstep.parallel.layout import split
