@@ -70,6 +70,10 @@ class BatchSource(ABC):
     def know_passes(self, starts: Sequence[int]) -> None:  # noqa: B027
         """Learn `pass_starts` from a process that knows more of them."""
 
+    def landmarks(self) -> dict[str, str]:
+        """Digests of some samples of a stream, by place: other ranks must have the same."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """No more batches will be fetched."""

@@ -14,6 +14,8 @@ from lockstep.data.sampler import BatchLayout
 from lockstep.data.streams.reader import StreamReader
 from lockstep.parallel.layout import Range
 
+_NUM_LANDMARKS = 8
+
 
 class StreamLoader(BatchSource):
     """Microbatches of a stream in the order in which a rank computes them.
@@ -95,6 +97,10 @@ class StreamLoader(BatchSource):
         for step in range(first_step, last_step):
             for m in range(*microbatches):
                 yield step, m, self._fetch(self._reader, step, m)
+
+    def landmarks(self) -> dict[str, str]:
+        """Digests of some samples of the newest batch, by place."""
+        return self._reader.landmarks(max(1, self._layout.step_size(0) // _NUM_LANDMARKS))
 
     def close(self) -> None:
         """No more batches will be fetched."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lockstep.data.digest import data_digest
 from lockstep.data.random import Stream, random_key
@@ -50,6 +53,7 @@ class StreamReader:
         self._epoch = 0
         self._position = 0
         self._held: dict[int, Any] = {}
+        self._batch_start = 0
 
     def read(self, epoch: int, wanted: Range, batch_start: int) -> list[Any]:
         """The samples at some positions.
@@ -100,6 +104,18 @@ class StreamReader:
         """The number of the pass that a position, which has been read, lies in."""
         return epoch if self._length is not None else bisect_right(self.starts, position) - 1
 
+    def landmarks(self, stride: int) -> dict[str, str]:
+        """Digests of every `stride`-th sample of the newest batch, as far as they were read.
+
+        By place; other ranks must have the same.
+        """
+        epoch = self._epoch if self._length is not None else 0
+        return {
+            f"sample {position} of epoch {epoch}": data_digest(sample)
+            for position, sample in self._held.items()
+            if position >= self._batch_start and (position - self._batch_start) % stride == 0
+        }
+
     def close(self) -> None:
         """End the present pass; the next reading begins another one."""
         if self._pass is not None:
@@ -119,7 +135,8 @@ class StreamReader:
             self._held[position] = self._next()
         if self._position == self._length:
             self._check_end()
-        return [self._held[position] for position in range(*wanted)]
+        self._batch_start = batch_start
+        return [_copied(self._held[position]) for position in range(*wanted)]
 
     def _is_behind(self, epoch: int, wanted: Range) -> bool:
         """Whether the present pass has gone past a position that is wanted and not held."""
@@ -213,3 +230,14 @@ class StreamReader:
             raise DataError(
                 f"dataset('train'): goes on after the {self._length} samples that its __len__ says"
             )
+
+
+def _copied(sample: Any) -> Any:
+    """A sample that may be changed in place, by a collate function, while the original is held."""
+    return tree_map(_copied_leaf, sample)
+
+
+def _copied_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (np.ndarray, bytearray)) else value

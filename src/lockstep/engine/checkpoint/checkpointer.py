@@ -26,7 +26,7 @@ from lockstep.engine.checkpoint.task_state import check_task_state
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Resumed, Warned
 from lockstep.engine.progress import Progress
-from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.errors import CheckpointError
@@ -107,6 +107,7 @@ class Checkpointer:
         if self._transport.size > 1:
             parts = self._parts
             train_step = parts.train_step
+            check_streams(self._transport, parts.loader.landmarks(), progress.step)
             check_replicas(
                 self._transport,
                 parts.model,
