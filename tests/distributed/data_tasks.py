@@ -171,11 +171,85 @@ class NotSeeking(Seeking):
         yield from SeekingIterator()
 
 
+class Buffered(IterableDataset):
+    """Shuffles with Python's global generator, through a buffer."""
+
+    def __iter__(self):
+        buffer = []
+        for one in zip(*samples(), strict=True):
+            buffer.append(one)
+            if len(buffer) > 7:
+                yield buffer.pop(random.randrange(len(buffer)))
+        random.shuffle(buffer)
+        yield from buffer
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
             x = torch.randn(5)
             yield x, (x[0] > 0).long()
+
+
+def hugging_face():
+    import datasets
+
+    x, y = samples()
+    return datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist()})
+
+
+def noisy(rows):
+    noise = [random.random() + np.random.rand() + torch.rand(5) for _ in rows["x"]]
+    x = [torch.tensor(x) + n for x, n in zip(rows["x"], noise, strict=True)]
+    return {"x": x, "y": [torch.tensor(y) for y in rows["y"]]}
+
+
+class HuggingFace(Base):
+    def dataset(self, split):
+        return self.train() if split == "train" else super().dataset(split)
+
+    def train(self):
+        return hugging_face().with_format("torch")
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch["x"], batch["y"]) if isinstance(batch, dict) else batch)
+
+
+class HuggingFaceRandom(HuggingFace):
+    def train(self):
+        return hugging_face().with_transform(noisy)
+
+
+class HuggingFaceStream(HuggingFace):
+    def train(self):
+        stream = hugging_face().to_iterable_dataset(num_shards=4)
+        return stream.shuffle(seed=3, buffer_size=7).with_format("torch")
+
+
+class LateIterator(SeekingIterator):
+    def __next__(self):
+        x, y = super().__next__()
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        return x + rank * (self.position > 40), y
+
+
+class LateStream:
+    """Is another one on other ranks, but not at the start."""
+
+    def __iter__(self):
+        yield from LateIterator()
+
+
+class Late(Base):
+    def dataset(self, split):
+        return LateStream() if split == "train" else super().dataset(split)
+
+
+class Slow(Base):
+    """A stream that can only be read, for tests of losses."""
+
+    def dataset(self, split):
+        return NotSeeking() if split == "train" else super().dataset(split)
 
 
 def of(stream):
@@ -188,6 +262,10 @@ def of(stream):
 
 
 CASES = {
+    "plain": (Base, []),
+    "hf": (HuggingFace, []),
+    "hf-random": (HuggingFaceRandom, []),
+    "hf-stream": (HuggingFaceStream, []),
     "drop-last": (Base, ["data.drop_last=true"]),
     "weights": (Weighted, []),
     "curriculum": (Curriculum, []),
@@ -200,6 +278,7 @@ CASES = {
     "stream-not-seeking": (of(NotSeeking), []),
     "stream-seeking-shuffled": (of(Seeking), ["data.shuffle_buffer=25"]),
     "stream-not-seeking-shuffled": (of(NotSeeking), ["data.shuffle_buffer=25"]),
+    "stream-buffered": (of(Buffered), []),
     "stream-endless": (of(Endless), ["checkpoint.every=2", "eval_every=4"]),
     "splits": (Shifted, ["watch=val_shifted/accuracy", "watch_mode=max", "eval_every=2", "lr=0.3"]),
 }

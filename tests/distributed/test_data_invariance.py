@@ -6,13 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import run
+from tests.conftest import result, run
+
+from lockstep.engine.faults import PlannedFault, to_env
 
 sys.path.insert(0, str(Path(__file__).parent))
 from data_tasks import CASES, STOP
 
+KEYS = ("batch_size=16", "num_microbatches=4", "steps=11", "lr=0.05", "eval_batch_size=8")
 SCRIPT = Path(__file__).parent / "data_tasks.py"
 EQUAL = {
+    frozenset({"plain", "hf"}),
     frozenset({"epochs", "epochs-workers"}),
     frozenset({"stream-seeking", "stream-not-seeking"}),
     frozenset({"stream-seeking-shuffled", "stream-not-seeking-shuffled"}),
@@ -36,7 +40,12 @@ def alone(folder):
 
 
 def test_two_ranks_get_what_one_gets(ranks, folder, alone):
-    assert printed(ranks("mpi", 2, SCRIPT, "whole", folder)) == alone
+    names = (
+        "weights", "epochs-workers", "splits", "stream-drifting", "stream-seeking-shuffled",
+        "stream-endless", "hf-stream",
+    )  # fmt: skip
+    found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
+    assert found == {name: alone[name] for name in names}
 
 
 def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ranks, folder, alone):
@@ -74,6 +83,24 @@ def test_a_checkpoint_is_evaluated_on_any_split_of_the_task(here, folder, alone)
     done = here("eval", run_dir, "--split", "ood")
     assert done.returncode == 2
     assert "--split ood: must be one of train, val, val_shifted, test_shifted" in done.stderr
+
+
+def test_a_stream_that_parts_from_the_others_is_found_at_a_checkpoint(lockstep):
+    done = lockstep("train", f"{SCRIPT}:Late", "-n", "3", *KEYS, "checkpoint.every=3")
+    assert done.returncode == 2
+    assert "step 3: dataset('train'): sample 40 of epoch 0 is another one on rank" in done.stderr
+
+
+def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_path, alone):
+    faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "reduced")]
+    done = lockstep(
+        "train", f"{SCRIPT}:Slow", "-n", "4", "--run-dir", "lossy", *KEYS,
+        **to_env(faults, tmp_path / "faults"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = result(tmp_path / "lossy")
+    assert ended["world_size"] == 2
+    assert ended["params_sha256"] == alone["stream-not-seeking"][0]
 
 
 def test_other_data_give_other_parameters(alone):
