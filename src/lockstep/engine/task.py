@@ -41,7 +41,7 @@ class Loss:
     sum: Tensor
     weight: Number
     metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
-    updates: Mapping[str, Any] = field(default_factory=dict)
+    updates: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def mean(
@@ -59,7 +59,7 @@ class Loss:
             metrics: name to (sum, weight), scalars without gradient.
             updates: what metrics of `Task.metrics` are updated with.
         """
-        return cls(loss * weight, weight, metrics or {}, updates or {})
+        return cls(loss * weight, weight, metrics or {}, updates=updates or {})
 
 
 class Task(ABC):

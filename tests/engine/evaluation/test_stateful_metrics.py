@@ -135,7 +135,7 @@ def test_results_are_those_of_the_whole_split_at_once(alone: Scores) -> None:
 
 def own(metrics: Any, updates: Any, **methods: Any) -> Any:
     def evaluate(self: Any, net: nn.Module, batch: Any) -> ls.Loss:
-        return ls.Loss(net(batch[0]).sum(), 1, {"known": (1, 1)}, updates)
+        return ls.Loss(net(batch[0]).sum(), 1, {"known": (1, 1)}, updates=updates)
 
     return type("Own", (Classifier,), {"metrics": lambda self: metrics, "evaluate": evaluate})()
 
@@ -234,7 +234,8 @@ def test_a_metric_of_states_can_be_watched_and_arrays_are_in_the_files(tmp_path:
 
         def evaluate(self, net: nn.Module, batch: Any) -> ls.Loss:
             loss = self.loss(net, batch)
-            return ls.Loss(loss.sum, loss.weight, {}, {n: loss.updates[n] for n in self.metrics()})
+            updates = {name: loss.updates[name] for name in self.metrics()}
+            return ls.Loss(loss.sum, loss.weight, updates=updates)
 
     config = ls.TrainConfig(steps=2, batch_size=32, watch="f1", watch_mode="max", lr=0.1)
     finished = ls.run(Watching(config), config, Sitting(str(tmp_path / "run"), console=False))
