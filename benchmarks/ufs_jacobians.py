@@ -19,7 +19,7 @@ def main() -> None:
     torch.manual_seed(0)
     task = Ufs(UfsConfig(mask_mode="both"))
     net = task.build_model()
-    x = torch.from_numpy(task.splits["train"].values[:, :14]).contiguous()
+    x = torch.from_numpy(task.rows_by_split["train"].values[:, :14]).contiguous()
 
     def row(values: Tensor) -> Tensor:
         single = values.unsqueeze(0).requires_grad_()

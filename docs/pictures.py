@@ -36,8 +36,8 @@ WALKS = {
 """The section of the page whose listing is drawn, by picture."""
 
 _ROOMS = (
-    "front", "engine/recovery", "engine", "engine/hooks", "engine/checkpoint", "engine/step", "data", "parallel",
-    "comm",
+    "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
+    "engine/step", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 

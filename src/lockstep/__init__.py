@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from lockstep.data.random import generator, numpy_generator
+    from lockstep.data.shards import Shards
     from lockstep.engine.hooks.hook import Hook, Run
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
@@ -51,6 +52,7 @@ __all__ = [
     "Result",
     "Run",
     "ScheduleConfig",
+    "Shards",
     "Stopped",
     "Task",
     "TrainConfig",
@@ -79,6 +81,7 @@ _HOMES = {
     "Result": "lockstep.front",
     "Run": "lockstep.engine.hooks.hook",
     "ScheduleConfig": "lockstep.config",
+    "Shards": "lockstep.data.shards",
     "Stopped": "lockstep.front",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",

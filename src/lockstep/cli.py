@@ -149,7 +149,9 @@ def resume(
 def evaluate(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
     overrides: Overrides = None,
-    split: Annotated[str, typer.Option("--split", help="train, val or test.")] = "test",
+    split: Annotated[
+        str, typer.Option("--split", help="train, val, test, or another that the task names.")
+    ] = "test",
     checkpoint: Checkpoint = "latest",
     report: Annotated[
         Path | None, typer.Option("--report", help="A folder for tables and pictures.")

@@ -445,3 +445,47 @@ time.sleep(60)
     while is_alive(worker):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Epochal(Plain):
+    """Says which epoch it was told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.make = lambda i: (i, epoch)
+
+
+class EpochalTensors(TensorDataset):
+    def set_epoch(self, epoch: int) -> None:
+        self.tensors = (X, Y + 1000 * epoch)
+
+
+class EpochalCollate:
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return [self.epoch for _ in samples], [i for i, _ in samples]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_datasets_and_collate_functions_know_the_epoch_of_what_is_fetched(num_workers: int) -> None:
+    per_epoch = sampler().steps_per_epoch
+    assert per_epoch is not None
+    made = loader(Epochal(), num_workers=num_workers)
+    made.microbatch(2 * per_epoch, 0)  # what came before does not matter
+    for step, _, batch in made.stream(ALL, per_epoch - 1, per_epoch + 1):
+        if batch is not None:
+            assert set(batch[1].tolist()) == {step // per_epoch}
+    collate = EpochalCollate()
+    for step, _, batch in loader(Plain(), collate, num_workers=num_workers).stream(ALL, 0, STEPS):
+        if batch is not None:
+            assert set(batch[0]) == {step // per_epoch}
+
+
+def test_a_dataset_of_tensors_is_told_the_epoch_too() -> None:
+    per_epoch = sampler().steps_per_epoch
+    assert per_epoch is not None
+    made = loader(EpochalTensors(X, Y))
+    assert made.microbatch(0, 0)[1].max() < 1000 <= made.microbatch(per_epoch, 0)[1].min()

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ def kinds() -> list[type[Event]]:
 
 
 def events() -> st.SearchStrategy[Event]:
-    return st.one_of(*(st.from_type(kind) for kind in kinds()))
+    arrays = st.dictionaries(st.text(), st.recursive(st.floats() | st.integers(), st.lists))
+    return st.one_of(
+        *(
+            st.builds(kind, arrays=arrays)
+            if "arrays" in {field.name for field in fields(kind)}
+            else st.from_type(kind)
+            for kind in kinds()
+        )
+    )
 
 
 def same(one: Any, other: Any) -> bool:

@@ -20,7 +20,9 @@ def test_a_finished_run(tmp_path: Path) -> None:
     sink(run_started())
     sink(step_done(500))
     assert not path.exists()
-    sink(finished(500, metrics={"accuracy": 0.97, "gap": math.inf}, checkpoint="c/step_500"))
+    arrays = {"val/matrix": [[1, 2], [3, math.nan]]}
+    metrics = {"accuracy": 0.97, "gap": math.inf}
+    sink(finished(500, metrics=metrics, arrays=arrays, checkpoint="c/step_500"))
     result = read_result(path.parent)
     assert result == {
         "status": "completed",
@@ -28,6 +30,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "step": 500,
         "params_sha256": "ab" * 32,
         "metrics": {"accuracy": 0.97, "gap": math.inf},
+        "arrays": {"val/matrix": [[1, 2], [3, "NaN"]]},
         "world_size": 4,
         "wall_s": 65.0,
         "task": "digits",

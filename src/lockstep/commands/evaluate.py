@@ -11,6 +11,7 @@ from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.splits import evaluated_splits
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
@@ -21,8 +22,6 @@ from lockstep.launch.rank.threads import num_threads
 from lockstep.loading import restored
 from lockstep.recipes.abilities import Reports
 from lockstep.targets import make_task, task_class, trusted_target
-
-SPLITS = ("train", "val", "test")
 
 
 def evaluate(
@@ -36,19 +35,18 @@ def evaluate(
 
     Args:
         run_dir: path of the run directory.
-        split: name of the split: `train`, `val` or `test`.
+        split: name of the split: `train`, or one that the task names.
         which: checkpoint to evaluate: `best`, `latest`, or a step's number.
         report: path of a folder in which the task's first rank writes its report, if one is wanted.
         overrides: `key=value` items for the config, to look at other data than the run's.
 
     Returns:
-        The metrics, and lines for people: that the data are others, and what the report has.
+        The metrics, and lines for people: metrics of more than one number, that the data are
+        others, and what the report has.
 
     Raises:
         LockstepError: there is no such run, checkpoint or split.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"--split {split}: must be one of {', '.join(SPLITS)}")
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
     config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
@@ -56,6 +54,9 @@ def evaluate(
     with num_threads(config.threads, environment):
         device = choose_device(config.device, environment)
         task = make_task(kind, config)
+        splits_there = ("train", *evaluated_splits(task))
+        if split not in splits_there:
+            raise ConfigError(f"--split {split}: must be one of {', '.join(splits_there)}")
         if report is not None and not isinstance(task, Reports):
             raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
         snapshot = find_snapshot(directory.checkpoints, which)
@@ -65,11 +66,12 @@ def evaluate(
             splits = evaluations(task, config, device, (split,))
             if split not in splits:
                 raise DataError(f"--split {split}: the task has no such dataset")
-            metrics = splits[split].run(transport, model, Compute(task, model, config, device))
-            more = _on_other_data(task, snapshot)
+            scores = splits[split].run(transport, model, Compute(task, model, config, device))
+            more = [f"{name:16} {value}" for name, value in scores.arrays.items()]
+            more += _on_other_data(task, snapshot)
             if isinstance(task, Reports) and report is not None and transport.rank == 0:
                 more += task.report(model.eval(), split, made(report, "--report"), run_dir)
-            return metrics, more
+            return scores.metrics, more
         finally:
             transport.close()
 

@@ -140,3 +140,7 @@ class DataConfig(Section):
     """Microbatches each worker process fetches ahead."""
     shuffle: bool = True
     """Draw a new order for each epoch."""
+    shuffle_buffer: Count = 0
+    """Samples of a stream that are shuffled together, in memory; 0 leaves their order."""
+    drop_last: bool = False
+    """Leave out an epoch's last batch if it is smaller than `batch_size`."""

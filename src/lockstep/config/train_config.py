@@ -78,7 +78,8 @@ class TrainConfig(Section):
     eval_batch_size: Positive = 256
     """Samples in one evaluation batch, on one rank."""
     watch: str = "loss"
-    """The evaluation metric that says which checkpoint is best."""
+    """The evaluation metric that says which checkpoint is best: a plain name is one of `val`, those
+    of other validation splits are called `val_ood/loss`."""
     watch_mode: Literal["min", "max"] = "min"
     """Whether less or more of `watch` is better."""
     test_on: Literal["best", "last"] = Field(default="best", json_schema_extra=NO_OUTCOME)

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
 
+from lockstep.data.batch_source import Batch, BatchSource, Collate, set_epoch, to_device
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
 from lockstep.errors import DataError, LockstepError
 from lockstep.parallel.layout import Range
-
-Batch = Any
-Collate = Callable[[list[Any]], Batch]
 
 
 class Request(NamedTuple):
@@ -27,10 +25,12 @@ class Request(NamedTuple):
     Attributes:
         key: seed of the global generators, 63 bits.
         indices: indices of the samples in the dataset, int64 [N].
+        epoch: number of the epoch they are fetched for, from 0.
     """
 
     key: int
     indices: Tensor
+    epoch: int = 0
 
 
 class Fetcher(Dataset[Batch]):
@@ -51,7 +51,8 @@ class Fetcher(Dataset[Batch]):
         self._tensors = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
-            if plain and not hasattr(dataset, "__getitems__"):
+            others = ("__getitems__", "set_epoch")
+            if plain and not any(hasattr(dataset, name) for name in others):
                 self._tensors = dataset.tensors
 
     def __getitem__(self, request: Request) -> Batch:
@@ -66,6 +67,7 @@ class Fetcher(Dataset[Batch]):
     def _batch(self, request: Request) -> Batch:
         if self._tensors is not None:
             return [t.index_select(0, request.indices) for t in self._tensors]
+        set_epoch(request.epoch, self._dataset, self._collate)
         seed_all(request.key)
         indices = request.indices.tolist()
         many = getattr(self._dataset, "__getitems__", None)
@@ -90,13 +92,8 @@ def dataset_size(dataset: Dataset[Any], split: str) -> int:
     return len(dataset)  # type: ignore[arg-type]
 
 
-class Loader:
-    """Microbatches in the order in which a rank computes them.
-
-    Attributes:
-        dataset: dataset that the samples come from.
-        num_workers: number of processes that fetch; 0 fetches in this one.
-    """
+class Loader(BatchSource):
+    """Microbatches of a map-style dataset, fetched in this process or ahead of time in others."""
 
     def __init__(
         self,
@@ -108,21 +105,13 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        self.dataset = dataset
         self._fetcher = Fetcher(dataset, collate)
+        super().__init__(dataset, seed, device)
         self._sampler = sampler
-        self._seed = seed
-        self._device = device
         self.num_workers = num_workers
         self._prefetch = prefetch
 
-    @property
-    def watched(self) -> IdleGenerators:
-        """Generators that the dataset must not draw from; a `TaskError` if it does."""
-        return self._fetcher.watched
-
-    @watched.setter
-    def watched(self, generators: IdleGenerators) -> None:
+    def _watch(self, generators: IdleGenerators) -> None:
         self._fetcher.watched = generators
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
@@ -136,7 +125,7 @@ class Loader:
         if request is None or len(request.indices) < 2:
             return
         for indices in (request.indices, *request.indices.tensor_split(2)):
-            batch = self._fetcher[Request(request.key, indices)]
+            batch = self._fetcher[request._replace(indices=indices)]
             yield to_device(batch, self._device)
 
     def stream(
@@ -183,7 +172,8 @@ class Loader:
         if not self._sampler.microbatch_size(step, microbatch):
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
-        return Request(key, self._sampler.indices(step, microbatch))
+        indices = self._sampler.indices(step, microbatch)
+        return Request(key, indices, self._sampler.epoch(step))
 
 
 class _Requests:
@@ -209,18 +199,3 @@ class _Requests:
 
     def __len__(self) -> int:
         return len(self._steps) * len(self._microbatches)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move all tensors in nested lists, tuples and dicts; other values stay as they are."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: to_device(v, device) for k, v in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(v, device) for v in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(v, device) for v in batch)
-    return batch

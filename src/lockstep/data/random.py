@@ -20,7 +20,10 @@ class Stream(IntEnum):
     EVALUATION = 4
     OPTIMIZER = 5
     AFTER_STEP = 6
-    HOOK = 7
+    ORDER = 7
+    SAMPLE = 8
+    BLOCK = 9
+    HOOK = 10
 
 
 _MASK = (1 << 64) - 1

@@ -10,65 +10,84 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.errors import DataError
+from lockstep.data.orders import Order, in_order, order_generator, shuffled
+from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.layout import Range, split
 
 
-class ElasticSampler:
-    """Assigns every sample to one step of an epoch, in an order drawn anew for each epoch.
+class BatchLayout:
+    """Which positions of an epoch make up each step and microbatch.
+
+    Without a number of samples, there is one endless epoch.
 
     Attributes:
-        steps_per_epoch: number of steps in an epoch; the last one may be smaller, no sample is
-            dropped.
+        num_samples: number of positions of an epoch; None if it is not known.
+        steps_per_epoch: number of steps in an epoch, the last of which may be smaller; None if it
+            is not known.
     """
 
     def __init__(
         self,
-        num_samples: int,
+        num_samples: int | None,
         batch_size: int,
         num_microbatches: int,
-        seed: int,
-        shuffle: bool = True,
+        drop_last: bool = False,
     ) -> None:
-        """Make a sampler.
+        """Lay out an epoch.
 
         Args:
-            num_samples: number of samples of the dataset, at least 1.
+            num_samples: number of samples of an epoch, at least 1; None if it is not known.
             batch_size: number of samples of a global batch.
             num_microbatches: number of parts of a global batch.
-            seed: seed of the orders of all epochs.
-            shuffle: whether to draw the orders; else samples come in the dataset's order.
+            drop_last: whether the samples that do not fill an epoch's last batch are left out.
 
         Raises:
             DataError: there are no samples.
+            ConfigError: there are fewer than `batch_size`, and `drop_last` leaves out all of them.
         """
-        if num_samples < 1:
-            raise DataError("dataset('train'): is empty; training needs at least one sample")
         self.num_samples = num_samples
-        self.steps_per_epoch = -(-num_samples // batch_size)
+        self.steps_per_epoch: int | None = None
         self._batch_size = batch_size
         self._num_microbatches = num_microbatches
-        self._seed = seed
-        self._shuffle = shuffle
-        self._epoch = -1
-        self._order = torch.empty(0, dtype=torch.int64)
         self._splits: dict[int, list[Range]] = {}
+        if num_samples is None:
+            return
+        if num_samples < 1:
+            raise DataError("dataset('train'): is empty; training needs at least one sample")
+        if drop_last and num_samples < batch_size:
+            raise ConfigError(
+                "data.drop_last=True: leaves nothing to train on, since an epoch has "
+                f"{num_samples} samples and batch_size={batch_size}; lower batch_size, or set "
+                "data.drop_last=False"
+            )
+        full = num_samples // batch_size
+        self.steps_per_epoch = full if drop_last else -(-num_samples // batch_size)
 
     def epoch(self, step: int) -> int:
         """The epoch (from 0) that step (from 0) belongs to."""
-        return step // self.steps_per_epoch
+        return step // self.steps_per_epoch if self.steps_per_epoch else 0
+
+    def is_epoch_end(self, num_steps: int) -> bool:
+        """Whether an epoch ends after the first `num_steps` steps of a run."""
+        return self.steps_per_epoch is not None and num_steps % self.steps_per_epoch == 0
 
     def step_size(self, step: int) -> int:
         """The number of samples in the global batch of a step."""
-        start = step % self.steps_per_epoch * self._batch_size
-        return min(self._batch_size, self.num_samples - start)
+        if self.num_samples is None:
+            return self._batch_size
+        return min(self._batch_size, self.num_samples - self.start(step))
 
-    def indices(self, step: int, microbatch: int) -> Tensor:
-        """The samples of a microbatch, int64 [N]; N is 0 if the batch has too few samples."""
-        self._draw(self.epoch(step))
-        start = step % self.steps_per_epoch * self._batch_size
+    def start(self, step: int) -> int:
+        """The position in its epoch at which the global batch of a step begins."""
+        if self.steps_per_epoch is not None:
+            step %= self.steps_per_epoch
+        return step * self._batch_size
+
+    def positions(self, step: int, microbatch: int) -> Range:
+        """The positions in its epoch of a microbatch; none if the batch has too few samples."""
+        start = self.start(step)
         first, last = self._ranges(self.step_size(step))[microbatch]
-        return self._order[start + first : start + last]
+        return Range(start + first, start + last)
 
     def microbatch_size(self, step: int, microbatch: int) -> int:
         """The number of samples in a microbatch, which may be 0."""
@@ -80,14 +99,48 @@ class ElasticSampler:
             self._splits[size] = split(size, self._num_microbatches)
         return self._splits[size]
 
-    def _draw(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
-        self._epoch = epoch
-        if self._shuffle:
-            # Counter-based: the order of an epoch does not depend on the epochs before it.
-            bits = np.random.Philox(key=np.array([self._seed, epoch], dtype=np.uint64))
-            order = np.random.Generator(bits).permutation(self.num_samples)
-            self._order = torch.from_numpy(order.astype(np.int64, copy=False))
-        elif not self._order.numel():
-            self._order = torch.arange(self.num_samples)
+
+class ElasticSampler(BatchLayout):
+    """Assigns samples of a map-style dataset to steps, in an order drawn anew for each epoch."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        num_microbatches: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        order: Order | None = None,
+    ) -> None:
+        """Make a sampler.
+
+        Args:
+            num_samples: number of samples of an epoch, at least 1.
+            batch_size: number of samples of a global batch.
+            num_microbatches: number of parts of a global batch.
+            seed: seed of the orders of all epochs.
+            shuffle: whether to draw the orders; else samples come in the dataset's order.
+            drop_last: whether the samples that do not fill an epoch's last batch are left out.
+            order: function that gives the samples of an epoch, instead of `shuffle`; always
+                `num_samples` of them.
+
+        Raises:
+            DataError: there are no samples.
+            ConfigError: there are fewer than `batch_size`, and `drop_last` leaves out all of them.
+        """
+        super().__init__(num_samples, batch_size, num_microbatches, drop_last)
+        self._seed = seed
+        self._draw = order or (shuffled if shuffle else in_order)(num_samples)
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def indices(self, step: int, microbatch: int) -> Tensor:
+        """The samples of a microbatch, int64 [N]; N is 0 if the batch has too few samples."""
+        epoch = self.epoch(step)
+        if epoch != self._epoch:
+            drawn = self._draw(epoch, order_generator(self._seed, epoch))
+            self._order = torch.from_numpy(drawn.astype(np.int64, copy=False))
+            self._epoch = epoch
+        first, last = self.positions(step, microbatch)
+        return self._order[first:last]

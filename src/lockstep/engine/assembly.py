@@ -14,13 +14,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
-from lockstep.data.loader import Loader, dataset_size
+from lockstep.data.batch_source import BatchSource
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.data.sampler import ElasticSampler
+from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import TaskState
-from lockstep.engine.evaluation import Evaluation
+from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
@@ -30,8 +31,9 @@ from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.task import Task, own_collate
-from lockstep.errors import ConfigError, DataError, TaskError
+from lockstep.engine.task import Task
+from lockstep.engine.training_data import training_data
+from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.mesh import Mesh
 from lockstep.parsing import shown
 
@@ -44,7 +46,7 @@ class Parts:
         model: model in training mode, with its trainable parameters in flat memory.
         task_state: the task and its hooks.
         total_steps: number of optimizer steps of the whole run.
-        evaluations: evaluations by split, of `val` and `test` where the task has them.
+        evaluations: evaluations by split, of those in `Task.splits` that the task has.
         facts: values that must be equal on all processes of a run, by a name for people.
     """
 
@@ -52,8 +54,8 @@ class Parts:
     task_state: TaskState
     compute: Compute
     train_step: TrainStep
-    sampler: ElasticSampler
-    loader: Loader
+    sampler: BatchLayout
+    loader: BatchSource
     evaluations: dict[str, Evaluation]
     total_steps: int
     facts: dict[str, Any]
@@ -82,20 +84,26 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
-    sampler, loader = everywhere(transport, lambda: _data(task, config, runtime.device))
-    facts = {"config": config.hash, "number of samples": sampler.num_samples, **start}
+    sampler, loader, order = everywhere(
+        transport, lambda: training_data(task, config, runtime.device)
+    )
+    facts: dict[str, Any] = {"config": config.hash, **start}
+    facts |= {"number of samples": sampler.num_samples, "order of samples": order}
     facts["data"] = everywhere(transport, task.data_digest)
     check_same(transport, facts)
     splits = everywhere(transport, lambda: evaluations(task, config, runtime.device))
-    for name in ("val", "test"):
-        there = splits.get(name)
-        facts[f"number of samples of {name}"] = there.num_samples if there else None
+    facts["splits"] = list(splits)
+    for name, there in splits.items():
+        facts[f"number of samples of {name}"] = there.num_samples
     check_same(transport, facts)
     everywhere(transport, lambda: check_judged(config, splits))
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
-    if "val" in splits:
-        judged = everywhere(transport, lambda: trial.evaluate(splits["val"], transport))
-        check_watched(config, judged)
+    tried = everywhere(
+        transport,
+        lambda: {n: trial.evaluate(e, transport) for n, e in splits.items() if is_validation(n)},
+    )
+    if tried:
+        check_watched(config, judged(tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -110,7 +118,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     everywhere(transport, task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
-    total_steps = config.steps or config.epochs * sampler.steps_per_epoch
+    total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
     ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
     train_step = TrainStep(
         runtime,
@@ -179,10 +187,11 @@ def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Mod
 
 
 def evaluations(
-    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] = ("val", "test")
+    task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
 ) -> dict[str, Evaluation]:
-    """The splits there are, ready to be evaluated."""
-    datasets = {name: task.dataset(name) for name in splits}
+    """The splits there are, ready to be evaluated: of `splits`, or of all that the task names."""
+    names = evaluated_splits(task) if splits is None else splits
+    datasets = {name: task.dataset(name) for name in names}
     return {
         name: Evaluation(task, name, data, config.eval_batch_size, device, config.seed)
         for name, data in datasets.items()
@@ -202,7 +211,7 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
         "schedule.name='plateau'": config.schedule.name == "plateau",
     }
     for key, is_set in waiting.items():
-        if is_set and "val" not in splits:
+        if is_set and not any(map(is_validation, splits)):
             raise ConfigError(
                 f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
                 "validation split or leave this key out"
@@ -219,24 +228,6 @@ def _model(
     if optimizer is None:
         optimizer = default_optimizer(model, config)
     return model, compute, check_optimizer(optimizer, model, config)
-
-
-def _data(task: Task, config: TrainConfig, device: torch.device) -> tuple[ElasticSampler, Loader]:
-    dataset = task.dataset("train")
-    if dataset is None:
-        raise DataError("dataset('train'): is None; training needs a dataset")
-    sampler = ElasticSampler(
-        dataset_size(dataset, "train"),
-        config.batch_size,
-        config.num_microbatches,
-        config.seed,
-        config.data.shuffle,
-    )
-    data = config.data
-    loader = Loader(
-        dataset, own_collate(task), sampler, config.seed, device, data.num_workers, data.prefetch
-    )
-    return sampler, loader
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -7,7 +7,8 @@ or count something listens (`lockstep.observe`). Times are in seconds, sizes in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,9 @@ class RunStarted(Event):
     config_hash: str
     total_steps: int
     steps_per_epoch: int
+    """0 for a stream that does not say its length."""
     num_samples: int
+    """Of an epoch; 0 for a stream that does not say its length."""
     num_parameters: int
     world_size: int
     transport: str
@@ -104,6 +107,8 @@ class Evaluated(Event):
     seconds: float
     model_step: int | None = None
     """The step whose parameters were evaluated, if it is another one than `step`."""
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """Metrics of more than one number: nested lists by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +211,8 @@ class Finished(Event):
     exit_code: int = 0
     test_step: int | None = None
     """The step whose parameters the test split was evaluated with; None if it was not."""
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """The newest metrics of more than one number: nested lists by "split/name"."""
 
 
 Emit = Callable[[Event], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
@@ -14,6 +15,7 @@ from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hooks.hooks import Hooks
 from lockstep.engine.microbatches import Microbatches
@@ -150,7 +152,7 @@ class Trainer:
         self._hooks.check()
         # Not twice, if a loss has broken off what comes after it.
         if state.is_evaluation_due() and progress.evaluated < progress.step:
-            self._evaluate("val")
+            self._evaluate([name for name in self._parts.evaluations if is_validation(name)])
             self._hooks.check()
         if state.is_digest_due():
             self._checkpointer.check_replicas(progress)
@@ -164,24 +166,28 @@ class Trainer:
     def _on_written(self, folder: Path) -> None:
         self._hooks.after_checkpoint(self._state.progress, folder)
 
-    def _test(self) -> None:
-        """Evaluate the test split, with the best parameters where `test_on` asks for them."""
+    def _test(self, splits: Sequence[str]) -> None:
+        """Evaluate test splits, with the best parameters where `test_on` asks for them."""
         progress, parts = self._state.progress, self._parts
         last, best = progress.step, progress.best_step
         if self._config.test_on == "last" or best in (0, last):
-            self._evaluate("test")
+            self._evaluate(splits)
             return
         root, runtime = self._checkpoints, self._runtime
         with borrowed_state(root, best, last, parts.train_step, parts.model, runtime) as step:
-            self._evaluate("test", None if step == last else step)
+            self._evaluate(splits, None if step == last else step)
 
-    def _evaluate(self, split_name: str, model_step: int | None = None) -> None:
-        started = perf_counter()
+    def _evaluate(self, splits: Sequence[str], model_step: int | None = None) -> None:
+        """Evaluate splits; nothing counts before all are done, since a loss may come between."""
         parts = self._parts
-        self._runtime.at("evaluate", self._state.progress.step)
-        metrics = parts.evaluations[split_name].run(self._transport, parts.model, parts.compute)
-        seconds = perf_counter() - started
-        self._state.commit_evaluation(split_name, metrics, seconds, model_step)
+        scores: dict[str, Scores] = {}
+        seconds: dict[str, float] = {}
+        for name in splits:
+            started = perf_counter()
+            self._runtime.at("evaluate", self._state.progress.step)
+            scores[name] = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
+            seconds[name] = perf_counter() - started
+        self._state.commit_evaluation(scores, seconds, model_step)
 
     def _balance(self, result: StepResult) -> None:
         """Deal out microbatches by measured speed, now and then."""
@@ -223,13 +229,14 @@ class Trainer:
             self._runtime.emit(Warned(step=0, message=hint))
 
     def _finish(self) -> Finished:
-        """Make sure the state is saved, evaluate the test split, and sum up."""
+        """Make sure the state is saved, evaluate the test splits, and sum up."""
         state, progress, parts = self._state, self._state.progress, self._parts
         self._microbatches.close()
         # Before the test split is evaluated: an error in that must not cost the last steps.
         folder = self._checkpointer.finish(progress)
-        if progress.finished and "test" in parts.evaluations:
-            self._test()
+        tests = [name for name in parts.evaluations if not is_validation(name)]
+        if progress.finished and tests:
+            self._test(tests)
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
@@ -241,6 +248,7 @@ class Trainer:
             wall_s=perf_counter() - self._started,
             checkpoint=folder,
             test_step=state.test_step,
+            arrays=progress.arrays,
         )
         self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)

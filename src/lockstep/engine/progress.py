@@ -25,6 +25,7 @@ class Progress:
         decays: number of decays of the learning rate so far (`schedule.name=plateau`).
         recent: newest values of the metrics whose convergence ends the run, by name.
         metrics: values of the newest evaluation of each split, by "split/name".
+        arrays: metrics of more than one number of these evaluations, by "split/name".
         finished: reason for which the run is over; empty while it is not.
     """
 
@@ -37,6 +38,7 @@ class Progress:
     recent: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
+    arrays: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

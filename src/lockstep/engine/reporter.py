@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.splits import is_validation
 from lockstep.engine.events import (
     Joined,
     RankLost,
@@ -138,8 +139,18 @@ class Reporter:
                 f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
                 "to use them"
             )
+        if self._parts.sampler.steps_per_epoch is None:
+            yield from self._without_epochs()
         if is_over and progress.finished:
             yield f"this run is already complete ({progress.finished}): nothing left to train"
+
+    def _without_epochs(self) -> Iterator[str]:
+        """What would happen at the end of an epoch, if there was one."""
+        config, what = self._config, "dataset('train') does not say its length, so no epoch ends"
+        if not config.checkpoint.every:
+            yield f"checkpoint.every=0: {what}: the only checkpoint is the last; set the key"
+        if not config.eval_every and any(map(is_validation, self._parts.evaluations)):
+            yield f"eval_every=0: {what}: the only evaluation is the last; set the key"
 
     def _plan(self, progress: Progress, continued: bool = False) -> None:
         """Say what is planned."""
@@ -153,8 +164,8 @@ class Reporter:
                 run_dir=str(self._directory.path),
                 config_hash=config.hash,
                 total_steps=parts.total_steps,
-                steps_per_epoch=parts.sampler.steps_per_epoch,
-                num_samples=parts.sampler.num_samples,
+                steps_per_epoch=parts.sampler.steps_per_epoch or 0,
+                num_samples=parts.sampler.num_samples or 0,
                 num_parameters=sum(p.numel() for p in parts.model.parameters()),
                 world_size=transport.size,
                 transport=transport.name,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
+from lockstep.engine.evaluation.splits import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
 from lockstep.engine.hooks.hooks import Hooks
 from lockstep.engine.progress import Progress
@@ -72,38 +74,40 @@ class RunState:
 
     def commit_evaluation(
         self,
-        split_name: str,
-        metrics: dict[str, float],
-        seconds: float,
+        scores: Mapping[str, Scores],
+        seconds: Mapping[str, float],
         model_step: int | None = None,
     ) -> None:
-        """Take note of an evaluation; that of the validation split may end training.
+        """Take note of an evaluation; that of validation splits may end training.
 
         Args:
-            split_name: name of the split.
-            metrics: means over the split by name.
-            seconds: wall time of the evaluation.
+            scores: scores by split, of all validation splits or of none.
+            seconds: wall time of each split; 0 for those that are not named.
             model_step: step whose parameters were evaluated, if it is not the last one.
         """
         progress, config, emit = self.progress, self._config, self._runtime.emit
-        progress.metrics |= {f"{split_name}/{key}": value for key, value in metrics.items()}
-        emit(
-            Evaluated(
-                step=progress.step,
-                split=split_name,
-                metrics=metrics,
-                seconds=seconds,
-                model_step=model_step,
+        for split, (metrics, arrays) in scores.items():
+            progress.metrics |= {f"{split}/{name}": value for name, value in metrics.items()}
+            progress.arrays |= {f"{split}/{name}": value for name, value in arrays.items()}
+            emit(
+                Evaluated(
+                    step=progress.step,
+                    split=split,
+                    metrics=metrics,
+                    arrays=arrays,
+                    seconds=seconds.get(split, 0.0),
+                    model_step=model_step,
+                )
             )
-        )
-        if split_name == "test":
-            self.test_step = progress.step if model_step is None else model_step
-        ended = self._hooks.after_evaluation(progress, split_name, metrics)
-        progress.finished = progress.finished or ended
-        if split_name != "val":
+            if not is_validation(split):
+                self.test_step = progress.step if model_step is None else model_step
+            ended = self._hooks.after_evaluation(progress, split, metrics)
+            progress.finished = progress.finished or ended
+        if not any(map(is_validation, scores)):
             return
-        if progress.judge(config, metrics):
-            value = metrics[config.watch]
+        watched = judged({split: metrics for split, (metrics, _) in scores.items()})
+        if progress.judge(config, watched):
+            value = watched[config.watch]
             emit(Improved(step=progress.step, metric=config.watch, value=value))
         progress.finished = progress.finished or progress.exhausted(config)
 
@@ -122,12 +126,13 @@ class RunState:
         return due or self.is_over() or self.is_save_overdue
 
     def is_evaluation_due(self) -> bool:
-        """Whether the validation split is to be evaluated after this step."""
+        """Whether the validation splits are to be evaluated after this step."""
         if self.progress.step == 0:
             return False
         # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
         last = self.progress.step == self._parts.total_steps
-        return "val" in self._parts.evaluations and (last or self._is_due(self._config.eval_every))
+        is_there = any(map(is_validation, self._parts.evaluations))
+        return is_there and (last or self._is_due(self._config.eval_every))
 
     def is_digest_due(self) -> bool:
         """Whether the replicas are to be compared after this step."""
@@ -140,13 +145,17 @@ class RunState:
             "stop_reason": self.stop_reason,
             "failed_step": self.failed_step,
             "reporter": self._reporter.state_dict(),
+            "pass_starts": list(self._parts.loader.pass_starts),
         }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Go on from what `state_dict` said on another rank."""
         self.stop_reason, self.failed_step = values["stop_reason"], values["failed_step"]
         self._reporter.load_state_dict(values["reporter"])
+        self._parts.loader.know_passes(values["pass_starts"])
 
     def _is_due(self, every: int) -> bool:
         """Every so many steps, or, for 0, at the end of an epoch."""
-        return self.progress.step % (every or self._parts.sampler.steps_per_epoch) == 0
+        if every:
+            return self.progress.step % every == 0
+        return self._parts.sampler.is_epoch_end(self.progress.step)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -16,6 +18,8 @@ from lockstep.config import TrainConfig
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
+    from torchmetrics import Metric
+
     from lockstep.engine.hooks.hook import Hook
 
 Number = Tensor | float | int
@@ -32,11 +36,14 @@ class Loss:
         sum: loss summed over the batch, a scalar tensor with a gradient.
         weight: divisor of the sum over the global batch, as a rule the number of samples.
         metrics: pairs (sum, weight) by name, scalars without gradient.
+        updates: in evaluations, what each metric of `Task.metrics` is updated with: a tuple of
+            arguments, a dict of them by name, or a tensor.
     """
 
     sum: Tensor
     weight: Number
     metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    updates: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def mean(
@@ -44,6 +51,7 @@ class Loss:
         loss: Tensor,
         weight: Number,
         metrics: Mapping[str, tuple[Number, Number]] | None = None,
+        updates: Mapping[str, Any] | None = None,
     ) -> Loss:
         """A loss from one that is a mean already, as torch's loss functions return by default.
 
@@ -51,8 +59,9 @@ class Loss:
             loss: mean loss of the batch, a scalar tensor with a gradient.
             weight: divisor of the mean, as a rule the number of samples.
             metrics: pairs (sum, weight) by name, scalars without gradient.
+            updates: arguments of the updates of the metrics of `Task.metrics`, by name.
         """
-        return cls(loss * weight, weight, metrics or {})
+        return cls(loss * weight, weight, metrics or {}, updates=updates or {})
 
 
 @dataclass(frozen=True)
@@ -84,10 +93,14 @@ class Task(ABC):
         scratch: paths of values that batches may change since no result depends on them, such as
             timers: `scratch = ("task.calls",)`; a path includes what lies below it. All others must
             stay as they are between steps.
+        splits: names of the splits that are evaluated: while training goes on if they begin with
+            `val`, at its end if they begin with `test`. Only those count for which `dataset` gives
+            one.
     """
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
     scratch: ClassVar[tuple[str, ...]] = ()
+    splits: ClassVar[tuple[str, ...]] = ("val", "test")
 
     def __init__(self, config: TrainConfig | None = None) -> None:
         """Make a task.
@@ -106,7 +119,7 @@ class Task(ABC):
     def dataset(self, split: str) -> Dataset[Any] | None:
         """The map-style dataset (`__len__`, `__getitem__`, optionally `__getitems__`) of a split.
 
-        Splits are `train`, `val` and `test`; None says there is no such split.
+        Splits are `train` and those in `splits`; None says there is no such split.
         """
 
     def loss(self, model: Any, batch: Any) -> Loss:
@@ -133,6 +146,43 @@ class Task(ABC):
     def evaluate(self, model: Any, batch: Any) -> Loss:
         """The metrics of one batch, with `model` in evaluation mode and no gradients."""
         return self.loss(model, batch)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Metrics of evaluations that are no ratios, by name: of torchmetrics (extra `metrics`).
+
+        `evaluate` says by `Loss.updates` what each is updated with. Results that are one number
+        are metrics like others; vectors and matrices are in the `Evaluated` event and in
+        `result.json`. Called once for each split, at the start.
+        """
+        return {}
+
+    def sample_weights(self) -> Sequence[float] | Tensor | None:
+        """Weights with which an epoch's samples of `train` are drawn, with replacement.
+
+        One number, at least 0, for each sample of `dataset("train")`: [number of samples]. An epoch
+        draws as many samples as there are, by a generator of its own, from the seed. None, the
+        default, takes every sample once. Called once, at the start.
+        """
+        return None
+
+    def epoch_indices(
+        self, epoch: int, generator: np.random.Generator
+    ) -> Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor | None:
+        """The samples of `train` that an epoch goes through, in order, instead of `data.shuffle`.
+
+        For curricula, buckets and balanced classes. It must depend on its arguments alone, so it is
+        the same on every rank and after a resume; samples may come several times or never. Steps
+        take `batch_size` of them after one another.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            generator: random generator of this epoch.
+
+        Returns:
+            Indices into `dataset("train")`, as many in each epoch; None, the default, leaves the
+            order to `data.shuffle`.
+        """
+        return None
 
     def data_digest(self) -> str | None:
         """What tells all samples of all splits apart from others, such as a SHA-256 of them.

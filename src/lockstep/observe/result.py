@@ -39,9 +39,10 @@ class ResultJson(Sink):
 
     The file of an earlier sitting is removed when a run starts: a run that is killed has none.
     Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
-    failed), `metrics`, `world_size`, `wall_s`, `exit_code`, `error` (class name, null unless
-    failed), `task`, `config_hash`, `run_dir`, `checkpoint`, `finished_at` (ISO 8601, UTC),
-    `test_step` (whose parameters the test split was evaluated with; null if it was not).
+    failed), `metrics`, `arrays` (metrics of more than one number), `world_size`, `wall_s`,
+    `exit_code`, `error` (class name, null unless failed), `task`, `config_hash`, `run_dir`,
+    `checkpoint`, `finished_at` (ISO 8601, UTC), `test_step` (whose parameters the test splits were
+    evaluated with; null if there was none).
 
     Args:
         path: path of the file.
@@ -136,6 +137,7 @@ def _finished(event: Finished) -> dict[str, Any]:
         "step": event.step,
         "params_sha256": event.params_sha256,
         "metrics": event.metrics,
+        "arrays": event.arrays,
         "world_size": event.world_size,
         "wall_s": event.wall_s,
         "exit_code": event.exit_code,

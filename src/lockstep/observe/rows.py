@@ -89,6 +89,8 @@ def _decode(hint: Any, value: Any) -> Any:
             if field.name in value or field.default is field.default_factory is MISSING
         }
         return hint(**given)
+    if hint is Any:
+        return _numbers(value)
     origin, args = get_origin(hint), get_args(hint)
     form = _FORMS.get(origin or hint)
     if form is not None and not isinstance(value, form):
@@ -101,6 +103,15 @@ def _decode(hint: Any, value: Any) -> Any:
     if origin in (Union, UnionType) and value is not None:
         return _decode(next(kind for kind in args if kind is not type(None)), value)
     return hint(value) if hint in (float, int) else value
+
+
+def _numbers(value: Any) -> Any:
+    """Nested lists and objects of numbers, with those that are not finite back from their names."""
+    if isinstance(value, Mapping):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 _FORMS: Mapping[Any, Any] = MappingProxyType(

@@ -37,7 +37,7 @@ def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
         (
             "task",
             f"{plan.task}, {count(plan.num_parameters, 'parameter')}, "
-            f"{count(plan.num_samples, 'sample')}",
+            + (count(plan.num_samples, "sample") if plan.num_samples else "a stream of samples"),
         ),
         ("ranks", f"{_who(plan, joined)} ({plan.launcher}, {plan.transport})"),
         ("device", f"{plan.device}, {count(plan.threads, 'thread')} a rank"),
@@ -49,7 +49,8 @@ def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
         ),
         (
             "plan",
-            f"{count(plan.total_steps, 'step')}, {plan.steps_per_epoch:,} an epoch"
+            count(plan.total_steps, "step")
+            + (f", {plan.steps_per_epoch:,} an epoch" if plan.steps_per_epoch else "")
             + (f", going on from step {plan.step:,}" if plan.step else ""),
         ),
         ("run", f"{plan.run_dir} (config {plan.config_hash})"),

@@ -44,15 +44,15 @@ def test_training_rows_have_mean_0_and_deviation_1(files: Path) -> None:
 
 def test_validation_rows_have_no_part_in_the_statistics(files: Path) -> None:
     one, other = ufs(files, val_fraction=0.1), ufs(files, val_fraction=0.3)
-    assert len(other.splits["train"]) < len(one.splits["train"])
+    assert len(other.rows_by_split["train"]) < len(one.rows_by_split["train"])
     assert not np.array_equal(one.scale.mean, other.scale.mean)
-    train = one.splits["train"].values.astype(np.float64)
+    train = one.rows_by_split["train"].values.astype(np.float64)
     assert one.scale.mean == pytest.approx(train.mean(0), rel=1e-12)
 
 
 @pytest.mark.parametrize("split", ["blocks", "time"])
 def test_splits_share_no_cell(files: Path, split: str) -> None:
-    found = ufs(files, split=split).splits
+    found = ufs(files, split=split).rows_by_split
     cells = {name: set(zip(r.cell, r.time, strict=True)) for name, r in found.items()}
     assert sum(map(len, cells.values())) == len(set.union(*cells.values()))
     if split == "time":
@@ -202,7 +202,7 @@ def test_other_rows_are_normalised_as_the_model_was_trained(files: Path, data: P
     for one, two in zip(tensors(trained, "test"), tensors(same, "test"), strict=True):
         assert torch.equal(one, two)
     x, y, _ = tensors(other, "test")
-    rows = torch.from_numpy(other.splits["test"].values)
+    rows = torch.from_numpy(other.rows_by_split["test"].values)
     assert torch.allclose(x, model.normalise(rows[:, :-1]), atol=1e-5)
     assert torch.allclose(y * model.output_deviation + model.output_mean, rows[:, -1:], atol=1e-5)
     assert other.data_digest() != same.data_digest() == trained.data_digest()
@@ -227,7 +227,7 @@ def test_eval_takes_other_files_on_purpose(here: Any, files: Path, data: Path) -
     errors = [float(re.findall(r"mse_aice +(\S+)", d.stdout)[0]) for d in (first, second, both)]
     whole = {"val_fraction": 0, "test_fraction": 0}
     counts = [
-        len(ufs(files, history=f"{files}/iceh.{n}.nc", **whole).splits["train"])
+        len(ufs(files, history=f"{files}/iceh.{n}.nc", **whole).rows_by_split["train"])
         for n in ("000", "002")
     ]
     assert errors[2] == pytest.approx(np.average(errors[:2], weights=counts), rel=1e-4)
@@ -239,7 +239,7 @@ def test_eval_takes_other_files_on_purpose(here: Any, files: Path, data: Path) -
 def test_a_run_does_not_go_on_with_other_test_rows(here: Any, data: Path) -> None:
     given = f"history={data}/iceh.*.nc"
     assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
-    row, column = divmod(int(ufs(data).splits["test"].cell[0]), NUM_LONGITUDES)
+    row, column = divmod(int(ufs(data).rows_by_split["test"].cell[0]), NUM_LONGITUDES)
     with netCDF4.Dataset(data / "iceh.000.nc", "a") as file:
         file["hi_h"][0, row, column] = 3.0
     done = here("train", "ufs", given, *SMALL, "--run-dir", "run", "--resume")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.data.loader import Loader
+from lockstep.data.batch_source import BatchSource
 from lockstep.engine.step.buffers import KeptBuffers
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
@@ -56,7 +56,7 @@ def ignored_methods(kind: type[Task]) -> list[str]:
     return list(hints.values())
 
 
-def mean_loss(model: nn.Module, compute: Compute, loader: Loader) -> list[str]:
+def mean_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[str]:
     """A message if `Loss.sum` seems to be a mean, which is then divided by the weight once more.
 
     Both halves of a microbatch are tried: sums add up to that of the whole, means to its double.

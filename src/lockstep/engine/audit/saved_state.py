@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import nn, optim
 
-from lockstep.data.loader import Loader
+from lockstep.data.batch_source import BatchSource
 from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.checkpoint.task_state import TaskState
@@ -19,7 +19,7 @@ class SavedState:
     """Compares what is held before and after a task's and its hooks' code has run."""
 
     def __init__(
-        self, state: TaskState, model: nn.Module, optimizer: optim.Optimizer, loader: Loader
+        self, state: TaskState, model: nn.Module, optimizer: optim.Optimizer, loader: BatchSource
     ) -> None:
         self._state = state
         self._model = model

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
+from lockstep.data.batch_source import BatchSource
+from lockstep.data.digest import data_digest
 from lockstep.data.generators import IdleGenerators
-from lockstep.data.loader import Loader
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import held_generators, held_state, module_globals
 from lockstep.engine.audit.reads import attributes_read
-from lockstep.engine.evaluation import Evaluation
-from lockstep.engine.recovery.consistency import batch_digest
+from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.step.flat import FlatTensors, tensor_digest
 from lockstep.engine.step.microbatch import Compute
@@ -52,7 +52,7 @@ class Trial:
     """
 
     def __init__(
-        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: Loader
+        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: BatchSource
     ) -> None:
         """Compute it twice, and once more after another microbatch; talks to nobody.
 
@@ -90,20 +90,20 @@ class Trial:
         self.data_digest = self._first.batch
         self.digest = "".join(map(self._digest, (self._first, *others)))
 
-    def evaluate(self, val: Evaluation, transport: Transport) -> list[str]:
+    def evaluate(self, val: Evaluation, transport: Transport) -> dict[str, object]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
 
         Returns:
-            Names of the metrics of evaluations.
+            The batch's metrics by name.
 
         Raises:
             TaskError: as above.
         """
-        names: list[str] = []
+        metrics: dict[str, object] = {}
         self._check_after(
-            lambda: names.extend(val.first_batch(transport, self._model, self._compute))
+            lambda: metrics.update(val.first_batch(transport, self._model, self._compute))
         )
-        return names
+        return metrics
 
     def _check_after(self, other: Callable[[], object]) -> None:
         changed_by(self._model, other)
@@ -175,7 +175,7 @@ class Trial:
     def _pass(self, step: int) -> tuple[str, Loss, list[object]]:
         seed_all(0)  # a dataset of tensors is fetched without
         batch = self._loader.microbatch(step, 0)
-        digest, drawn = batch_digest(batch), [global_state()]  # the loss may change it in place
+        digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
         loss = self._compute.forward(step, 0, batch)
         drawn.append(global_state())
         inputs = self._compute.phases.parameters(step)

@@ -27,7 +27,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.progress import Progress
-from lockstep.engine.recovery.consistency import check_replicas
+from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.errors import CheckpointError
@@ -129,6 +129,7 @@ class Checkpointer:
         if self._transport.size > 1:
             parts = self._parts
             train_step = parts.train_step
+            check_streams(self._transport, parts.loader.landmarks(), progress.step)
             check_replicas(
                 self._transport,
                 parts.model,
@@ -163,7 +164,7 @@ class Checkpointer:
         if self._runtime.is_first:
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
-        def check() -> list[str] | None:
+        def check() -> tuple[list[str], tuple[int, ...]] | None:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
@@ -182,11 +183,14 @@ class Checkpointer:
             assert folder is not None
             checkpoint.set_aside(self._root, folder)
             self._mark_best(Progress.from_state_dict(snapshot.meta["progress"]).best_step)
-            return sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
+            missing = sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
+            return missing, data.pass_starts
 
-        missing = on_first(self._transport, check)
-        if missing is None:
+        checked = on_first(self._transport, check)
+        if checked is None:
             return Progress()
+        missing, starts = checked
+        self._parts.loader.know_passes(starts)
         progress = restore(snapshot, self._parts.train_step, self._parts.model, self._transport)
         for reason in skipped:
             message = f"{reason}; the one before is used"
@@ -235,6 +239,7 @@ class Checkpointer:
                 "data_digest": self._parts.data_digest,
                 "task_digest": self._parts.task_digest,
                 "epoch": sampler.epoch(progress.step),
+                "pass_starts": list(self._parts.loader.pass_starts),
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
             "saved_at": time.time(),

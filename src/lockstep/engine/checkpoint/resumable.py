@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +31,18 @@ class SamplerMeta:
     """The part of a manifest that tells the data.
 
     Attributes:
-        num_samples: number of samples of the training split.
+        num_samples: number of samples of an epoch; None for a stream of unknown length.
         epoch: epoch of the next step, from 0.
         data_digest: SHA-256 of the first microbatch.
         task_digest: digest of all samples (`Task.data_digest`), where the task gives one.
+        pass_starts: of a stream of unknown length, the positions at which passes over it begin.
     """
 
-    num_samples: int
+    num_samples: int | None
     epoch: int
     data_digest: str
     task_digest: str | None = None
+    pass_starts: tuple[int, ...] = ()
 
 
 def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
@@ -55,7 +58,10 @@ def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
         problem = f"step={progress.step}: the checkpoint is of step {snapshot.step}"
     if problem:
         raise CheckpointError(f"{where}: is damaged: progress.{problem}")
-    if sampler.epoch < 0 or sampler.num_samples < 1:
+    starts = sampler.pass_starts
+    in_order = all(one < other for one, other in pairwise(starts))
+    is_known = sampler.num_samples is None or sampler.num_samples >= 1
+    if sampler.epoch < 0 or not is_known or not in_order or (starts and starts[0]):
         raise CheckpointError(f"{where}: is damaged: sampler: {sampler}")
     return progress, sampler
 

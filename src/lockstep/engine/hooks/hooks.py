@@ -171,7 +171,7 @@ class Hooks:
         run, sampler = self._run, self._parts.sampler
         run.step, run.evaluated = progress.step, dict(progress.metrics)
         run.epoch = sampler.epoch(max(0, progress.step - 1))
-        run.is_epoch_end = progress.step > 0 and progress.step % sampler.steps_per_epoch == 0
+        run.is_epoch_end = progress.step > 0 and sampler.is_epoch_end(progress.step)
         if result is not None:
             names = ("loss", *self._parts.compute.metrics)
             pairs = zip(names, result.scalars[::2], result.scalars[1::2], strict=True)

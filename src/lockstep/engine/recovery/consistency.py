@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.step.flat import model_digest, tensor_digest
-from lockstep.errors import DivergenceError, TaskError, shared
+from lockstep.errors import DataError, DivergenceError, TaskError, shared
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:
@@ -86,13 +84,30 @@ def check_replicas(
     )
 
 
-def batch_digest(batch: Any) -> str:
-    """SHA-256 of all tensors of a batch: nested lists, tuples and dicts of them."""
-    sha = hashlib.sha256()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            sha.update(tensor_digest("", leaf))
-    return sha.hexdigest()
+def check_streams(transport: Transport, landmarks: dict[str, str], step: int) -> None:
+    """Compare what ranks have read of a stream.
+
+    Args:
+        transport: the group of ranks.
+        landmarks: digests of samples that this rank has read, by place.
+        step: number of the step.
+
+    Raises:
+        DataError: on every rank, naming the first sample and the ranks that differ.
+    """
+    everyone = transport.gather_json(landmarks)
+    for place in dict.fromkeys(place for theirs in everyone for place in theirs):
+        there = {rank: theirs[place] for rank, theirs in enumerate(everyone) if place in theirs}
+        if len(set(there.values())) > 1:
+            usual, _ = Counter(there.values()).most_common(1)[0]
+            odd = ", ".join(str(rank) for rank, digest in there.items() if digest != usual)
+            raise shared(
+                DataError(
+                    f"step {step}: dataset('train'): {place} is another one on rank {odd} than on "
+                    "other ranks; every rank must read the same stream (sort the names of files, "
+                    "and do not look at ranks)"
+                )
+            )
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.comm.transport import GroupBroken, Transport
+from lockstep.engine.evaluation.splits import Scores, by_split
 from lockstep.engine.events import Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.train_step import StepResult
 from lockstep.errors import RankFailure, shared
-
-_PREFIX = "val/"
-
 
 NOWHERE = -1
 """The rank that a newcomer had."""
@@ -126,7 +124,7 @@ class Lead:
         committed: number of steps that it has committed.
         evaluated: step of its newest evaluation.
         result: result of its last step, if it has done one in this sitting.
-        metrics: values of the validation split by name.
+        scores: scores of the validation splits.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.
     """
@@ -136,7 +134,7 @@ class Lead:
     committed: int
     evaluated: int
     result: StepResult | None
-    metrics: dict[str, float]
+    scores: dict[str, Scores]
     is_ahead: bool
 
 
@@ -169,18 +167,19 @@ def find_lead(
     newest = applied or result
     known: dict[str, Any] = {}
     if transport.rank == rank:
-        known = {"result": newest._asdict() if newest else None, "metrics": progress.metrics}
+        known = {
+            "result": newest._asdict() if newest else None,
+            "metrics": progress.metrics,
+            "arrays": progress.arrays,
+        }
     known = transport.gather_json(known)[rank]
+    metrics, arrays = by_split(known["metrics"]), by_split(known["arrays"])
     return Lead(
         rank=rank,
         step=lead.step,
         committed=lead.committed,
         evaluated=lead.evaluated,
         result=StepResult.from_json(known["result"]) if known["result"] else None,
-        metrics={
-            name.removeprefix(_PREFIX): value
-            for name, value in known["metrics"].items()
-            if name.startswith(_PREFIX)
-        },
+        scores={name: Scores(values, arrays.get(name, {})) for name, values in metrics.items()},
         is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
     )

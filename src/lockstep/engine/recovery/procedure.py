@@ -174,4 +174,4 @@ class Recovery:
             # What its task did after that step came with its state, if it had committed it.
             state.commit(lead.result, with_task=lead.committed < lead.step)
         if state.progress.evaluated < lead.evaluated:
-            state.commit_evaluation("val", lead.metrics, 0.0)
+            state.commit_evaluation(lead.scores, {})

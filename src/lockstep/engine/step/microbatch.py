@@ -71,15 +71,18 @@ class Compute:
         """Names of the task's metrics; those of a phase once `forward` has been called in it."""
         return self.phases.metric_names(self._metrics)
 
-    def evaluate(self, chunk: int, batch: Any) -> dict[str, tuple[float, float]]:
-        """Loss and metrics of an evaluation batch, each as (sum, weight)."""
+    def evaluate(
+        self, chunk: int, batch: Any
+    ) -> tuple[dict[str, tuple[float, float]], Mapping[str, Any]]:
+        """Loss and metrics of an evaluation batch, each as (sum, weight), and `Loss.updates`."""
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
         _check("evaluate", loss)
         pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = copied([v for pair in pairs.values() for v in pair])()
-        return dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True))
+        sums = dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True))
+        return sums, loss.updates
 
     def scalars(self, step: int, loss: Loss) -> list[Number]:
         """Loss and `metrics` as [sum, weight, sum, weight, …]; those of other phases are 0."""

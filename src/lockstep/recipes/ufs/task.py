@@ -72,9 +72,9 @@ class Ufs(Task):
             ConfigError: the netCDF4 package is not installed.
             DataError: a file is not what it should be, or no row is left.
         """
-        if split not in self.splits:
+        if split not in self.rows_by_split:
             return None
-        rows = self.splits[split]
+        rows = self.rows_by_split[split]
         values = torch.from_numpy((rows.values - self.scale.mean) / self.scale.deviation).float()
         cut = len(self.config.inputs)
         tensors = values[:, :cut].contiguous(), values[:, cut:].contiguous()
@@ -109,10 +109,10 @@ class Ufs(Task):
     def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
-        scene = self._sources[self.splits[split].time[0]].open()
+        scene = self._sources[self.rows_by_split[split].time[0]].open()
         ground = Ground(scene.when, scene.land(), scene.areas())
         scene.close()
-        report = Report(model.cpu(), self.splits, split, ground)
+        report = Report(model.cpu(), self.rows_by_split, split, ground)
         return report.write(folder, run_dir, self.is_synthetic)
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
@@ -126,7 +126,7 @@ class Ufs(Task):
         return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
 
     @property
-    def splits(self) -> dict[str, Rows]:
+    def rows_by_split(self) -> dict[str, Rows]:
         """The rows of each split there is; those whose Jacobians are tracked come first."""
         return self._data[0]
 
@@ -170,7 +170,7 @@ class Ufs(Task):
     @cached_property
     def scale(self) -> Scale:
         """Statistics of the training rows, or of the model's: inputs, then outputs."""
-        return scale_of([self.splits["train"]])
+        return scale_of([self.rows_by_split["train"]])
 
     @property
     def is_synthetic(self) -> bool:

@@ -1,0 +1,1 @@
+"""Datasets that can only be read in order: passes, positions and microbatches."""

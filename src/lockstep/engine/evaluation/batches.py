@@ -1,0 +1,166 @@
+"""The batches of a split that is evaluated, and which rank computes which of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from lockstep.data.batch_source import set_epoch, to_device
+from lockstep.data.loader import Fetcher, Request, dataset_size
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.streams.passes import Pass, is_stream, stream_length
+from lockstep.engine.task import Task, own_collate
+from lockstep.errors import DataError, shared
+from lockstep.parallel.layout import split
+
+
+class EvaluationBatches(ABC):
+    """A split cut into batches, numbered from 0.
+
+    Attributes:
+        num_samples: of the split; None for a stream that does not say its length.
+    """
+
+    num_samples: int | None
+
+    @abstractmethod
+    def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
+        """The number and the batch of each batch that a rank computes, in order."""
+
+    @abstractmethod
+    def first(self) -> Any:
+        """The first batch."""
+
+    @abstractmethod
+    def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
+        """The numbers of the batches that a rank has computed.
+
+        Args:
+            rank: the rank.
+            size: number of ranks.
+            counts: how many batches each rank has computed.
+
+        Raises:
+            DataError: ranks have not read the same; on all ranks.
+        """
+
+
+def evaluation_batches(
+    task: Task, split_name: str, dataset: Any, batch_size: int, device: torch.device, seed: int
+) -> EvaluationBatches:
+    """The batches of a split.
+
+    Raises:
+        DataError: it is empty, or no dataset.
+    """
+    if is_stream(dataset):
+        return _StreamBatches(task, split_name, dataset, batch_size, device, seed)
+    return _IndexedBatches(task, split_name, dataset, batch_size, device, seed)
+
+
+class _IndexedBatches(EvaluationBatches):
+    """Of a map-style dataset: each rank has a range of batches of its own."""
+
+    def __init__(
+        self,
+        task: Task,
+        split_name: str,
+        dataset: Dataset[Any],
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._length = dataset_size(dataset, split_name)
+        if self._length < 1:
+            raise DataError(f"dataset({split_name!r}): is empty; return None if there is none")
+        self.num_samples = self._length
+        self._fetcher = Fetcher(dataset, own_collate(task))
+        self._batch_size = batch_size
+        self._device = device
+        self._seed = seed
+
+    def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
+        num_batches = -(-self._length // self._batch_size)
+        for number in range(*split(num_batches, size)[rank]):
+            yield number, self._batch(number)
+
+    def first(self) -> Any:
+        return self._batch(0)
+
+    def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
+        return list(range(*split(sum(counts), size)[rank]))
+
+    def _batch(self, number: int) -> Any:
+        first = number * self._batch_size
+        indices = torch.arange(first, min(first + self._batch_size, self._length))
+        request = Request(random_key(self._seed, Stream.EVALUATION, number), indices)
+        return to_device(self._fetcher[request], self._device)
+
+
+class _StreamBatches(EvaluationBatches):
+    """Of a stream: each rank goes through all of it, and computes every n-th batch."""
+
+    def __init__(
+        self,
+        task: Task,
+        split_name: str,
+        dataset: Any,
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.num_samples = stream_length(dataset, split_name)
+        self._where = f"dataset({split_name!r})"
+        self._dataset = dataset
+        self._collate = own_collate(task) or default_collate
+        self._batch_size = batch_size
+        self._device = device
+        self._seed = seed
+
+    def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
+        for number, samples in enumerate(self._read()):
+            if number % size == rank:
+                yield number, self._batch(number, samples)
+
+    def first(self) -> Any:
+        return self._batch(0, next(self._read()))
+
+    def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
+        numbers = list(range(rank, sum(counts), size))
+        if len(numbers) != counts[rank]:
+            raise shared(
+                DataError(
+                    f"{self._where}: ranks have read streams of other lengths; every rank must get "
+                    "the same samples"
+                )
+            )
+        return numbers
+
+    def _read(self) -> Iterator[list[Any]]:
+        """The samples of each batch.
+
+        Raises:
+            DataError: there are none, or another number than the stream says.
+        """
+        samples = Pass(self._dataset, 0, self._key)
+        while batch := [s for _, s in zip(range(self._batch_size), samples, strict=False)]:
+            yield batch
+        if not samples.position:
+            raise DataError(f"{self._where}: is empty; return None if there is none")
+        if self.num_samples not in (None, samples.position):
+            raise DataError(
+                f"{self._where}: has {samples.position} samples, its __len__ says "
+                f"{self.num_samples}"
+            )
+
+    def _key(self, position: int) -> int:
+        return random_key(self._seed, Stream.EVALUATION, position, 1)
+
+    def _batch(self, number: int, samples: list[Any]) -> Any:
+        set_epoch(0, self._collate)
+        seed_all(random_key(self._seed, Stream.EVALUATION, number))
+        return to_device(self._collate(samples), self._device)

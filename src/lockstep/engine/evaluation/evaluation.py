@@ -1,0 +1,153 @@
+"""Metrics of a whole split, shared out over the ranks and exact whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.engine.audit.constants import Constants
+from lockstep.engine.evaluation.batches import evaluation_batches
+from lockstep.engine.evaluation.metric_states import Leaf
+from lockstep.engine.evaluation.splits import Scores
+from lockstep.engine.evaluation.stateful_metrics import StatefulMetrics, plain, tried
+from lockstep.engine.runtime import everywhere
+from lockstep.engine.step.buffers import KeptBuffers
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.task import Task
+from lockstep.errors import TaskError, shared
+from lockstep.parallel.exchange import add_up
+from lockstep.parallel.layout import Node, merges
+
+Sums = dict[str, tuple[float, float]]
+"""Loss and metrics of a batch by name, each as (sum, weight)."""
+
+
+class Evaluation:
+    """A split, cut into batches that are the leaves of a canonical tree.
+
+    Attributes:
+        num_samples: of the split; None for a stream that does not say its length.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        split_name: str,
+        dataset: Any,
+        batch_size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._batches = evaluation_batches(task, split_name, dataset, batch_size, device, seed)
+        self.num_samples = self._batches.num_samples
+        self._metrics = StatefulMetrics(task, device)
+
+    def run(self, transport: Transport, model: nn.Module, compute: Compute) -> Scores:
+        """Loss and metrics, each a sum over all samples divided by its weight, and others."""
+        mine = self._batches.of_rank(transport.rank, transport.size)
+        model.eval()
+        try:
+            leaves = everywhere(
+                transport, lambda: self._computed(mine, model, compute, transport.pulse.beat)
+            )
+        finally:
+            model.train()
+        known = transport.gather_json([len(leaves), *(sorted(sums) for sums, _ in leaves[:1])])
+        counts = [count for count, *_ in known]
+        names = next(theirs for _, *theirs in known if theirs)[0]
+        ranks = range(transport.size)
+        numbers = [self._batches.numbers(rank, transport.size, counts) for rank in ranks]
+        means, finish = self._combined(transport, leaves, names, numbers)
+        scalars, arrays = plain(everywhere(transport, finish))
+        return Scores(_united(means, scalars), arrays)
+
+    def first_batch(
+        self, transport: Transport, model: nn.Module, compute: Compute
+    ) -> dict[str, float]:
+        """Loss and metrics of the first batch; talks to nobody."""
+        model.eval()
+        try:
+            batches = [(0, self._batches.first())]
+            leaves = self._computed(batches, model, compute, transport.pulse.beat)
+        finally:
+            model.train()
+        means, finish = self._combined(LocalTransport(), leaves, sorted(leaves[0][0]), [[0]])
+        scalars, _ = plain(tried(finish, self._metrics.names))
+        return _united(means, scalars)
+
+    def _computed(
+        self,
+        batches: Iterable[tuple[int, Any]],
+        model: nn.Module,
+        compute: Compute,
+        beat: Callable[[], None],
+    ) -> list[tuple[Sums, Leaf]]:
+        """Loss and metrics of batches, each from the same parameters and buffers.
+
+        Raises:
+            TaskError: one of them changes a parameter.
+        """
+        # What a batch changes would depend on how many batches this rank has.
+        kept = KeptBuffers(model)
+        constants = Constants(model, kept.names)
+        leaves = []
+        for number, batch in batches:
+            beat()
+            try:
+                sums, updates = compute.evaluate(number, batch)
+            finally:
+                kept.restore()
+            constants.check(f"evaluation of batch {number}")
+            leaves.append((sums, self._metrics.leaf(updates)))
+        return leaves
+
+    def _combined(
+        self,
+        transport: Transport,
+        mine: Sequence[tuple[Sums, Leaf]],
+        names: Sequence[str],
+        numbers: Sequence[Sequence[int]],
+    ) -> tuple[dict[str, float], Callable[[], dict[str, Any]]]:
+        """Means over all batches, and what computes the other metrics; a collective.
+
+        Args:
+            transport: the group of ranks.
+            mine: of each batch of this rank.
+            names: of the means.
+            numbers: for each rank, the numbers of its batches.
+        """
+        rows = [
+            [value for name in names for value in sums[name]] + self._metrics.summed(leaf)
+            for sums, leaf in mine
+        ]
+        width = 2 * len(names) + self._metrics.num_summed
+        own = torch.tensor(rows, dtype=torch.float64).reshape(-1)
+        counts = [len(of_rank) * width for of_rank in numbers]
+        everyone = transport.gather_host(own, counts).view(-1, width)
+        order = [number for of_rank in numbers for number in of_rank]
+        leaves = [row for _, row in sorted(zip(order, everyone, strict=True), key=itemgetter(0))]
+        plan, _ = merges([Node(i, 1) for i in range(len(leaves))], len(leaves))
+        total = add_up(leaves, plan).tolist()
+        pairs = zip(names, total[: 2 * len(names) : 2], total[1 : 2 * len(names) : 2], strict=True)
+        means = {name: s / w if w else float("nan") for name, s, w in pairs}
+        finish = self._metrics.compute(
+            transport, [leaf for _, leaf in mine], total[2 * len(names) :], numbers
+        )
+        return means, finish
+
+
+def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:
+    twice = sorted(means.keys() & scalars.keys())
+    if twice:
+        raise shared(
+            TaskError(
+                f"Task.metrics: {twice[0]!r} is the name of a metric of Loss.metrics too; give it "
+                "another one"
+            )
+        )
+    return means | scalars

@@ -1,0 +1,112 @@
+"""Whatever the data are, the result depends on neither ranks nor interruptions."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import result, run
+
+from lockstep.engine.faults import PlannedFault, to_env
+
+sys.path.insert(0, str(Path(__file__).parent))
+from data_tasks import CASES, STOP
+
+KEYS = ("batch_size=16", "num_microbatches=4", "steps=11", "lr=0.05", "eval_batch_size=8")
+SCRIPT = Path(__file__).parent / "data_tasks.py"
+EQUAL = {
+    frozenset({"plain", "hf"}),
+    frozenset({"epochs", "epochs-workers"}),
+    frozenset({"stream-seeking", "stream-not-seeking"}),
+    frozenset({"stream-seeking-shuffled", "stream-not-seeking-shuffled"}),
+}
+
+
+def printed(done):
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return printed(run([sys.executable, SCRIPT, "whole", folder], folder))
+
+
+def test_two_ranks_get_what_one_gets(ranks, folder, alone):
+    names = (
+        "weights", "epochs-workers", "splits", "stream-drifting", "stream-seeking-shuffled",
+        "stream-endless", "hf-stream",
+    )  # fmt: skip
+    found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
+    assert found == {name: alone[name] for name in names}
+
+
+def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ranks, folder, alone):
+    stopped = printed(run([sys.executable, SCRIPT, "stop", folder], folder))
+    assert {step for _, step, _ in stopped.values()} == {STOP}
+    resumed = printed(ranks("mpi", 3, SCRIPT, "resume", folder))
+    # Training metrics are those of the newest report, which a stop ends early.
+    for name, (sha, step, metrics) in alone.items():
+        assert resumed[name][:2] == [sha, step], name
+        assert {k: v for k, v in resumed[name][2].items() if k.startswith("val")} == {
+            k: v for k, v in metrics.items() if k.startswith("val")
+        }, name
+
+
+def test_all_validation_splits_are_evaluated_together(folder, alone):
+    names = {"val/loss", "val_shifted/loss", "test_shifted/loss"}
+    assert names <= alone["splits"][2].keys()
+    with (folder / "1-splits" / "metrics.csv").open() as file:
+        rows = [(r["step"], r["split"], r["accuracy"]) for r in csv.DictReader(file)]
+    shifted = {int(step): float(value) for step, split, value in rows if split == "val_shifted"}
+    assert sorted(shifted) == [2, 4, 6, 8, 10, 11]
+    assert [int(s) for s, split, _ in rows if split == "val"] == sorted(shifted)
+    assert [s for s, split, _ in rows if split == "test_shifted"] == ["11"]
+    best = max(shifted, key=lambda step: (shifted[step], -step))
+    hint = (folder / "1-splits" / "checkpoints" / "best").read_text().strip()
+    assert hint == f"step_{best:08}"
+
+
+def test_a_checkpoint_is_evaluated_on_any_split_of_the_task(here, folder, alone):
+    run_dir = str(folder / "1-splits")
+    done = here("eval", run_dir, "--split", "val_shifted")
+    assert done.returncode == 0, done.stderr
+    accuracy = alone["splits"][2]["val_shifted/accuracy"]
+    assert f"accuracy         {accuracy:.6g}" in done.stdout
+    done = here("eval", run_dir, "--split", "ood")
+    assert done.returncode == 2
+    assert "--split ood: must be one of train, val, val_shifted, test_shifted" in done.stderr
+
+
+def test_a_stream_that_parts_from_the_others_is_found_at_a_checkpoint(lockstep):
+    done = lockstep("train", f"{SCRIPT}:Late", "-n", "3", *KEYS, "checkpoint.every=3")
+    assert done.returncode == 2
+    assert "step 3: dataset('train'): sample 40 of epoch 0 is another one on rank" in done.stderr
+
+
+def test_ranks_that_survive_a_loss_go_on_in_the_middle_of_a_batch(lockstep, tmp_path, alone):
+    faults = [PlannedFault(0, 3, "compute"), PlannedFault(2, 7, "reduced")]
+    done = lockstep(
+        "train", f"{SCRIPT}:Slow", "-n", "4", "--run-dir", "lossy", *KEYS,
+        **to_env(faults, tmp_path / "faults"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ended = result(tmp_path / "lossy")
+    assert ended["world_size"] == 2
+    assert ended["params_sha256"] == alone["stream-not-seeking"][0]
+
+
+def test_other_data_give_other_parameters(alone):
+    shas = {name: sha for name, (sha, _, _) in alone.items()}
+    for one in CASES:
+        for other in CASES:
+            if one < other:
+                is_equal = shas[one] == shas[other]
+                assert is_equal == (frozenset({one, other}) in EQUAL), (one, other)
