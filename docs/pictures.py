@@ -198,7 +198,7 @@ def _walk(listed: list[Call], title: str) -> str:
         raise ValueError(f"{PAGE.name}: {title}: no column for {', '.join(sorted(unknown))}")
     stride, top, row = min(126.0, 880.0 / len(rooms)), 64.0, 34.0
     bottom = top + row * len(listed)
-    drawing = _Drawing(1080)
+    drawing = _Drawing(1160)
     drawing.text(20, 28, "title", title)
     for number, room in enumerate(rooms):
         drawing.band(10 + stride * number, 40, stride, bottom - 34, number)

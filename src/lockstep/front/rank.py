@@ -171,6 +171,7 @@ def _result(
         task=trainer.task,
         config=config,
         metrics=finished.metrics,
+        arrays=finished.arrays,
         params_sha256=finished.params_sha256,
         run_dir=directory.path,
         best_checkpoint=directory.checkpoints / folder_name(best) if best else None,

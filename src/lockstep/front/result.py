@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,7 @@ class Result:
         task: the task, with its own state after the last step.
         config: the config that the run had.
         metrics: the newest training and evaluation metrics by "split/name".
+        arrays: the newest metrics of more than one number, as nested lists by "split/name".
         params_sha256: SHA-256 of the parameters and buffers, 64 hex digits.
         run_dir: the run directory.
         best_checkpoint: folder of the checkpoint with the best `config.watch`; None where there
@@ -40,6 +42,7 @@ class Result:
     task: Task
     config: TrainConfig
     metrics: dict[str, float]
+    arrays: dict[str, Any]
     params_sha256: str
     run_dir: Path
     best_checkpoint: Path | None
