@@ -10,8 +10,8 @@ from its module when it is first used.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.launch.rank.early import ending_at_interrupt as _ending_at_interrupt
-from lockstep.launch.rank.early import prepare as _prepare
+from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_interrupt
+from lockstep.launchers.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
     from lockstep.config import (

@@ -12,7 +12,7 @@ import typer
 
 from lockstep.commands.groups import contributed, show_help, show_version
 from lockstep.errors import LockstepError
-from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
+from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
 from lockstep.recipes import command_groups, recipe_names, summary
 
 app = typer.Typer(

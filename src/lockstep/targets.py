@@ -14,7 +14,7 @@ from lockstep.config import TrainConfig, load, override
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
 

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.commands.start import Ended, start
 from lockstep.front import Sitting
-from lockstep.launch.job.commands import python_command
+from lockstep.launchers.job.commands import python_command
 
 JOINED = """
 import json, os, shutil, signal, sys

@@ -16,8 +16,8 @@ import torch
 
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
-from lockstep.launch.host.cores import usable_cores
-from lockstep.launch.job.commands import (
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import (
     RankCommand,
     is_one_host,
     local_command,
@@ -26,8 +26,8 @@ from lockstep.launch.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launch.job.run import Outcome, run_ranks
-from lockstep.launch.rank.early import NOTHING_SAVED
+from lockstep.launchers.job.run import Outcome, run_ranks
+from lockstep.launchers.rank.early import NOTHING_SAVED
 from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
 from lockstep.targets import is_script, script_path
 

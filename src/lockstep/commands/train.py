@@ -17,8 +17,8 @@ from lockstep.commands.start import (
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, leave, new_run_dir, run
-from lockstep.launch.job.commands import RankCommand
-from lockstep.launch.rank.environment import detect
+from lockstep.launchers.job.commands import RankCommand
+from lockstep.launchers.rank.environment import detect
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
 
 

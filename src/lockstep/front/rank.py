@@ -26,12 +26,12 @@ from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, LockstepError, shortened
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import Sitting
-from lockstep.launch.rank.environment import Environment, detect
-from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.output import whole_lines
-from lockstep.launch.rank.signals import StopRequest
-from lockstep.launch.rank.threads import num_threads
-from lockstep.launch.rank.watchdog import Watchdog
+from lockstep.launchers.rank.environment import Environment, detect
+from lockstep.launchers.rank.join import open_transport
+from lockstep.launchers.rank.output import whole_lines
+from lockstep.launchers.rank.signals import StopRequest
+from lockstep.launchers.rank.threads import num_threads
+from lockstep.launchers.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
 
 TIMEOUT_S = 600.0

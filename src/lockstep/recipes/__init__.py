@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from lockstep.errors import ConfigError
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 
 if TYPE_CHECKING:
     from lockstep.engine.task import Task
