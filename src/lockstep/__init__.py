@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
     from lockstep.front import Result, Stopped, main, train
+    from lockstep.launching.launch import launch
     from lockstep.loading import Loaded, load
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "Task",
     "TrainConfig",
     "generator",
+    "launch",
     "load",
     "main",
     "numpy_generator",
@@ -70,6 +72,7 @@ _HOMES = {
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
     "generator": "lockstep.data.random",
+    "launch": "lockstep.launching.launch",
     "load": "lockstep.loading",
     "main": "lockstep.front",
     "numpy_generator": "lockstep.data.random",

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.commands.start import (
-    check_replacements,
-    choose_launcher,
-    rank_command,
-    start_shown,
-)
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, leave, new_run_dir, run
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import detect
+from lockstep.launching.start import (
+    check_replacements,
+    choose_launcher,
+    rank_command,
+    start_shown,
+)
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
 
 
@@ -52,6 +52,7 @@ def train(
                 f"{environment.launcher}"
             )
         sitting = given or Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+        sitting.extend_search_path()
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
         )

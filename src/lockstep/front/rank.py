@@ -96,7 +96,7 @@ def _run(
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
-    if not sitting.target:
+    if sitting.target is None:
         sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
@@ -206,7 +206,7 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sit
         RunDirectoryError: see `RunDirectory.open`.
     """
     kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
-    identity = Identity(task.name, config.hash, sitting.target, kept)
+    identity = Identity(task.name, config.hash, sitting.target or "", kept)
     directory.open(config, identity, sitting.resume)
 
 
@@ -216,6 +216,14 @@ def choose_device(wanted: str, environment: Environment) -> torch.device:
     Raises:
         ConfigError: device=cuda, and there is no GPU for this rank.
     """
+    device = find_device(wanted, environment)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(wanted: str, environment: Environment) -> torch.device:
+    """As `choose_device`, without making it this process's current one."""
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count < environment.local_world_size):
         return torch.device("cpu")
@@ -224,9 +232,7 @@ def choose_device(wanted: str, environment: Environment) -> torch.device:
             f"device='cuda': this host has {count} GPUs for {environment.local_world_size} ranks; "
             "start fewer ranks or set device=cpu"
         )
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", environment.local_rank)
 
 
 def new_run_dir(name: str) -> Path:

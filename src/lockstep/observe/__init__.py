@@ -25,6 +25,7 @@ from lockstep.observe.jsonl import (
     read_events,
 )
 from lockstep.observe.metrics_csv import MetricsCsv
+from lockstep.observe.notebook import NotebookView, in_notebook
 from lockstep.observe.quiet import QuietView
 from lockstep.observe.result import ResultJson, read_result
 from lockstep.observe.sink import Sink, Sinks
@@ -35,6 +36,7 @@ __all__ = [
     "EventHub",
     "EventsJsonl",
     "MetricsCsv",
+    "NotebookView",
     "QuietView",
     "ResultJson",
     "Sink",
@@ -46,6 +48,7 @@ __all__ = [
     "open_sinks",
     "read_events",
     "read_result",
+    "view",
 ]
 
 
@@ -78,6 +81,17 @@ def open_sinks(run_dir: Path, *, tensorboard: bool, console: bool, quiet: bool =
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         if console:
-            add(QuietView() if quiet else ConsoleView())
+            add(view(quiet))
         undo.pop_all()
     return Sinks(sinks)
+
+
+def view(quiet: bool) -> Sink:
+    """What shows a run to whoever has started it: in a notebook's cell, or on standard output.
+
+    Args:
+        quiet: whether to show warnings and how the run ended only.
+    """
+    if quiet:
+        return QuietView()
+    return NotebookView() if in_notebook() else ConsoleView()

@@ -95,6 +95,12 @@ def load_recipe(name: str) -> type[Task]:
         return cast("type[Task]", getattr(importlib.import_module(module), attribute))
 
 
+def recipe_of(kind: type[Task]) -> str:
+    """The name of the recipe that a Task class is; empty if it is none. Nothing is imported."""
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, recipe in _RECIPES.items() if recipe.task == place), "")
+
+
 def summary(name: str) -> str:
     """What a recipe trains, in one line. Nothing is imported.
 

@@ -61,7 +61,13 @@ class _Rank:
     """
 
     def __init__(
-        self, slot: int, size: int, port: int, argv: Sequence[str], place: int | None = None
+        self,
+        slot: int,
+        size: int,
+        port: int,
+        argv: Sequence[str],
+        fds: Sequence[int],
+        place: int | None = None,
     ) -> None:
         self.slot = slot
         self.place = slot if place is None else place
@@ -79,7 +85,7 @@ class _Rank:
             self.process = subprocess.Popen(
                 argv,
                 env=os.environ | {name: str(value) for name, value in told.items()},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *fds),
             )
 
     @property
@@ -112,9 +118,16 @@ class Supervisor:
         num_ranks: number of ranks to start.
         argv: program and arguments that each rank runs.
         replacements: greatest number of processes to start in the place of killed ones.
+        fds: file descriptors of this process that all of them inherit.
     """
 
-    def __init__(self, num_ranks: int, argv: Sequence[str], replacements: int = 0) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        argv: Sequence[str],
+        replacements: int = 0,
+        fds: Sequence[int] = (),
+    ) -> None:
         self._wake, wake = socket.socketpair()
         self._wake.setblocking(False)
         wake.setblocking(False)
@@ -128,7 +141,8 @@ class Supervisor:
         self._listener = socket.create_server((HOST, 0), backlog=num_ranks + 16)
         self._port = self._listener.getsockname()[1]
         self._size, self._argv, self._replacements = num_ranks, argv, replacements
-        self._ranks = [_Rank(slot, num_ranks, self._port, argv) for slot in range(num_ranks)]
+        self._fds = fds
+        self._ranks = [_Rank(slot, num_ranks, self._port, argv, fds) for slot in range(num_ranks)]
         self._selector = selectors.DefaultSelector()
         self._is_over = False
         self._generation = 0
@@ -290,7 +304,7 @@ class Supervisor:
         if not any(rank.is_alive and rank.phase in ("in", "waiting") for rank in self._ranks):
             return
         self._replacements -= 1
-        new = _Rank(len(self._ranks), self._size, self._port, self._argv, lost.place)
+        new = _Rank(len(self._ranks), self._size, self._port, self._argv, self._fds, lost.place)
         self._ranks.append(new)
         self._selector.register(new.line, selectors.EVENT_READ, new)
 
@@ -322,6 +336,8 @@ class Supervisor:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder, whose modules would hide others of their names
-    code = Supervisor(int(sys.argv[1]), sys.argv[3:], int(sys.argv[2])).run()
+    _num_ranks, _replacements, _fds = sys.argv[1:4]
+    _inherited = [int(fd) for fd in _fds.split(",") if fd]
+    code = Supervisor(int(_num_ranks), sys.argv[4:], int(_replacements), _inherited).run()
     sys.stderr.flush()
     os._exit(code)  # the store's threads may be anywhere

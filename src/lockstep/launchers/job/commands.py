@@ -61,12 +61,14 @@ class RankCommand:
         num_ranks: number of ranks that it starts.
         launcher: name of the launcher that it is.
         forwards_signals: whether SIGUSR1 and SIGUSR2 sent to it reach every rank.
+        fds: open file descriptors of this process that the ranks inherit under the same numbers.
     """
 
     argv: tuple[str, ...]
     num_ranks: int
     launcher: Literal["python", "local", "mpi", "torchrun", "slurm"]
     forwards_signals: bool
+    fds: tuple[int, ...] = ()
 
 
 def python_command(argv: Sequence[str]) -> RankCommand:
@@ -74,16 +76,20 @@ def python_command(argv: Sequence[str]) -> RankCommand:
     return RankCommand(tuple(argv), 1, "python", forwards_signals=True)
 
 
-def local_command(num_ranks: int, argv: Sequence[str], replacements: int = 0) -> RankCommand:
+def local_command(
+    num_ranks: int, argv: Sequence[str], replacements: int = 0, fds: tuple[int, ...] = ()
+) -> RankCommand:
     """Run `argv` on several ranks of this host under Lockstep's own supervisor.
 
     Args:
         num_ranks: number of ranks to start.
         argv: program and arguments that each rank runs.
         replacements: greatest number of processes to start in the place of killed ones.
+        fds: open file descriptors that all these processes inherit.
     """
-    supervisor = (sys.executable, local.__file__, str(num_ranks), str(replacements))
-    return RankCommand((*supervisor, *tethered(argv)), num_ranks, "local", forwards_signals=True)
+    options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
+    command = (sys.executable, local.__file__, *options, *tethered(argv))
+    return RankCommand(command, num_ranks, "local", forwards_signals=True, fds=fds)
 
 
 def mpirun_command(

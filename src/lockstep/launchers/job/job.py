@@ -108,6 +108,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
+            pass_fds=command.fds,
             start_new_session=True,  # or the terminal's Ctrl-C would reach the ranks directly
         )
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.commands.start import Ended, start
 from lockstep.front import Sitting
 from lockstep.launchers.job.commands import python_command
+from lockstep.launching.start import Ended, start
 
 JOINED = """
 import json, os, shutil, signal, sys
@@ -38,7 +38,7 @@ with open(run_dir + "/result.json", "w") as file:
 
 @pytest.fixture(autouse=True)
 def _no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.commands.start._MOST_DELAY_S", 0.0)
+    monkeypatch.setattr("lockstep.launching.start._MOST_DELAY_S", 0.0)
 
 
 def started(folder: Path, code: str, **options: Any) -> Ended:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from lockstep.launchers.job.commands import (
 )
 from lockstep.launchers.job.run import Outcome, run_ranks
 from lockstep.launchers.rank.early import NOTHING_SAVED
-from lockstep.observe import ConsoleView, QuietView, Sinks, event_from_row, read_result
+from lockstep.observe import Sinks, event_from_row, read_result, view
 from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
@@ -47,11 +47,14 @@ class Ended:
         exit_code: what the command is to exit with.
         message: what the user should read, empty if all went well.
         again: why the ranks should be started again; empty if they should not.
+        last: row of the last `Failed` or `Finished` event, or its like in `result.json`; None where
+            there was none.
     """
 
     exit_code: int
     message: str = ""
     again: str = ""
+    last: dict[str, Any] | None = field(default=None, compare=False)
 
 
 def choose_launcher(launcher: str | None, num_ranks: int) -> str:
@@ -164,16 +167,9 @@ def _notice(text: str) -> None:
 
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
-    """Run ranks to their end, shown on the console as `sitting` says."""
-    view = Sinks([QuietView() if sitting.quiet else ConsoleView()])
-
-    def on_row(row: dict[str, Any]) -> None:
-        view(event_from_row(row))
-
-    try:
-        return start(command, sitting, threads, on_row=on_row)
-    finally:
-        view.close()
+    """Run ranks to their end, shown on the console or in the notebook as `sitting` says."""
+    with Sinks([view(sitting.quiet)]) as shown:
+        return start(command, sitting, threads, on_row=lambda row: shown(event_from_row(row)))
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
@@ -189,7 +185,7 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
         code = int(row["exit_code"])
         message = str(row["message"]) if row["event"] == "Failed" else ""
         again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
-        return Ended(code, message, again)
+        return Ended(code, message, again, row)
     code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
     if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
@@ -199,8 +195,9 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    if not outcome.met and code == 0 and is_script(sitting.target):
-        return Ended(LockstepError.exit_code, _never_trains(sitting.target))
+    target = sitting.target or ""
+    if not outcome.met and code == 0 and is_script(target):
+        return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
     return Ended(
         code or 1, told or f"the ranks ended with code {code} before they had a result; {where}"
