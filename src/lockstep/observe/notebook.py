@@ -7,7 +7,9 @@ import sys
 import time
 from typing import Any
 
-from lockstep.engine.events import Event, Failed, Finished, RunStarted, StepDone
+from rich.console import Console
+
+from lockstep.engine.events import Checkpointed, Event, Failed, Finished, RunStarted, StepDone
 from lockstep.observe import text
 from lockstep.observe.console import ConsoleView
 from lockstep.observe.sink import Sink
@@ -28,7 +30,9 @@ class NotebookView(Sink):
     """
 
     def __init__(self, interval_s: float = 0.5) -> None:
-        self._lines = ConsoleView()
+        # Plain text: for a notebook, rich would make a block of HTML of each line.
+        plain = Console(force_jupyter=False, force_interactive=False, highlight=False)
+        self._lines = ConsoleView(plain)
         self._interval_s = interval_s
         self._plan: RunStarted | None = None
         self._done: StepDone | None = None
@@ -46,7 +50,8 @@ class NotebookView(Sink):
             self._plan = event
         if isinstance(event, (Finished, Failed)):
             self._draw()
-        self._lines(event)
+        if not isinstance(event, Checkpointed):  # so many lines would fill the page
+            self._lines(event)
 
     def close(self) -> None:
         """Draw the bar as it is in the end."""
