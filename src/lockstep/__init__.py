@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.data.random import generator, numpy_generator
     from lockstep.engine.task import Loss, Task
     from lockstep.errors import LockstepError
+    from lockstep.exporting.export import Exported, export
     from lockstep.front import Result, Stopped, main, train
     from lockstep.launching.launch import launch
     from lockstep.loading import Loaded, load
@@ -38,6 +39,7 @@ __all__ = [
     "ConvergenceConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "Exported",
     "Loaded",
     "LockstepError",
     "Loss",
@@ -48,6 +50,7 @@ __all__ = [
     "Stopped",
     "Task",
     "TrainConfig",
+    "export",
     "generator",
     "launch",
     "load",
@@ -61,6 +64,7 @@ _HOMES = {
     "ConvergenceConfig": "lockstep.config",
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",
+    "Exported": "lockstep.exporting.export",
     "Loaded": "lockstep.loading",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
@@ -71,6 +75,7 @@ _HOMES = {
     "Stopped": "lockstep.front",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
+    "export": "lockstep.exporting.export",
     "generator": "lockstep.data.random",
     "launch": "lockstep.launching.launch",
     "load": "lockstep.loading",
