@@ -114,12 +114,12 @@ def test_the_command_goes_by_the_suffix(
     assert here("train", "digits", "steps=1", "model=cnn", "--run-dir", "run").returncode == 0
     done = here("export", "run", "model.pt2")
     assert done.returncode == 0, done.stderr
-    assert "torch.export of step 1, inputs input [*, 1, 8, 8] float32; read back" in done.stdout
+    assert "torch.export of step 1, inputs input [*, 1, 8, 8] float32; its outputs" in done.stdout
     assert (tmp_path / "model.pt2").exists()
     for arguments, message in [
         (("model",), "error: model: digits has no forms of its own; end it in .safetensors, .pt2"),
         (("model.pt2", "--format", "h5"), "error: format='h5': must be one of safetensors,"),
-        (("none/model.pt2",), "error: none/model.pt2: there is no folder none; make it"),
+        (("none/model.ts",), "error: none/model.ts: cannot be written: No such file or directory"),
         (("model.pt2", "--checkpoint", "7"), "error: "),
     ]:
         done = here("export", "run", *arguments)
@@ -194,7 +194,7 @@ class NoData(Odd):
         (ChoosesTask, "torch.export", ConfigError, "as torch.export: .*data-dependent"),
         (ChoosesTask, "torchscript", ConfigError, "as torchscript: .*data-dependent"),
         (ChoosesTask, "onnx", ConfigError, "cannot be written as onnx"),
-        (NoisyTask, "torch.export", ConfigError, "torch.export: what was written predicts"),
+        (NoisyTask, "torch.export", ConfigError, "torch.export: what was made predicts"),
         (Keywords, "onnx", TaskError, r"is called with keyword arguments \(x\)"),
         (Inside, "onnx", TaskError, "Inside.evaluate: does not call the model itself; write `def"),
     ],

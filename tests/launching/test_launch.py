@@ -231,13 +231,19 @@ def test_no_gpu(launch: Callable[..., ls.Result]) -> None:
 
 
 def test_what_cannot_be_copied_is_named(launch: Callable[..., ls.Result]) -> None:
-    task = Line(config())
-    vars(task)["held"] = {"lock": threading.Lock()}
-    with pytest.raises(
-        errors.TaskError, match=r"^task\.held\['lock'\]: cannot be copied"
-    ) as caught:
-        launch(task)
-    assert "cannot pickle '_thread.lock' object" in str(caught.value)
+    lock = threading.Lock()
+
+    class Locked(Line):
+        def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+            with lock:
+                return super().loss(model, batch)
+
+    held = Line(config())
+    vars(held)["held"] = {"lock": lock}
+    for task, path in [(held, r"task\.held\['lock'\]"), (Locked(config()), r"task\.loss\.lock")]:
+        with pytest.raises(errors.TaskError, match=f"^{path}: cannot be copied") as caught:
+            launch(task)
+        assert "cannot pickle '_thread.lock' object" in str(caught.value)
 
 
 def test_from_a_thread_twice_with_more_ranks_than_cores(launch: Callable[..., ls.Result]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,12 @@ from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exporting.example import Example, find_example
-from lockstep.exporting.formats import GRAPHS, outputs, read_weights, silent, write_weights
-from lockstep.files import temporary_beside
+from lockstep.exporting.formats import GRAPHS, make_weights, outputs, read_weights, silent
+from lockstep.files import replacing_binary
 from lockstep.loading import Loaded, load
 from lockstep.parsing import shown
+
+T = TypeVar("T")
 
 WEIGHTS = "safetensors"
 
@@ -40,8 +41,8 @@ class Exported:
         path: path of the file.
         format: name of its format.
         inputs: the inputs with their shapes, `*` for sizes that are free; empty for weights alone.
-        max_difference: greatest absolute difference between an output of the model and of what was
-            read back, for samples of the task's data; 0 for weights, which are the same bits.
+        max_difference: greatest absolute difference between outputs of the model and of the file
+            for samples of the task's data; 0 for weights, which have the same bits.
         step: how many optimizer steps the model has seen.
     """
 
@@ -55,10 +56,10 @@ class Exported:
     def described(self) -> str:
         """What was written, in one line."""
         if not self.inputs:
-            return f"wrote {self.path}: weights of step {self.step}, read back with the same bits"
+            return f"wrote {self.path}: weights of step {self.step}"
         return (
-            f"wrote {self.path}: {self.format} of step {self.step}, inputs {self.inputs}; read "
-            f"back, it differs by at most {self.max_difference:.3g}"
+            f"wrote {self.path}: {self.format} of step {self.step}, inputs {self.inputs}; its "
+            f"outputs differ from the model's by at most {self.max_difference:.3g}"
         )
 
 
@@ -70,7 +71,7 @@ def export(
     which: str | int = "latest",
     task: type[Task] | None = None,
 ) -> Exported:
-    """Write a run's model for programs without Lockstep; it is read back and compared.
+    """Write a run's model for programs without Lockstep, compared with what it was made from.
 
     Formats are `safetensors` (parameters and buffers by name), `torch.export`, `torchscript` and
     `onnx` (the computation too, for batches of any size). These need a few samples of the task's
@@ -86,19 +87,27 @@ def export(
 
     Raises:
         LockstepError: there is no such run or checkpoint, the model cannot be written in this
-            format, or what was read back predicts something else.
+            format, or what was made predicts something else.
     """
     path = Path(path)
     chosen = choose_format(path, format)
     loaded = load(run_dir, which, task=task)
+    model = loaded.model.requires_grad_(False)
+    inputs, gap = "", 0.0
     with kept_generators():
         if chosen == WEIGHTS:
-            _written(path, chosen, lambda there: _export_weights(loaded, there))
-            return Exported(path, chosen, "", 0.0, loaded.step)
-        model = loaded.model.requires_grad_(False)
-        example = find_example(loaded.task, model, loaded.config)
-        gap = _written(path, chosen, lambda there: _export_graph(loaded, chosen, example, there))
-    return Exported(path, chosen, example.described, gap, loaded.step)
+            data = _made(path, chosen, lambda: _weights(loaded))
+        else:
+            example = find_example(loaded.task, model, loaded.config)
+            inputs = example.described
+            data, gap = _made(path, chosen, lambda: _graph(loaded, chosen, example))
+    try:
+        with replacing_binary(path) as file:
+            file.write(data)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"{path}: cannot be written: {reason}; choose another path") from error
+    return Exported(path, chosen, inputs, gap, loaded.step)
 
 
 def choose_format(path: Path, format: str | None) -> str:
@@ -123,45 +132,31 @@ def choose_format(path: Path, format: str | None) -> str:
     return chosen
 
 
-def _written(path: Path, chosen: str, write: Callable[[Path], float]) -> float:
-    """Have a file written under another name, then give it its own.
+def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
+    """What `make` gives; each exporter has kinds of errors of its own.
 
     Raises:
-        ConfigError: it cannot be written, or the model not in this format.
+        ConfigError: the model cannot be had in this format.
     """
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or choose another")
-    # The suffix stays last: torch goes by it.
-    temporary = temporary_beside(path).with_suffix(SUFFIXES[chosen])
     try:
-        with silent():
-            gap = write(temporary)
-        os.replace(temporary, path)
+        with silent(), torch.no_grad():
+            return make()
     except LockstepError:
         raise
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError(f"{path}: cannot be written: {reason}; choose another path") from error
-    except Exception as error:  # each exporter has kinds of its own
+    except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise ConfigError(
             f"{path}: the model cannot be written as {chosen}: {type(error).__name__}: {reason}; "
             f"change what its forward method does, or choose another format, such as {WEIGHTS}"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-    return gap
 
 
-def _export_weights(loaded: Loaded, path: Path) -> float:
-    model = loaded.model
-    write_weights(model, path, _about(loaded))
-    there = read_weights(path)
-    here = model.state_dict()
+def _weights(loaded: Loaded) -> bytes:
+    data = make_weights(loaded.model, _about(loaded))
+    there, here = read_weights(data), loaded.model.state_dict()
     if there.keys() != here.keys() or not all(_same_bits(there[n], t) for n, t in here.items()):
-        raise ConfigError(f"{path}: holds other values when read back")
-    return 0.0
+        raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
+    return data
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -170,14 +165,12 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return same_kind and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
-def _export_graph(loaded: Loaded, chosen: str, example: Example, path: Path) -> float:
-    """Write a model with its computation; the greatest difference once it is read back."""
+def _graph(loaded: Loaded, chosen: str, example: Example) -> tuple[bytes, float]:
+    """The content of a file with the computation, and how much its outputs differ at most."""
     graph = GRAPHS[chosen]
-    with torch.no_grad():
-        graph.write(loaded.model, example, _about(loaded), path)
-        run = graph.read(path)
-        batches = (example.first, example.second)
-        return max(_gap(loaded.model, run, inputs, chosen) for inputs in batches)
+    data = graph.make(loaded.model, example, _about(loaded))
+    run = graph.run(data)
+    return data, max(_gap(loaded.model, run, i, chosen) for i in (example.first, example.second))
 
 
 def _gap(
@@ -194,7 +187,7 @@ def _gap(
     wanted, got = outputs(model(*inputs)), run(inputs)
     if [t.shape for t in wanted] != [t.shape for t in got]:
         raise ConfigError(
-            f"{chosen}: what was written returns tensors of other shapes, for "
+            f"{chosen}: what was made returns tensors of other shapes, for "
             f"{len(inputs[0])} samples; its computation must not depend on their number"
         )
     most = 0.0
@@ -204,7 +197,7 @@ def _gap(
         scale = max(1.0, float(a.double().abs().max())) if a.numel() else 1.0
         if not gap <= _TOLERANCE * scale:
             raise ConfigError(
-                f"{chosen}: what was written predicts something else, by up to {gap:.3g}; is there "
+                f"{chosen}: what was made predicts something else, by up to {gap:.3g}; is there "
                 "anything random in the model's forward method, or that depends on values?"
             )
         most = max(most, gap)

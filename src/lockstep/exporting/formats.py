@@ -1,4 +1,4 @@
-"""The forms of a model: how each is written, and how what was written is run again."""
+"""The forms of a model: how each is made, and how what was made is run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
-from pathlib import Path
+from io import BytesIO, StringIO
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.exporting.example import SIZES, Example
 
 Run = Callable[[tuple[Tensor, ...]], list[Tensor]]
-"""Runs a model that was read back: from its arguments to its outputs, in order."""
+"""Runs a model that was exported: from its arguments to its outputs, in order."""
 
 ABOUT = "lockstep.json"
 """Name of the metadata in a `.pt2` or TorchScript file."""
@@ -30,15 +29,18 @@ ABOUT = "lockstep.json"
 class Graph:
     """A form of a model that holds its computation too.
 
+    It is made and tried in memory: torch may unpickle when it reads some of them, and files may
+    have been written by anybody.
+
     Attributes:
         suffix: of its files.
-        write: writes the model to a file: model, inputs, metadata, path.
-        read: reads a file that was written for this model.
+        make: the content of a file, from model, inputs and metadata.
+        run: runs the model in such a content.
     """
 
     suffix: str
-    write: Callable[[nn.Module, Example, Mapping[str, str], Path], None]
-    read: Callable[[Path], Run]
+    make: Callable[[nn.Module, Example, Mapping[str, str]], bytes]
+    run: Callable[[bytes], Run]
 
 
 def outputs(value: Any) -> list[Tensor]:
@@ -56,62 +58,62 @@ def outputs(value: Any) -> list[Tensor]:
     raise ConfigError(f"the model returns a {type(value).__name__}; only tensors can be exported")
 
 
-def write_weights(model: nn.Module, path: Path, about: Mapping[str, str]) -> None:
-    """Write parameters and buffers by name as safetensors, with metadata."""
+def make_weights(model: nn.Module, about: Mapping[str, str]) -> bytes:
+    """Parameters and buffers by name as safetensors, with metadata."""
     # Each with memory of its own: tied weights are refused otherwise.
     state = {n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt", **about})
+    return save(state, metadata={"format": "pt", **about})
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(data: bytes) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
-    return load_file(path)
+    return load(data)
 
 
-def _write_program(
-    model: nn.Module, example: Example, about: Mapping[str, str], path: Path
-) -> None:
+def _make_program(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
     program = torch.export.export(model, example.first, dynamic_shapes=_free(example))
-    torch.export.save(program, path, extra_files={ABOUT: json.dumps(dict(about))})
+    buffer = BytesIO()
+    torch.export.save(program, buffer, extra_files={ABOUT: json.dumps(dict(about))})
+    return buffer.getvalue()
 
 
-def _read_program(path: Path) -> Run:
-    module = torch.export.load(path).module()
+def _run_program(data: bytes) -> Run:
+    module = torch.export.load(BytesIO(data)).module()
     return lambda inputs: outputs(module(*inputs))
 
 
-def _write_script(model: nn.Module, example: Example, about: Mapping[str, str], path: Path) -> None:
+def _make_script(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
     # A trace keeps one way through the model, whatever later inputs are. Models that may take
     # another one are refused here.
     torch.export.export(model, example.first, dynamic_shapes=_free(example))
     script: Any = torch.jit.trace(model, example.first, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
-    script.save(str(path), _extra_files={ABOUT: json.dumps(dict(about))})
+    buffer = BytesIO()
+    torch.jit.save(script, buffer, _extra_files={ABOUT: json.dumps(dict(about))})
+    return buffer.getvalue()
 
 
-def _read_script(path: Path) -> Run:
-    module: Any = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
+def _run_script(data: bytes) -> Run:
+    module: Any = torch.jit.load(BytesIO(data))  # type: ignore[no-untyped-call]
     return lambda inputs: outputs(module(*inputs))
 
 
-def _write_onnx(model: nn.Module, example: Example, about: Mapping[str, str], path: Path) -> None:
+def _make_onnx(model: nn.Module, example: Example, about: Mapping[str, str]) -> bytes:
     program: Any = torch.onnx.export(
         model, example.first, dynamo=True, input_names=example.names,
         dynamic_shapes=_free(example), verbose=False,
     )  # fmt: skip
     program.model.metadata_props.update(about)
-    program.save(path, external_data=False)
+    return bytes(program.model_proto.SerializeToString())
 
 
-def _read_onnx(path: Path) -> Run:
+def _run_onnx(data: bytes) -> Run:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
 
     def run(inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        # Inputs that the model does not use are no inputs of the file.
-        arrays = [tensor.numpy() for tensor in inputs]
-        given = dict(zip(names, arrays, strict=True))
+        given = dict(zip(names, [tensor.numpy() for tensor in inputs], strict=True))
         return [torch.from_numpy(array) for array in session.run(None, given)]
 
     return run
@@ -145,8 +147,8 @@ def silent() -> Iterator[None]:
 
 
 GRAPHS: Mapping[str, Graph] = {
-    "torch.export": Graph(".pt2", _write_program, _read_program),
-    "torchscript": Graph(".ts", _write_script, _read_script),
-    "onnx": Graph(".onnx", _write_onnx, _read_onnx),
+    "torch.export": Graph(".pt2", _make_program, _run_program),
+    "torchscript": Graph(".ts", _make_script, _run_script),
+    "onnx": Graph(".onnx", _make_onnx, _run_onnx),
 }
 """These forms by name."""

@@ -31,7 +31,7 @@ from lockstep.targets import make_task
 MAIN = "globals of __main__"
 """What stands in a copy for the global variables of `__main__`."""
 
-_MOST_LEVELS = 6
+_MOST_LEVELS = 8
 
 
 def target_of(task: Task) -> tuple[str, str]:
@@ -140,14 +140,19 @@ def _is_of_its_config(task: Task) -> bool:
         return held_state({"task": task}) == held_state({"task": anew})
 
 
-def _culprit(path: str, value: object, error: Exception, level: int = 0) -> tuple[str, str]:
+def _culprit(
+    path: str, value: object, error: Exception, within: tuple[object, ...] = ()
+) -> tuple[str, str]:
     """The innermost part of a value that cannot be pickled, and why."""
-    for name, part in _parts(value) if level < _MOST_LEVELS else ():
+    within = (*within, value)
+    for name, part in _parts(value) if len(within) < _MOST_LEVELS else ():
+        if any(part is outer for outer in within):
+            continue
         try:
             _Pickler(io.BytesIO()).dump(part)
         except Exception as inner:
             place = name if name.startswith("global ") else path + name
-            return _culprit(place, part, inner, level + 1)
+            return _culprit(place, part, inner, within)
     reason = str(error).partition("\n")[0] or type(error).__name__
     return path, shortened(reason)
 
