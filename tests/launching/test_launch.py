@@ -104,7 +104,7 @@ def test_any_way_to_the_ranks_gives_the_bits_of_one_process(
     assert target(copied.run_dir) == ""
     assert copied.run_dir.parent == Path("runs")
     assert copied.params_sha256 == plain.params_sha256
-    over_mpi = launch(task, run_dir="mpi", launcher="mpi", num_ranks=1)
+    over_mpi = launch(task, run_dir="mpi", launcher="mpi")
     assert over_mpi.params_sha256 == plain.params_sha256
 
 

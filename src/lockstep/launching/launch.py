@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ def launch(
     num_ranks: int,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    launcher: str | None = None,
+    launcher: Literal["local", "mpi"] | None = None,
     replacements: int = 0,
     quiet: bool = False,
 ) -> Result:
