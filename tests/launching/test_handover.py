@@ -31,6 +31,18 @@ class Grown(Line):
         self.sizes = {"a": [1, 2]}
 
 
+class Counts(Line):
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
 class Drawn(Line):
     def __init__(self, config=None):
         super().__init__(config)
@@ -76,6 +88,16 @@ def test_by_name(module: Any, tmp_path: Path, name: str) -> None:
     assert target_of(task) == (f"{tmp_path}/with classes.py:{name}", "")
 
 
+def test_state_of_a_checkpoint_is_no_reason_for_a_copy(module: Any, tmp_path: Path) -> None:
+    task = module.Counts()
+    assert target_of(task)[0].endswith(":Counts")
+    task.count = 3
+    assert target_of(task)[0] == ""
+    assert target_of(task, resume=True)[0].endswith(":Counts")
+    task.more = 1
+    assert target_of(task, resume=True)[0] == ""
+
+
 def test_a_recipe_by_its_name() -> None:
     assert target_of(load_recipe("digits")()) == ("digits", "")
 
@@ -90,7 +112,7 @@ def test_as_a_copy(module: Any) -> None:
     for task in (module.Outer.Inner(), module.within()(), module.Guarded(), in_a_package):
         target, reason = target_of(task)
         assert target == ""
-        assert "is not a class at the top level of a script or module" in reason
+        assert "is not a class at the top level of a script, or of a module outside" in reason
 
 
 def test_a_class_that_a_prompt_has_made_anew(module: Any) -> None:

@@ -121,6 +121,21 @@ def test_an_error_is_one_message_in_a_cell(
     assert shown == "LaunchError: num_ranks=0: must be an integer of at least 1"
 
 
+def test_interrupting_a_cell_before_the_first_step(
+    kernel: tuple[KernelManager, BlockingKernelClient], tmp_path: Path
+) -> None:
+    manager, client = kernel
+    request = client.execute(f"{CELL}\ngo()")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "ranks.log").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    manager.interrupt_kernel()
+    answer, shown = reply(client, request)
+    assert answer["ename"] == "NothingSaved"
+    assert shown.endswith("KeyboardInterrupt: stopped before the first step; nothing was saved")
+
+
 def events(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "events.jsonl"
     return read_events(path) if path.exists() else []

@@ -34,20 +34,25 @@ MAIN = "globals of __main__"
 _MOST_LEVELS = 8
 
 
-def target_of(task: Task) -> tuple[str, str]:
+def target_of(task: Task, resume: bool = False) -> tuple[str, str]:
     """The target whose class, made with the task's config, gives this very task.
+
+    Args:
+        task: the task.
+        resume: whether its `state_dict` does not matter, since a checkpoint has another.
 
     Returns:
         The target, or an empty text, and why there is none.
     """
     kind = type(task)
     recipe = recipe_of(kind)
-    where = recipe or _file_target(kind)
-    if not where:
-        return "", f"{kind.__qualname__} is not a class at the top level of a script or module"
-    if not _is_of_its_config(task):
+    target = recipe or _file_target(kind)
+    if not target:
+        where = "at the top level of a script, or of a module outside of packages"
+        return "", f"{kind.__qualname__} is not a class {where}"
+    if not _is_of_its_config(task, resume):
         return "", f"this {kind.__qualname__} holds more than its config makes of it"
-    return where, ""
+    return target, ""
 
 
 @contextmanager
@@ -124,7 +129,7 @@ def _file_target(kind: type[Task]) -> str:
     return f"{path}:{name}" if is_at_top else ""
 
 
-def _is_of_its_config(task: Task) -> bool:
+def _is_of_its_config(task: Task, resume: bool) -> bool:
     """Whether the class, called with the config alone, gives a task like this one."""
     kind = type(task)
     if [*inspect.signature(kind).parameters] not in ([], ["config"]):
@@ -132,6 +137,8 @@ def _is_of_its_config(task: Task) -> bool:
     try:
         with kept_generators():
             anew = make_task(kind, task.config)
+            if resume:
+                anew.load_state_dict(task.state_dict())
     except Exception:
         return False
     try:

@@ -30,6 +30,14 @@ from lockstep.parsing import shown
 LAUNCHERS = ("local", "mpi")
 
 
+class NothingSaved(KeyboardInterrupt):
+    """Ctrl-C has ended ranks that had nothing to save, or were not given the time."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and Jupyter show: the message."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
 def launch(
     task: Task,
     config: TrainConfig | None = None,
@@ -69,16 +77,17 @@ def launch(
         Stopped: the run was asked to stop before its end; it can be resumed.
         LockstepError: the task, the config or the data do not work, or the ranks could not be
             started; as the kind that the ranks raised.
-        KeyboardInterrupt: Ctrl-C came before there was anything to save.
+        KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(task, num_ranks, launcher, replacements)
     config = task.config if config is None else config
     task = with_config(task, config)
-    # Said here, since ranks fail before they can write down the kind of their error.
-    last = num_ranks - 1
-    find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
+    if chosen == "local":  # mpirun may have several hosts
+        # Said here, since ranks fail before they can write down the kind of their error.
+        last = num_ranks - 1
+        find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
     directory = RunDirectory(Path(run_dir) if run_dir else new_run_dir(task.name))
-    target, reason = target_of(task)
+    target, reason = target_of(task, resume)
     if chosen == "mpi" and not target:
         raise LaunchError(
             f"launcher='mpi': {reason}, so ranks have to inherit a copy of the task, and mpirun "
@@ -181,7 +190,7 @@ def _error(ended: Ended) -> BaseException:
     """The error of ranks that have no result, as the kind that they raised."""
     row: dict[str, Any] = ended.last or {}
     if not row and ended.exit_code == INTERRUPTED:
-        return KeyboardInterrupt(ended.message)
+        return NothingSaved(ended.message)
     kind: Any = vars(errors).get(row.get("error", ""))
     if not (isinstance(kind, type) and issubclass(kind, LockstepError)):
         # Without an event, ranks have died, or never began. Other kinds are of the task's code.
