@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.config import CheckpointConfig, OptimizerConfig
 from lockstep.front import Sitting, run
-from lockstep.launch.rank.environment import detect
+from lockstep.launchers.rank.environment import detect
 from lockstep.observe import read_events
 from peers.models import MODELS, workload
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.launch.host.cores import usable_cores
-from lockstep.launch.job.commands import (
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import (
     mpirun_command,
     python_command,
     rank_environment,

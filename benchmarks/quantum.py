@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lockstep.commands.start import rank_command, start
 from lockstep.front import Sitting
+from lockstep.launching.start import rank_command, start
 from lockstep.quantum.simulation.measure import PauliSum
 from lockstep.quantum.simulation.statevector import Simulator
 from lockstep.quantum.transformer.closed_form import loss

@@ -18,10 +18,10 @@ from typing import Any
 
 from lockstep.commands.chaos.plan import Blow
 from lockstep.commands.chaos.table import effect_of
-from lockstep.commands.start import rank_command, start
 from lockstep.engine.faults import Moment, PlannedFault, to_env
 from lockstep.front import Sitting
-from lockstep.launch.rank.join import free_port
+from lockstep.launchers.rank.join import free_port
+from lockstep.launching.start import rank_command, start
 from lockstep.observe import read_events, read_result
 from processes import HERE
 

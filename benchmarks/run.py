@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from cases import CASES, Effort
-from lockstep.launch.host.cores import usable_cores
-from lockstep.launch.job.commands import find_mpirun, mpi_version
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import find_mpirun, mpi_version
 from page import page
 from processes import HERE
 

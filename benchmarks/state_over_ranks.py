@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.launch.rank.environment import detect
-from lockstep.launch.rank.join import open_transport
+from lockstep.launchers.rank.environment import detect
+from lockstep.launchers.rank.join import open_transport
 from lockstep.quantum.circuits.circuit import Circuit, gate, parameter
 from lockstep.quantum.simulation.distributed import expectation
 from lockstep.quantum.simulation.statevector import Simulator

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from cases import Effort
-from lockstep.launch.host.cores import usable_cores
+from lockstep.launchers.host.cores import usable_cores
 from page import Section, duration, number, page, ratio
 from processes import Program, Spread, alternate
 from run import DOCS, machine

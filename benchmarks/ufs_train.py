@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import CheckpointConfig
 from lockstep.front import Sitting, run
-from lockstep.launch.rank.environment import detect
+from lockstep.launchers.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.task import Ufs

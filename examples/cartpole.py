@@ -69,13 +69,13 @@ class CartPole(ls.Task):
             baseline = returns.sum(1) / alive.sum(1).clamp(min=1)
             advantage = (returns - baseline[:, None]) * alive
         loss = -(advantage * log_probs).sum() / self.config.longest
-        return ls.Loss(loss, alive.shape[1], self.metrics(alive))
+        return ls.Loss(loss, alive.shape[1], self.balanced(alive))
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor]) -> ls.Loss:
         _, alive = self.play(model, len(batch[0]), is_greedy=True)
-        return ls.Loss(-alive.sum(), alive.shape[1], self.metrics(alive))
+        return ls.Loss(-alive.sum(), alive.shape[1], self.balanced(alive))
 
-    def metrics(self, alive: Tensor) -> dict[str, tuple[Tensor, int]]:
+    def balanced(self, alive: Tensor) -> dict[str, tuple[Tensor, int]]:
         return {"balanced_steps": (alive.sum(), alive.shape[1])}
 
     def play(

@@ -45,7 +45,7 @@ class Tabular(ls.Task):
         )
 
     @cached_property
-    def splits(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def parts(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Measurements [N, 30], scaled by mean and deviation of the training rows, and labels."""
         values, labels = load_breast_cancer(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -57,7 +57,7 @@ class Tabular(ls.Task):
         return {split: (table[part], malignant[part]) for split, part in rows.items()}
 
     def dataset(self, split: str) -> TensorDataset:
-        return TensorDataset(*self.splits[split])
+        return TensorDataset(*self.parts[split])
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ls.Loss:
         values, malignant = batch

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.launch.host.cores import usable_cores
-from lockstep.launch.job.commands import (
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import (
     local_command,
     mpirun_command,
     rank_environment,

@@ -10,8 +10,8 @@ from its module when it is first used.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.launch.rank.early import ending_at_interrupt as _ending_at_interrupt
-from lockstep.launch.rank.early import prepare as _prepare
+from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_interrupt
+from lockstep.launchers.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
     from lockstep import hooks, quantum
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from lockstep.engine.hooks.hook import Hook, Run
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
+    from lockstep.exporting.export import Exported, export
     from lockstep.front import Result, Stopped, main, train
+    from lockstep.launching.launch import launch
     from lockstep.loading import Loaded, load
     from lockstep.reducer import Reducer
 
@@ -41,6 +43,7 @@ __all__ = [
     "ConvergenceConfig",
     "DataConfig",
     "EarlyStoppingConfig",
+    "Exported",
     "Hook",
     "Loaded",
     "LockstepError",
@@ -56,8 +59,10 @@ __all__ = [
     "Stopped",
     "Task",
     "TrainConfig",
+    "export",
     "generator",
     "hooks",
+    "launch",
     "load",
     "main",
     "numpy_generator",
@@ -70,6 +75,7 @@ _HOMES = {
     "ConvergenceConfig": "lockstep.config",
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",
+    "Exported": "lockstep.exporting.export",
     "Hook": "lockstep.engine.hooks.hook",
     "Loaded": "lockstep.loading",
     "LockstepError": "lockstep.errors",
@@ -85,7 +91,9 @@ _HOMES = {
     "Stopped": "lockstep.front",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
+    "export": "lockstep.exporting.export",
     "generator": "lockstep.data.random",
+    "launch": "lockstep.launching.launch",
     "load": "lockstep.loading",
     "main": "lockstep.front",
     "numpy_generator": "lockstep.data.random",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ import typer
 from lockstep.commands.groups import contributed, show_help, show_version
 from lockstep.commands.waiting import importing
 from lockstep.errors import LockstepError
-from lockstep.launch.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
+from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
 from lockstep.recipes import command_groups, recipe_names, summary
 
 app = typer.Typer(
@@ -170,16 +170,25 @@ def evaluate(
 @app.command()
 def export(
     run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write.")],
+    path: Annotated[
+        Path, typer.Argument(help="The file, or the folder for a task's own forms, to write.")
+    ],
     checkpoint: Checkpoint = "latest",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="safetensors, torch.export, torchscript or onnx; by PATH if left out."
+        ),
+    ] = None,
 ) -> None:
     """Write a trained model for programs without Lockstep.
 
+    The formats' files end in .safetensors (weights), .pt2 (torch.export), .ts and .onnx.
     This runs the code that run.json in the directory names as target.
     """
     with ending_at_interrupt():
         from lockstep.commands import export as command
-    for line in command.export(run_dir, folder, checkpoint):
+    for line in command.export(run_dir, path, checkpoint, format):
         print(line)
 
 

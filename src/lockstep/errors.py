@@ -44,6 +44,10 @@ class LockstepError(ValueError):
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(message))
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and Jupyter show of an error that nobody catches: the message."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class ConfigError(LockstepError):
     """A config key, value or combination of values is not usable."""

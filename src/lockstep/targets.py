@@ -14,7 +14,7 @@ from lockstep.config import TrainConfig, load, override
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 from lockstep.parsing import shown
 from lockstep.recipes import load_recipe
 
@@ -82,8 +82,9 @@ def task_class(target: str) -> type[Task]:
     """
     if not target:
         raise ConfigError(
-            "the run's task is in no file: it was started from a notebook or standard input; go on "
-            "there with train(task, config, run_dir=..., resume=True), or load(run_dir, task=...)"
+            "the run's task is in no file: it was started from a notebook or a program; go on "
+            "there with launch(task, config, num_ranks=..., run_dir=..., resume=True), or train "
+            "likewise; load(run_dir, task=...) gives its model"
         )
     if ".py" not in target:
         return load_recipe(target)

@@ -28,9 +28,9 @@ from lockstep.commands.doctor.ranks import (
     survival_check,
 )
 from lockstep.errors import LaunchError
-from lockstep.launch.host.processes import is_alive
-from lockstep.launch.job.capture import Captured, capture
-from lockstep.launch.job.commands import python_command, rank_environment
+from lockstep.launchers.host.processes import is_alive
+from lockstep.launchers.job.capture import Captured, capture
+from lockstep.launchers.job.commands import python_command, rank_environment
 
 SOURCE = Path(__file__).parents[2] / "src"
 

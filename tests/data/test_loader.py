@@ -24,7 +24,7 @@ from lockstep.data.sampler import ElasticSampler
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError
-from lockstep.launch.host.processes import is_alive
+from lockstep.launchers.host.processes import is_alive
 from lockstep.parallel.layout import Range
 
 NUM_SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 22, 8, 4

@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep import front
 from lockstep.config import override
 from lockstep.front import Sitting
-from lockstep.launch.rank.environment import detect
+from lockstep.launchers.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tasks import Everything, EverythingConfig

@@ -19,8 +19,8 @@ from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.front import SITTING, Sitting
-from lockstep.launch.rank.environment import detect
-from lockstep.launch.slurm.nodelist import expand, first_host
+from lockstep.launchers.rank.environment import detect
+from lockstep.launchers.slurm.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
 from lockstep.observe.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm

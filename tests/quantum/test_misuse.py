@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.launch.host.test_cores import machine
+from tests.launchers.host.test_cores import machine
 from tests.quantum.circuits import ring, some_parameters
 from torch import Tensor
 

@@ -157,7 +157,7 @@ def _run(order: dict[str, Any]) -> None:
     """Run what the interpreter was started with, as its main program."""
     import numpy as np
 
-    from lockstep.launch.rank.early import prepare
+    from lockstep.launchers.rank.early import prepare
 
     np.random.seed()
     executable, *arguments = order["argv"]

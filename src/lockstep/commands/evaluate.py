@@ -16,9 +16,9 @@ from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device
-from lockstep.launch.rank.environment import detect
-from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.threads import num_threads
+from lockstep.launchers.rank.environment import detect
+from lockstep.launchers.rank.join import open_transport
+from lockstep.launchers.rank.threads import num_threads
 from lockstep.loading import restored
 from lockstep.recipes.abilities import Reports
 from lockstep.targets import make_task, task_class, trusted_target

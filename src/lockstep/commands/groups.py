@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from lockstep import __version__
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 from lockstep.recipes import CommandGroup
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from lockstep.config import Count, Positive, Section, TrainConfig, load, overrid
 from lockstep.errors import LaunchError
 from lockstep.files import replacing
 from lockstep.front import Sitting
-from lockstep.launch.host.cores import THREAD_VARIABLES
-from lockstep.launch.job.commands import mpirun_command
-from lockstep.launch.slurm.resources import Resources
-from lockstep.launch.slurm.script import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.launchers.host.cores import THREAD_VARIABLES
+from lockstep.launchers.job.commands import mpirun_command
+from lockstep.launchers.slurm.resources import Resources
+from lockstep.launchers.slurm.script import FIRST_COMMENT, RUN_DIR, BatchJob, script
 from lockstep.targets import absolute, configured, is_script
 
 DOCTOR = "doctor"

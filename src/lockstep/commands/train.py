@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.commands.start import (
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.front import Sitting, claim, leave, new_run_dir, run
+from lockstep.launchers.job.commands import RankCommand
+from lockstep.launchers.rank.environment import detect
+from lockstep.launching.start import (
     check_replacements,
     choose_launcher,
     rank_command,
     start_shown,
 )
-from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.errors import ConfigError, LaunchError, LockstepError
-from lockstep.front import Sitting, claim, leave, new_run_dir, run
-from lockstep.launch.job.commands import RankCommand
-from lockstep.launch.rank.environment import detect
 from lockstep.parsing import parse_int, shown
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
 
@@ -70,6 +70,7 @@ def train(
             )
         own = str(run_dir) if run_dir else None
         sitting = given or Sitting(own, resume, quiet=quiet, profile=profile)
+        sitting.extend_search_path()
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
         )

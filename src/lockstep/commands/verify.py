@@ -13,12 +13,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.commands.start import LAUNCHERS, Ended, rank_command, start
 from lockstep.commands.waiting import shown_status
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.step.flat import tensor_digest
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
+from lockstep.launching.start import LAUNCHERS, Ended, rank_command, start
 from lockstep.observe import read_result
 from lockstep.observe.text import count
 from lockstep.targets import absolute, configured, is_script

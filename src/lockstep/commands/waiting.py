@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from lockstep.launch.rank.early import ending_at_interrupt, is_rank
+from lockstep.launchers.rank.early import ending_at_interrupt, is_rank
 
 if TYPE_CHECKING:
     from rich.console import Console

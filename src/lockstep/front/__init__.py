@@ -1,7 +1,7 @@
 """The front door: from a task and a config to a finished run, wherever this process is."""
 
 from lockstep.front.api import leave, main, train
-from lockstep.front.rank import TIMEOUT_S, choose_device, claim, new_run_dir, run
+from lockstep.front.rank import TIMEOUT_S, choose_device, claim, find_device, new_run_dir, run
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import SITTING, Sitting
 
@@ -13,6 +13,7 @@ __all__ = [
     "Stopped",
     "choose_device",
     "claim",
+    "find_device",
     "leave",
     "main",
     "new_run_dir",

@@ -11,7 +11,7 @@ from lockstep.errors import LockstepError
 from lockstep.front.rank import run
 from lockstep.front.result import Result
 from lockstep.front.sitting import Sitting
-from lockstep.launch.rank.output import tell
+from lockstep.launchers.rank.output import tell
 
 
 def train(

@@ -27,12 +27,12 @@ from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, LockstepError, shortened
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import Sitting
-from lockstep.launch.rank.environment import Environment, detect
-from lockstep.launch.rank.join import open_transport
-from lockstep.launch.rank.output import whole_lines
-from lockstep.launch.rank.signals import StopRequest
-from lockstep.launch.rank.threads import num_threads
-from lockstep.launch.rank.watchdog import Watchdog
+from lockstep.launchers.rank.environment import Environment, detect
+from lockstep.launchers.rank.join import open_transport
+from lockstep.launchers.rank.output import whole_lines
+from lockstep.launchers.rank.signals import StopRequest
+from lockstep.launchers.rank.threads import num_threads
+from lockstep.launchers.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
 
 TIMEOUT_S = 600.0
@@ -97,7 +97,7 @@ def _run(
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
-    if not sitting.target:
+    if sitting.target is None:
         sitting = replace(sitting, target=_script())
     with ExitStack() as stack:
         stack.callback(directory.close)
@@ -118,7 +118,7 @@ def _run(
 
         on_step: Callable[[int], None] = nothing_after_step
         if sitting.profile:
-            from lockstep.launch.rank.profiler import Profiler
+            from lockstep.launchers.rank.profiler import Profiler
 
             folder = directory.path / "profile"
             on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
@@ -217,7 +217,7 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sit
         RunDirectoryError: see `RunDirectory.open`.
     """
     kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
-    identity = Identity(task.name, config.hash, sitting.target, kept)
+    identity = Identity(task.name, config.hash, sitting.target or "", kept)
     directory.open(config, identity, sitting.resume)
 
 
@@ -227,6 +227,14 @@ def choose_device(wanted: str, environment: Environment) -> torch.device:
     Raises:
         ConfigError: device=cuda, and there is no GPU for this rank.
     """
+    device = find_device(wanted, environment)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(wanted: str, environment: Environment) -> torch.device:
+    """As `choose_device`, without making it this process's current one."""
     count = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and count < environment.local_world_size):
         return torch.device("cpu")
@@ -235,9 +243,7 @@ def choose_device(wanted: str, environment: Environment) -> torch.device:
             f"device='cuda': this host has {count} GPUs for {environment.local_world_size} ranks; "
             "start fewer ranks or set device=cpu"
         )
-    device = torch.device("cuda", environment.local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", environment.local_rank)
 
 
 def new_run_dir(name: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ class Result:
     status: str
     reason: str
     step: int
-    model: nn.Module
-    task: Task
-    config: TrainConfig
+    model: nn.Module = field(repr=False)
+    task: Task = field(repr=False)
+    config: TrainConfig = field(repr=False)
     metrics: dict[str, float]
     arrays: dict[str, Any]
     params_sha256: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 
 from lockstep.errors import EnvironError
@@ -22,18 +23,21 @@ class Sitting:
         resume: go on from the newest valid checkpoint.
         overrides: `key=value` items for the config.
         console: show progress on standard output.
-        target: what `lockstep resume` has to load to get the task; empty finds it out.
+        target: what `lockstep resume` has to load to get the task; empty for a task that is in no
+            file. None takes the script that this process runs.
         quiet: show warnings and how the run ended only, rather than progress.
         profile: first and last step of this sitting that each rank records, if it is to.
+        search_path: folders of `sys.path` of the program that has started the ranks.
     """
 
     run_dir: str | None = None
     resume: bool = False
     overrides: tuple[str, ...] = ()
     console: bool = True
-    target: str = ""
+    target: str | None = None
     quiet: bool = False
     profile: tuple[int, int] | None = None
+    search_path: tuple[str, ...] = ()
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""
@@ -55,3 +59,10 @@ class Sitting:
             raise EnvironError(
                 f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
             ) from None
+
+    def extend_search_path(self) -> None:
+        """Have modules found here that the program that has started the ranks would find.
+
+        Its folders come last, so that they hide none of the modules that are found anyway.
+        """
+        sys.path.extend(folder for folder in self.search_path if folder not in sys.path)

@@ -25,6 +25,7 @@ from lockstep.observe.jsonl import (
     read_events,
 )
 from lockstep.observe.metrics_csv import MetricsCsv
+from lockstep.observe.notebook import NotebookView, in_notebook
 from lockstep.observe.quiet import QuietView
 from lockstep.observe.result import ResultJson, read_result
 from lockstep.observe.sink import Sink, Sinks
@@ -35,6 +36,7 @@ __all__ = [
     "EventHub",
     "EventsJsonl",
     "MetricsCsv",
+    "NotebookView",
     "QuietView",
     "ResultJson",
     "Sink",
@@ -46,6 +48,7 @@ __all__ = [
     "open_sinks",
     "read_events",
     "read_result",
+    "view",
 ]
 
 
@@ -86,8 +89,20 @@ def open_sinks(
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         if console:
-            view = (QuietView if quiet else ConsoleView)(resumable=resumable)
-            add(view)
-            view.wait("preparing the run")
+            shown = view(quiet, resumable)
+            add(shown)
+            shown.wait("preparing the run")
         undo.pop_all()
     return Sinks(sinks)
+
+
+def view(quiet: bool, resumable: bool = True) -> ConsoleView | NotebookView:
+    """What shows a run to whoever has started it: in a notebook's cell, or on standard output.
+
+    Args:
+        quiet: whether to show warnings and how the run ended only.
+        resumable: whether `lockstep resume` knows how to go on with the run.
+    """
+    if quiet:
+        return QuietView(resumable=resumable)
+    return NotebookView(resumable=resumable) if in_notebook() else ConsoleView(resumable=resumable)

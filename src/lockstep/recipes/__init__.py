@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from lockstep.errors import ConfigError
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 
 if TYPE_CHECKING:
     from lockstep.engine.task import Task
@@ -93,6 +93,12 @@ def load_recipe(name: str) -> type[Task]:
     module, _, attribute = _recipe(name).task.partition(":")
     with ending_at_interrupt():
         return cast("type[Task]", getattr(importlib.import_module(module), attribute))
+
+
+def recipe_of(kind: type[Task]) -> str:
+    """The name of the recipe that a Task class is; empty if it is none. Nothing is imported."""
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, recipe in _RECIPES.items() if recipe.task == place), "")
 
 
 def summary(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import typer
@@ -54,6 +54,18 @@ class Exports(Protocol):
 
         Returns:
             Lines for people.
+        """
+
+
+@runtime_checkable
+class GivesExample(Protocol):
+    """A task that says which part of a batch its model is called with."""
+
+    def example_input(self, batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """What the model's forward method takes, by position.
+
+        Args:
+            batch: as `Task.collate` makes it.
         """
 
 

@@ -99,7 +99,11 @@ def test_the_command_needs_no_data(here: Any, files: Path, tmp_path: Path) -> No
 def test_exports_that_cannot_be_made(here: Any, tmp_path: Path) -> None:
     assert here("train", "digits", "steps=1", "hidden=4", "--run-dir", "run").returncode == 0
     done = here("export", "run", "out")
-    assert (done.returncode, done.stderr) == (2, "error: run: digits has nothing to export\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: out: digits has no forms of its own; end it in .safetensors, .pt2, .ts, .onnx, or "
+        "give --format\n",
+    )
     done = here("export", "none", "out")
     assert done.returncode == 2
     assert "none: is no run directory" in done.stderr

@@ -1,4 +1,4 @@
-"""A rank's end of the socket to the supervisor that started it (`launch.host.supervisor`)."""
+"""A rank's end of the socket to the supervisor that started it (`launchers.host.supervisor`)."""
 
 from __future__ import annotations
 

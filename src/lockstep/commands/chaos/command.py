@@ -16,13 +16,13 @@ from rich.console import Console
 
 from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, Blow, draw
 from lockstep.commands.chaos.table import Effect, Row, effect_of, render, started_again
-from lockstep.commands.start import check_replacements, rank_command, start
 from lockstep.commands.waiting import shown_status
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting
+from lockstep.launching.start import check_replacements, rank_command, start
 from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 

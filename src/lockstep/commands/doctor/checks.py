@@ -16,8 +16,8 @@ import torch
 
 from lockstep.commands.doctor.check import Check, guarded
 from lockstep.commands.doctor.speed import file_reading, matrix_product
-from lockstep.launch.host.cores import thread_warnings, usable_cores
-from lockstep.launch.rank.environment import detect
+from lockstep.launchers.host.cores import thread_warnings, usable_cores
+from lockstep.launchers.rank.environment import detect
 
 _PACKAGES = ("numpy", "mpi4py", "pydantic", "pyyaml", "rich", "typer", "safetensors")
 _EXTRAS = {

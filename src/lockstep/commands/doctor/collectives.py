@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.launch.rank.environment import Environment
-from lockstep.launch.rank.join import free_port
+from lockstep.launchers.rank.environment import Environment
+from lockstep.launchers.rank.join import free_port
 
 TIMEOUT_S = 30.0
 """Seconds that a rank waits for the others in one collective."""

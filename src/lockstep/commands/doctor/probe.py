@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.launch.rank.environment import Environment, detect
+from lockstep.launchers.rank.environment import Environment, detect
 
 PATIENCE_S = 30.0
 """Seconds that a probe that kills a rank may take."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from lockstep.commands.doctor.check import Check
 from lockstep.commands.doctor.collectives import COLLECTIVES
 from lockstep.errors import LaunchError
-from lockstep.launch.host.cores import usable_cores
-from lockstep.launch.job.capture import Captured, capture
-from lockstep.launch.job.commands import (
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.capture import Captured, capture
+from lockstep.launchers.job.commands import (
     RankCommand,
     find_mpirun,
     mpi_version,

@@ -167,8 +167,8 @@ class RunDirectory:
         if checkpoint.folders(self.checkpoints) and not resume:
             newest = checkpoint.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
-                f"{self.path}: already holds this run up to {newest}; add --resume to go on, or "
-                "choose another with --run-dir"
+                f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
+                "resume=True) to go on, or choose another with --run-dir"
             )
         whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
         self._write("config.yaml", whole.to_yaml())

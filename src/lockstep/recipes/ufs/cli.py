@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.launch.rank.early import ending_at_interrupt
+from lockstep.launchers.rank.early import ending_at_interrupt
 
 app = typer.Typer()
 

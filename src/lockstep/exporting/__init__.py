@@ -1,0 +1,1 @@
+"""Trained models for programs without Lockstep."""

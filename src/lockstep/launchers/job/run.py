@@ -1,0 +1,192 @@
+"""Running ranks from their start to their end: output, events, stop requests, and no orphans."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
+from lockstep.files import open_regular
+from lockstep.launchers.job.commands import RankCommand
+from lockstep.launchers.job.job import GRACE_S, Job
+from lockstep.launchers.rank.signals import PREEMPTED
+from lockstep.observe.jsonl import end_of_events, follow_events
+
+Row: TypeAlias = dict[str, Any]
+_Inbox: TypeAlias = "queue.Queue[Callable[[], None] | None]"
+
+LOG_NAME = "ranks.log"
+"""The file in a run directory with what its ranks, and mpirun, wrote to standard error."""
+
+_TAIL_BYTES = 8192
+_POLL_S = 0.1
+_MOST_WAITING = 256
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: exit code of the command; 128 + the signal's number where a signal ended it.
+        stderr_tail: last lines written to standard error.
+        last: row of the last `Failed` or `Finished` event, if there was one.
+        log: path of the file with all of standard error.
+        stopped_by: first signal to this process that asked for a stop, if there was one.
+        met: whether all ranks had met each other.
+    """
+
+    exit_code: int
+    stderr_tail: str
+    last: Row | None
+    log: Path
+    stopped_by: signal.Signals | None
+    met: bool
+
+
+def run_ranks(
+    command: RankCommand,
+    env: Mapping[str, str],
+    *,
+    run_dir: Path,
+    on_row: Callable[[Row], None],
+    on_line: Callable[[str], None] = print,
+    on_notice: Callable[[str], None] = print,
+    start_timeout_s: float = 300.0,
+) -> Outcome:
+    """Run a command that starts ranks, to its end; none of its processes is left on return.
+
+    Ctrl-C (SIGINT), SIGTERM and SIGHUP ask all ranks to stop at the next step boundary, and end
+    them when they come a second time; SIGUSR1 is passed on as the notice of a preemption. The
+    ranks don't hear the terminal themselves. Should this process be killed, they end too; so
+    call this from a thread that lives as long as they do.
+
+    Args:
+        command: command to run.
+        env: all environment variables of the command.
+        run_dir: run directory, where the ranks write `events.jsonl`; gets `ranks.log`.
+        on_row: function called in this thread with each new row of `events.jsonl`.
+        on_line: function called in this thread with each line of the ranks' standard output.
+        on_notice: function called in this thread with messages about the launch itself.
+        start_timeout_s: seconds that the ranks may take to meet each other.
+
+    Raises:
+        LaunchError: the ranks did not meet each other.
+        RunDirectoryError: the run directory cannot be used.
+    """
+    log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
+    with _opened(log) as stderr, _received_signals() as received:
+        log_start, rows_start = stderr.tell(), end_of_events(events)
+
+        def written() -> list[Row]:
+            rows: list[Row] = []
+            with contextlib.suppress(LockstepError):
+                rows.extend(follow_events(events, lambda: True, start=rows_start))
+            return rows
+
+        job = Job(command, env, stderr, on_notice, start_timeout_s, written)
+        # Bounded: ranks that print faster than is shown have to wait.
+        inbox: _Inbox = queue.Queue(_MOST_WAITING)
+
+        def take_row(row: Row) -> None:
+            job.note(row)
+            on_row(row)
+
+        # Readers only hand over what to do: callbacks all run in this thread.
+        def read_rows() -> None:
+            try:
+                for row in follow_events(events, job.ended.is_set, start=rows_start):
+                    inbox.put(functools.partial(take_row, row))
+            except LockstepError as error:
+                inbox.put(functools.partial(on_notice, str(error)))
+
+        def read_lines() -> None:
+            for line in job.lines():
+                inbox.put(functools.partial(on_line, line))
+
+        readers = [_started(read_rows, inbox), _started(read_lines, inbox)]
+        try:
+            _work_off(inbox, len(readers), job, received)
+        finally:
+            job.end()
+            deadline = time.monotonic() + GRACE_S
+            while any(r.is_alive() for r in readers) and time.monotonic() < deadline:
+                with contextlib.suppress(queue.Empty):
+                    inbox.get(timeout=_POLL_S)
+        tail = _tail(stderr, log_start)
+    if job.failure:
+        raise LaunchError(f"{job.failure}; see {log}" + (f"\n{tail}" if tail else ""))
+    return Outcome(job.exit_code, tail, job.last, log, job.stopped_by, job.met)
+
+
+def _work_off(inbox: _Inbox, num_readers: int, job: Job, received: list[signal.Signals]) -> None:
+    """Do what readers and signals ask for, until the readers have reached their ends."""
+    while num_readers:
+        with contextlib.suppress(queue.Empty):
+            action = inbox.get(timeout=_POLL_S)
+            if action is None:
+                num_readers -= 1
+            else:
+                action()
+        while received:
+            job.heed(received.pop(0))
+        job.look_after()
+
+
+def _started(read: Callable[[], None], inbox: _Inbox) -> threading.Thread:
+    """Start a thread that runs `read` and says so when it is done."""
+
+    def run() -> None:
+        try:
+            read()
+        finally:
+            inbox.put(None)
+
+    thread = threading.Thread(target=run, name=read.__name__, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def _received_signals() -> Iterator[list[signal.Signals]]:
+    """A list that signals are appended to, instead of what they do otherwise."""
+    received: list[signal.Signals] = []
+    previous: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PREEMPTED):
+            # nohup and the like have signals ignored on purpose.
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                previous[signum] = signal.signal(
+                    signum, lambda number, _: received.append(signal.Signals(number))
+                )
+    try:
+        yield received
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+def _opened(log: Path) -> IO[bytes]:
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(open_regular(log, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{log}: cannot be written: {error.strerror or error}; choose another --run-dir"
+        ) from error
+
+
+def _tail(log: IO[bytes], start: int) -> str:
+    """The last lines written to the log from `start` on; also of one that was moved or deleted."""
+    end = os.fstat(log.fileno()).st_size
+    first = max(start, end - _TAIL_BYTES)
+    return os.pread(log.fileno(), end - first, first).decode(errors="replace").strip()

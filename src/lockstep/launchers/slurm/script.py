@@ -1,0 +1,167 @@
+"""The text of a SLURM job script that trains, stops in time, and goes on after a requeue.
+
+Only text is made here: nothing is looked up, started or written, so it can be tested anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+from lockstep.launchers.slurm.resources import Resources
+
+FIRST_COMMENT = "# Written by `lockstep slurm`"
+"""The beginning of the second line of every script: a file without it is the user's own."""
+
+RUN_DIR = "${run_dir}"
+"""Stands for the job's run directory in a rank's arguments and environment variables."""
+
+_WIDTH = 96
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A job that trains.
+
+    Attributes:
+        name: name of the job.
+        resources: resources that it asks for.
+        command: command that starts the ranks; `RUN_DIR` in it stands for the run directory.
+        env: environment variables of the ranks; `RUN_DIR` in them stands for the run directory.
+        threads: number of threads of each rank.
+        run_dir: absolute path of the run directory; None puts it below `work_dir`, named after the
+            job and its number.
+        work_dir: absolute path of the folder to run in.
+        log: absolute path of the job's log, with SLURM's `%j` for the job's number.
+        title: description of what is trained, for the log.
+        trains: whether the command trains: such a job stops in time and is requeued.
+    """
+
+    name: str
+    resources: Resources
+    command: Sequence[str]
+    env: Mapping[str, str]
+    threads: int
+    run_dir: Path | None
+    work_dir: Path
+    log: Path
+    title: str = ""
+    trains: bool = True
+
+
+def script(job: BatchJob) -> str:
+    """The job script.
+
+    Raises:
+        LaunchError: a text in it has a line break or another control character.
+    """
+    paths = map(str, (job.run_dir, job.work_dir, job.log))
+    for text in (job.name, job.title, *paths, *job.command, *job.env.values()):
+        _printable(text)
+    ranks = job.resources.num_ranks
+    parts = [
+        "#!/bin/bash",
+        f"{FIRST_COMMENT}: {job.name} on {ranks} rank{'s'[: ranks > 1]}. Submit it with sbatch.",
+        *_directives(job),
+        "",
+        *_setting(job),
+        "",
+        _filled(
+            "banner.sh.in",
+            ranks=ranks,
+            threads=job.threads,
+            tasks=job.resources.tasks_per_node,
+            cpus=job.resources.cpus_per_task,
+            title=shlex.quote(job.title),
+        ),
+    ]
+    command = _wrapped(job.command)
+    if not job.trains:
+        return "\n".join([*parts, f"{command} </dev/null", ""])
+    patience = job.resources.patience_s
+    return "\n".join([*parts, _filled("training.sh.in", command=command, patience=patience)])
+
+
+def _directives(job: BatchJob) -> list[str]:
+    asked = job.resources
+    options = {
+        "job-name": job.name,
+        "nodes": str(asked.nodes),
+        "ntasks-per-node": str(asked.tasks_per_node),
+        "cpus-per-task": str(asked.cpus_per_task),
+        "time": asked.time,
+        "partition": asked.partition,
+        "account": asked.account,
+        # B: only this shell gets it, and passes it on; SLURM would tell its own steps only, which
+        # are mpirun's daemons and not the ranks.
+        "signal": f"B:USR1@{asked.signal_before_s}" if job.trains else None,
+        "open-mode": "append",
+        "chdir": str(job.work_dir),
+        "output": str(job.log),
+    }
+    lines = [f"#SBATCH --{name}={shlex.quote(v)}" for name, v in options.items() if v is not None]
+    return [*lines, f"#SBATCH --{'' if job.trains else 'no-'}requeue"]
+
+
+def _setting(job: BatchJob) -> list[str]:
+    """The lines that set the run directory and the environment variables."""
+    if job.run_dir is None:
+        base, suffix = job.work_dir / "runs" / job.name, '-"$job"'
+    else:
+        base, suffix = job.run_dir, '"${SLURM_ARRAY_TASK_ID:+/task-$SLURM_ARRAY_TASK_ID}"'
+    lines = [
+        "# A requeued job keeps its number, and so its run directory; an array's task has its own.",
+        "job=${SLURM_JOB_ID:-local}",
+        'if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then',
+        "    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
+        "fi",
+        f"run_dir={shlex.quote(str(base))}{suffix}",
+        "",
+        "# Sums depend on the number of threads, so it belongs to the config (threads=…).",
+    ]
+    for name, value in job.env.items():
+        before, separator, after = value.partition(json.dumps(RUN_DIR))
+        text = _quoted(value)
+        if separator:
+            # The suffix consists of harmless characters: what is JSON before it is JSON after it.
+            text = f"{shlex.quote(before + json.dumps(str(base))[:-1])}{suffix}"
+            text += shlex.quote('"' + after)
+        lines.append(f"export {name}={text}")
+    return lines
+
+
+class _Template(string.Template):
+    """Text with `@{name}` in it, since shells have a use for `$`."""
+
+    delimiter = "@"
+
+
+def _filled(name: str, **values: object) -> str:
+    """A template of this folder, with these values."""
+    text = resources.files(__package__).joinpath(name).read_text()
+    return _Template(text).substitute(values)
+
+
+def _wrapped(words: Sequence[str]) -> str:
+    """A command on lines of a readable length."""
+    lines = [""]
+    for word in map(_quoted, words):
+        if lines[-1] and len(lines[-1]) + len(word) > _WIDTH:
+            lines.append("   ")
+        lines[-1] = f"{lines[-1]} {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    return '"$run_dir"' if word == RUN_DIR else shlex.quote(word)
+
+
+def _printable(text: str) -> None:
+    if not text.isprintable():
+        raise LaunchError(f"{text!r}: has a line break or another character no job script may have")

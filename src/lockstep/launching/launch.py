@@ -1,0 +1,208 @@
+"""`lockstep.launch`: ranks from a script, a prompt or a notebook."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lockstep import errors
+from lockstep.config import TrainConfig
+from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.format import read_hint
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.task import Task, with_config
+from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
+from lockstep.front import Result, Sitting, Stopped, claim, find_device, new_run_dir
+from lockstep.launchers.job.commands import RankCommand, local_command
+from lockstep.launchers.rank.early import INTERRUPTED
+from lockstep.launchers.rank.environment import Environment, detect
+from lockstep.launching.handover import copied, target_of
+from lockstep.launching.start import Ended, rank_command, start_shown
+from lockstep.loading import restored
+from lockstep.parsing import shown
+
+LAUNCHERS = ("local", "mpi")
+
+
+class NothingSaved(KeyboardInterrupt):
+    """Ctrl-C has ended ranks that had nothing to save, or were not given the time."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython and Jupyter show: the message."""
+        return [f"KeyboardInterrupt: {self}"]
+
+
+def launch(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    num_ranks: int,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    launcher: Literal["local", "mpi"] | None = None,
+    replacements: int = 0,
+    quiet: bool = False,
+) -> Result:
+    """Train a task on ranks that are started for it on this host.
+
+    The run directory, and the bits of the result, are those of `lockstep train`. Ctrl-C, and the
+    interruption of a notebook's cell, stop the run at the next step boundary with a checkpoint; a
+    second one ends the ranks at once.
+
+    Ranks import the task's class from its file, if it is at the top level of one and its config
+    alone makes this task; a script must then call `launch` below `if __name__ == "__main__":`.
+    Otherwise they get a copy of the task.
+
+    Args:
+        task: the task.
+        config: how it is to be trained; the task's own config by default.
+        num_ranks: number of ranks to start.
+        run_dir: where files go; a new folder below `runs/` by default.
+        resume: whether to go on from the newest valid checkpoint in `run_dir`.
+        launcher: `local` (gloo or NCCL, under Lockstep's own supervisor; the default) or `mpi`.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        quiet: whether to show warnings and how the run ended only, rather than progress.
+
+    Returns:
+        How the run ended. Its task is the one given, with its state after the last step; its model
+        is a new one in this process, on the CPU.
+
+    Raises:
+        Stopped: the run was asked to stop before its end; it can be resumed.
+        LockstepError: the task, the config or the data do not work, or the ranks could not be
+            started; as the kind that the ranks raised.
+        KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
+    """
+    chosen = _check(task, num_ranks, launcher, replacements)
+    config = task.config if config is None else config
+    task = with_config(task, config)
+    if chosen == "local":  # mpirun may have several hosts
+        # Said here, since ranks fail before they can write down the kind of their error.
+        last = num_ranks - 1
+        find_device(config.device, Environment("local", last, num_ranks, last, num_ranks))
+    directory = RunDirectory(Path(run_dir) if run_dir else new_run_dir(task.name))
+    target, reason = target_of(task, resume)
+    if chosen == "mpi" and not target:
+        raise LaunchError(
+            f"launcher='mpi': {reason}, so ranks have to inherit a copy of the task, and mpirun "
+            "hands none on; use launcher='local', or a class that a file defines"
+        )
+    path = str(directory.path)
+    sitting = Sitting(
+        path,
+        resume,
+        console=False,
+        target=target,
+        quiet=quiet,
+        search_path=tuple(map(os.path.abspath, sys.path)),
+    )
+    with ExitStack() as stack:
+        if target:
+            command = _by_name(target, config, directory, chosen, num_ranks, replacements)
+        else:
+            fd = stack.enter_context(copied(task, config))
+            argv = [sys.executable, "-m", "lockstep.launching.handed", str(fd)]
+            command = local_command(num_ranks, argv, replacements, (fd,))
+        claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
+        directory.close()
+        ended = start_shown(command, sitting, config.threads)
+    return _outcome(ended, task, config, directory)
+
+
+def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) -> str:
+    """The launcher to use.
+
+    Raises:
+        LaunchError: an argument does not work, or this process is a rank itself.
+    """
+    if Sitting.from_env() is not None or detect(os.environ).launcher != "python":
+        raise LaunchError(
+            "launch: this process is already a rank; in a script, call it below "
+            '`if __name__ == "__main__":`, for ranks import the script to get its task. Under '
+            "mpirun, torchrun or srun use train or main"
+        )
+    given: object = task
+    if not isinstance(given, Task):
+        hint = f"; call {given.__name__}()" if isinstance(given, type) else ""
+        raise LaunchError(f"launch: needs a Task, got {shown(given)}{hint}")
+    for name, value, least in (("num_ranks", num_ranks, 1), ("replacements", replacements, 0)):
+        if type(value) is not int or value < least:
+            raise LaunchError(f"{name}={shown(value)}: must be an integer of at least {least}")
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise LaunchError(f"launcher={shown(launcher)}: must be one of {', '.join(LAUNCHERS)}")
+    return launcher or "local"
+
+
+def _by_name(
+    target: str,
+    config: TrainConfig,
+    directory: RunDirectory,
+    launcher: str,
+    num_ranks: int,
+    replacements: int,
+) -> RankCommand:
+    """Ranks that make the task from its class and the config in the run directory."""
+    arguments = ["--config", str((directory.path / "config.yaml").resolve())]
+    if config.stop_at_step is not None:  # of a sitting, so not in the file
+        arguments.append(f"stop_at_step={config.stop_at_step}")
+    return rank_command(launcher, num_ranks, target, arguments, replacements)
+
+
+def _outcome(ended: Ended, task: Task, config: TrainConfig, directory: RunDirectory) -> Result:
+    """What the caller gets of a run that has ended.
+
+    Raises:
+        Stopped: it was asked to stop before its end.
+        LockstepError: it has failed.
+    """
+    row = ended.last
+    if row is None or row["event"] == "Failed":
+        raise _error(ended)
+    snapshot = find_snapshot(directory.checkpoints, "latest")
+    if snapshot.step != row["step"]:
+        raise CheckpointError(
+            f"{directory.checkpoints}: the newest valid checkpoint is of step {snapshot.step}, but "
+            f"the run has done {row['step']}; go on with resume=True"
+        )
+    with kept_generators():
+        cpu = torch.device("cpu")
+        model = restored(task, config, snapshot, cpu, str(directory.checkpoints))
+    result = Result(
+        status=row["status"],
+        reason=row["reason"],
+        step=row["step"],
+        model=model.eval(),
+        task=task,
+        config=config,
+        metrics={name: float(value) for name, value in row["metrics"].items()},
+        arrays=row.get("arrays", {}),
+        params_sha256=row["params_sha256"],
+        run_dir=directory.path,
+        best_checkpoint=read_hint(directory.checkpoints, "best"),
+        checkpoint=Path(row["checkpoint"]) if row["checkpoint"] else None,
+        world_size=row["world_size"],
+        wall_s=row["wall_s"],
+    )
+    if ended.exit_code:
+        raise Stopped(result, ended.exit_code)
+    return result
+
+
+def _error(ended: Ended) -> BaseException:
+    """The error of ranks that have no result, as the kind that they raised."""
+    row: dict[str, Any] = ended.last or {}
+    if not row and ended.exit_code == INTERRUPTED:
+        return NothingSaved(ended.message)
+    kind: Any = vars(errors).get(row.get("error", ""))
+    if not (isinstance(kind, type) and issubclass(kind, LockstepError)):
+        # Without an event, ranks have died, or never began. Other kinds are of the task's code.
+        kind = TaskFailure if row else RankFailure if ended.again else LaunchError
+    error: LockstepError = kind(ended.message)
+    error.exit_code = ended.exit_code
+    return error

@@ -1,0 +1,248 @@
+"""Starting ranks for a target and watching them to their end."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.front import Sitting
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import (
+    RankCommand,
+    is_one_host,
+    local_command,
+    mpirun_command,
+    python_command,
+    rank_environment,
+    torchrun_command,
+)
+from lockstep.launchers.job.run import Outcome, run_ranks
+from lockstep.launchers.rank.early import NOTHING_SAVED
+from lockstep.observe import Sinks, event_from_row, read_result, view
+from lockstep.observe.text import count, resume_command
+from lockstep.targets import is_script, script_path
+
+LAUNCHERS = ("python", "local", "mpi", "torchrun")
+
+TRY_AGAIN = 75
+"""The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
+
+_MOST_DELAY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How started ranks ended.
+
+    Attributes:
+        exit_code: exit code that the command is to leave with.
+        message: message for the user; empty if all went well.
+        again: reason for starting the ranks again; empty if they should not be.
+        last: row of the last `Failed` or `Finished` event, or its like in `result.json`; None where
+            there was none.
+    """
+
+    exit_code: int
+    message: str = ""
+    again: str = ""
+    last: dict[str, Any] | None = field(default=None, compare=False)
+
+
+def choose_launcher(launcher: str | None, num_ranks: int) -> str:
+    """The launcher for this many ranks: the given one, or MPI on CPUs and torchrun on GPUs.
+
+    Raises:
+        LaunchError: there is no such launcher, or it cannot start so many ranks.
+    """
+    if num_ranks < 1:
+        raise LaunchError(f"-n {num_ranks}: must be at least 1")
+    if launcher is None:
+        if num_ranks == 1:
+            return "python"
+        return "torchrun" if torch.cuda.device_count() >= num_ranks else "mpi"
+    if launcher not in LAUNCHERS:
+        raise LaunchError(f"--launcher {launcher}: must be one of {', '.join(LAUNCHERS)}")
+    if launcher == "python" and num_ranks > 1:
+        raise LaunchError(f"--launcher python: starts one rank, not {num_ranks}; use mpi")
+    return launcher
+
+
+def check_replacements(launcher: str, replacements: int) -> None:
+    """Refuse what a launcher can't do.
+
+    Raises:
+        LaunchError: killed ranks are to be replaced, and this launcher can't.
+    """
+    if replacements and launcher not in ("mpi", "local"):
+        raise LaunchError(
+            f"--replace {replacements}: the launcher {launcher} cannot replace ranks; use "
+            "-n N --launcher mpi or local"
+        )
+
+
+def rank_command(
+    launcher: str, num_ranks: int, target: str, arguments: Sequence[str], replacements: int = 0
+) -> RankCommand:
+    """The command that starts the ranks of a target; a script gets no arguments."""
+    if is_script(target):
+        argv = [sys.executable, str(script_path(target))]
+    else:
+        argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
+    if launcher == "mpi":
+        return mpirun_command(
+            num_ranks, argv, cores=usable_cores(), replacements=replacements,
+            one_host=is_one_host(os.environ),
+        )  # fmt: skip
+    if launcher == "local":
+        return local_command(num_ranks, argv, replacements)
+    if launcher == "torchrun":
+        return torchrun_command(num_ranks, argv)
+    return python_command(argv)
+
+
+def start(
+    command: RankCommand,
+    sitting: Sitting,
+    threads: int,
+    *,
+    on_row: Callable[[dict[str, Any]], None],
+    on_line: Callable[[str], None] = print,
+    restarts: int = 3,
+    env: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run ranks to their end; start them again from the newest checkpoint if they all die.
+
+    Args:
+        command: command that starts the ranks.
+        sitting: request that the ranks get by their environment.
+        threads: number of threads of each rank.
+        on_row: function that is called with the row of each new event.
+        on_line: function that is called with each line of the ranks' standard output.
+        restarts: greatest number of restarts without a committed step in between.
+        env: further environment variables for the ranks.
+    """
+    assert sitting.run_dir is not None
+    step = failures = 0
+
+    def watch(row: dict[str, Any]) -> None:
+        nonlocal step, failures
+        if row["event"] == "StepDone" and row["step"] > step:
+            step, failures = row["step"], 0
+        on_row(row)
+
+    while True:
+        since = time.time()
+        everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
+        try:
+            outcome = run_ranks(
+                command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
+                on_notice=_notice,
+            )  # fmt: skip
+            ended = _ended(outcome, sitting, since)
+        except LaunchError as error:
+            ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
+        if not ended.again or failures >= restarts:
+            return ended
+        failures += 1
+        delay_s = min(2.0 ** (failures - 1), _MOST_DELAY_S)
+        _notice(
+            f"{ended.again}; starting again from the newest checkpoint in {delay_s:g} s "
+            f"({failures} of {restarts} without progress)"
+        )
+        time.sleep(delay_s)
+        sitting = replace(sitting, resume=True)
+
+
+def _notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
+    """Run ranks to their end, shown on the console or in the notebook as `sitting` says."""
+    shown = view(sitting.quiet)
+    with Sinks([shown]) as sinks:
+        shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
+        return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))
+
+
+def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
+    """The exit code and message for an outcome.
+
+    Args:
+        outcome: outcome of the launch.
+        sitting: request that the ranks got.
+        since: start of the launch in Unix seconds.
+    """
+    row = outcome.last or _result(Path(str(sitting.run_dir)), since)
+    if row is not None:
+        code = int(row["exit_code"])
+        message = str(row["message"]) if row["event"] == "Failed" else ""
+        again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
+        return Ended(code, message, again, row)
+    code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
+    if outcome.stopped_by is not None:
+        stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
+        lost = (
+            "ended before a checkpoint was written; steps since the newest one are lost\n"
+            f"go on with {resume_command(str(sitting.run_dir))}"
+        )
+        return Ended(128 + stopped, lost if outcome.met else NOTHING_SAVED)
+    # Ranks that leave with a code of their own, and say why, would only do so again.
+    if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
+        message = f"all ranks have died (exit code {code}); see {outcome.log}"
+        return Ended(code or 1, message, "all ranks have died")
+    target = sitting.target or ""
+    if not outcome.met and code == 0 and is_script(target):
+        return Ended(LockstepError.exit_code, _never_trains(target))
+    where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
+    return Ended(
+        code or 1, told or f"the ranks ended with code {code} before they had a result; {where}"
+    )
+
+
+def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
+    """The last event of a run as its `result.json` tells, where `events.jsonl` does not."""
+    try:
+        path = run_dir / "result.json"
+        if path.stat().st_mtime < since:
+            return None
+        result = read_result(path)
+        event = "Failed" if result["status"] == "failed" else "Finished"
+        return {"event": event, "message": result["reason"]} | result
+    except (OSError, LockstepError):
+        return None
+
+
+def _never_trains(script: str) -> str:
+    """The message for a script that has ended without training."""
+    tree = ast.parse(Path(script).read_bytes())
+    bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    tasks = [name for name, kinds in bases.items() if any("Task" in ast.unparse(b) for b in kinds)]
+    return (
+        f"{script}: ended without calling lockstep.main; call it, or name a Task class to have "
+        f"it trained: {', '.join(f'{script}:{name}' for name in tasks or ['Task'])}"
+    )
+
+
+def _own_message(stderr: str) -> str:
+    """The message a rank printed for the user, without what launchers print around it."""
+    lines = stderr.splitlines()
+    first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
+    if first is None:
+        return ""
+    own = [lines[first].removeprefix("error: ")]
+    for line in lines[first + 1 :]:
+        if not line or line.startswith(("---", "W1", "E1", "prterun")):
+            break
+        own.append(line)
+    return "\n".join(own)

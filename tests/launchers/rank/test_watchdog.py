@@ -1,0 +1,80 @@
+"""The watchdog ends processes that stand still, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from lockstep.comm.pulse import Pulse
+from lockstep.launchers.rank.watchdog import Watchdog
+
+def stand_still():
+    while True:
+        time.sleep(0.01) if sys.argv[1] != "loop" else None
+
+pulse = Pulse()
+with Watchdog(pulse.fd, 0.6, Path("report.json")):
+    print("up", flush=True)
+    for _ in range(5):
+        pulse.beat()
+        time.sleep(0.05)
+    if sys.argv[1] != "unarmed":
+        pulse.arm()
+    if sys.argv[1] == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+    elif sys.argv[1] in ("sleep", "loop"):
+        stand_still()
+    elif sys.argv[1] == "waiting":
+        pulse.wait()
+        time.sleep(2)
+        pulse.go()
+    elif sys.argv[1] == "slow":
+        for _ in range(6):
+            time.sleep(0.4)
+            pulse.beat()
+    elif sys.argv[1] == "unarmed":
+        time.sleep(2)
+print("done", flush=True)
+"""
+
+
+def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, what],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=os.environ,
+    )
+    return done, time.monotonic() - started
+
+
+@pytest.mark.parametrize("what", ["stop", "sleep", "loop"])
+def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> None:
+    done, _ = run(tmp_path, what)
+    assert done.returncode == -signal.SIGKILL
+    reason = json.loads((tmp_path / "report.json").read_text())["reason"]
+    assert reason in done.stderr
+    assert ("was stopped by a signal for 0.6 s" if what == "stop" else "did nothing for") in reason
+    if what != "stop":
+        assert "in stand_still" in reason
+
+
+@pytest.mark.parametrize("what", ["waiting", "slow", "unarmed"])
+def test_others_are_left_alone(tmp_path: Path, what: str) -> None:
+    done, _ = run(tmp_path, what)
+    assert (done.returncode, done.stdout) == (0, "up\ndone\n")
+    assert not (tmp_path / "report.json").exists()

@@ -1,0 +1,121 @@
+"""What the launcher makes of ranks that leave no last event."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.front import Sitting
+from lockstep.launchers.job.commands import python_command
+from lockstep.launching.start import Ended, start
+
+JOINED = """
+import json, os, shutil, signal, sys
+run_dir = json.loads(os.environ["LOCKSTEP_SITTING"])["run_dir"]
+events = open(run_dir + "/events.jsonl", "a")
+
+def emit(**row):
+    print(json.dumps(row), file=events, flush=True)
+
+emit(event="Joined", host="", pid=0, step=0)
+with open(run_dir + "/starts", "a") as file:
+    file.write("x")
+"""
+COMPLETED = 'emit(event="Finished", step=3, exit_code=0, reason="all steps done")\n'
+RESULT = """
+import time
+time.sleep(0.05)
+with open(run_dir + "/result.json", "w") as file:
+    result = {"status": "completed", "reason": "all steps done", "exit_code": 0, "step": 3}
+    result |= {"params_sha256": "0" * 64, "metrics": {}, "world_size": 1, "wall_s": 1.0}
+    result |= {"error": None, "checkpoint": ""}
+    json.dump(result, file)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.launching.start._MOST_DELAY_S", 0.0)
+
+
+def started(folder: Path, code: str, **options: Any) -> Ended:
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    command = python_command([sys.executable, "-c", JOINED + code])
+    return start(command, Sitting(str(run_dir)), 1, on_row=lambda row: None, **options)
+
+
+def num_starts(folder: Path) -> int:
+    return len((folder / "run" / "starts").read_text())
+
+
+def test_ranks_that_say_why_they_end_are_not_started_again(tmp_path: Path) -> None:
+    """The disk that is full may hold the events."""
+    ended = started(tmp_path, "sys.stderr.write('error: r: the disk is full\\n'); sys.exit(2)")
+    assert ended == Ended(2, "r: the disk is full")
+    assert num_starts(tmp_path) == 1
+
+
+def test_their_exit_code_is_enough(tmp_path: Path) -> None:
+    ended = started(tmp_path, "sys.exit(2)")
+    assert (ended.exit_code, ended.again) == (2, "")
+    assert "ended with code 2" in ended.message
+    assert num_starts(tmp_path) == 1
+
+
+def test_killed_ranks_are_started_again_whatever_they_have_said(tmp_path: Path) -> None:
+    kill = "sys.stderr.write('error: no\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)"
+    ended = started(tmp_path, kill, restarts=1)
+    assert ended.again == "all ranks have died"
+    assert num_starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize("told", [COMPLETED, RESULT, RESULT + COMPLETED])
+def test_a_deleted_log_harms_nobody(tmp_path: Path, told: str) -> None:
+    assert started(tmp_path, "os.unlink(run_dir + '/ranks.log')\n" + told) == Ended(0)
+
+
+def test_deleted_events_harm_nobody(tmp_path: Path) -> None:
+    assert started(tmp_path, "os.unlink(run_dir + '/events.jsonl')\n" + RESULT) == Ended(0)
+
+
+def test_a_run_directory_may_be_moved(tmp_path: Path) -> None:
+    move = "import time; time.sleep(0.5); shutil.move(run_dir, run_dir + '2')\n"
+    assert started(tmp_path, move + COMPLETED) == Ended(0)
+
+
+def test_a_result_of_an_earlier_sitting_is_none(tmp_path: Path) -> None:
+    old = RESULT + "os.utime(run_dir + '/result.json', (1, 1)); sys.exit(9)\n"
+    assert started(tmp_path, old, restarts=0).exit_code == 9
+
+
+def test_a_script_that_never_trains(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("class Task: pass\nclass Mine(Task): pass\n")
+    sitting = Sitting(str(tmp_path / "run"), target=str(script))
+    command = python_command([sys.executable, str(script)])
+    ended = start(command, sitting, 1, on_row=lambda row: None)
+    assert ended.exit_code == 2
+    assert f"{script}: ended without calling lockstep.main" in ended.message
+    assert f"{script}:Mine" in ended.message
+
+
+def test_ranks_that_were_ended_at_once_can_be_resumed_as_it_says(tmp_path: Path) -> None:
+    run_dir = tmp_path / "my run"
+    run_dir.mkdir()
+    body = JOINED + "os.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getppid(), signal.SIGINT)\n"
+    body += "import time\ntime.sleep(60)\n"
+    ended = start(
+        python_command([sys.executable, "-c", body]),
+        Sitting(str(run_dir), target="digits"),
+        1,
+        on_row=lambda row: None,
+    )
+    assert ended.exit_code == 130
+    assert ended.message.splitlines() == [
+        "ended before a checkpoint was written; steps since the newest one are lost",
+        f"go on with lockstep resume '{run_dir}'",
+    ]
