@@ -14,13 +14,11 @@ import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from lockstep.comm.pulse import Pulse
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -30,6 +28,24 @@ class GroupBroken(Exception):
 
     Not an error for the user: the engine catches it, calls `Transport.regroup` and goes on.
     """
+
+
+class Observer(Protocol):
+    """What wants to know whether a process stands still because of others."""
+
+    def wait(self) -> None:
+        """Note that from now on this process may stand still because of other ranks."""
+
+    def go(self) -> None:
+        """Note that from now on it works by itself again."""
+
+
+class _Nobody:
+    def wait(self) -> None:
+        pass
+
+    def go(self) -> None:
+        pass
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
@@ -42,7 +58,7 @@ def collective(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def wrapped(self: Transport, *args: Any, **keys: Any) -> Any:
-        self.pulse.wait()
+        self.observer.wait()
         try:
             return method(self, *args, **keys)
         except self.failures as error:
@@ -50,7 +66,7 @@ def collective(method: _Method) -> _Method:
                 raise
             raise GroupBroken(str(error)) from error
         finally:
-            self.pulse.go()
+            self.observer.go()
 
     return wrapped  # type: ignore[return-value]
 
@@ -70,7 +86,7 @@ class Transport(ABC):
         size: number of processes in the present group.
         can_regroup: whether the group can go on without ranks that die.
         failures: kinds of exception that a collective raises when a rank is lost.
-        pulse: sign of life of this process, for its watchdog.
+        observer: object that is told when this process begins and ends to wait for others.
     """
 
     name: str
@@ -80,7 +96,7 @@ class Transport(ABC):
     failures: tuple[type[Exception], ...] = ()
 
     def __init__(self) -> None:
-        self.pulse = Pulse()
+        self.observer: Observer = _Nobody()
 
     @abstractmethod
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:

@@ -100,7 +100,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
     tried = everywhere(
         transport,
-        lambda: {n: trial.evaluate(e, transport) for n, e in splits.items() if is_validation(n)},
+        lambda: {n: trial.evaluate(e) for n, e in splits.items() if is_validation(n)},
     )
     if tried:
         check_watched(config, judged(tried))

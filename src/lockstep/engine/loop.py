@@ -185,7 +185,9 @@ class Trainer:
         for name in splits:
             started = perf_counter()
             self._runtime.at("evaluate", self._state.progress.step)
-            scores[name] = parts.evaluations[name].run(self._transport, parts.model, parts.compute)
+            scores[name] = parts.evaluations[name].run(
+                self._transport, parts.model, parts.compute, self._runtime.pulse.beat
+            )
             seconds[name] = perf_counter() - started
         self._state.commit_evaluation(scores, seconds, model_step)
 

@@ -68,7 +68,7 @@ class RunState:
         self.stop_reason = self.stop_reason or result.stop_reason
         # What is evaluated or saved has its step's row before it, in all files.
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
-        self._runtime.transport.pulse.arm()
+        self._runtime.pulse.arm()
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from lockstep import errors
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.engine.events import Emit, Event
 from lockstep.engine.faults import At, nothing
+from lockstep.engine.pulse import Pulse
 from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, shortened
 
 T = TypeVar("T")
@@ -42,6 +43,7 @@ class Runtime:
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
         at: function that is called at each moment of a step, see `faults.Moment`.
+        pulse: sign of life of this process, for its watchdog.
         on_step: function that is called with the number of committed steps, after each of them.
     """
 
@@ -55,6 +57,7 @@ class Runtime:
     take_over: Callable[[], None] = lambda: None
     at: At = nothing
     on_step: Callable[[int], None] = nothing_after_step
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def is_first(self) -> bool:

@@ -22,6 +22,7 @@ from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.loop import Trainer
+from lockstep.engine.pulse import Pulse
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, LockstepError, shortened
@@ -99,6 +100,8 @@ def _run(
     directory = _directory(task, sitting, transport)
     if sitting.target is None:
         sitting = replace(sitting, target=_script())
+    pulse = Pulse()
+    transport.observer = pulse
     with ExitStack() as stack:
         stack.callback(directory.close)
         hub = EventHub(
@@ -113,7 +116,7 @@ def _run(
         stack.callback(hub.close)
 
         def take_over() -> None:
-            directory.lock(TAKE_OVER_S, on_wait=transport.pulse.beat)
+            directory.lock(TAKE_OVER_S, on_wait=pulse.beat)
             hub.open()
 
         on_step: Callable[[int], None] = nothing_after_step
@@ -134,11 +137,12 @@ def _run(
             stop_reason=stop.reason,
             at=injector(os.environ, environment.rank),
             on_step=on_step,
+            pulse=pulse,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(
                 Watchdog(
-                    transport.pulse.fd,
+                    pulse.fd,
                     config.hang_timeout_s,
                     directory.hang_report(environment.rank),
                 )
@@ -189,7 +193,7 @@ def _assembled(
     patience_s = 0.0
     while True:
         try:
-            on_first(transport, partial(directory.lock, patience_s, transport.pulse.beat))
+            on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
             on_first(transport, lambda: claim(directory, task, config, sitting))
             on_first(transport, runtime.take_over)
             return Trainer(task, config, runtime, directory)

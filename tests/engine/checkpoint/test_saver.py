@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm.pulse import Pulse
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import writer as saver_module
 from lockstep.engine.checkpoint.format import Snapshot, folder_name
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
+from lockstep.engine.pulse import Pulse
 from lockstep.errors import CheckpointError
 
 both = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])

@@ -15,7 +15,7 @@ import pytest
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from lockstep.comm.pulse import Pulse
+from lockstep.engine.pulse import Pulse
 from lockstep.launchers.rank.watchdog import Watchdog
 
 def stand_still():

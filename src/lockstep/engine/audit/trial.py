@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.transport import Transport
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.digest import data_digest
 from lockstep.data.generators import IdleGenerators
@@ -90,7 +89,7 @@ class Trial:
         self.data_digest = self._first.batch
         self.digest = "".join(map(self._digest, (self._first, *others)))
 
-    def evaluate(self, val: Evaluation, transport: Transport) -> dict[str, object]:
+    def evaluate(self, val: Evaluation) -> dict[str, object]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
 
         Returns:
@@ -100,9 +99,7 @@ class Trial:
             TaskError: as above.
         """
         metrics: dict[str, object] = {}
-        self._check_after(
-            lambda: metrics.update(val.first_batch(transport, self._model, self._compute))
-        )
+        self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
         return metrics
 
     def _check_after(self, other: Callable[[], object]) -> None:

@@ -64,7 +64,7 @@ class Checkpointer:
             config.checkpoint.keep,
             config.checkpoint.background,
             self._emit,
-            runtime.transport.pulse,
+            runtime.pulse,
             runtime.at,
             config.checkpoint.keep_every_s,
         )

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-from lockstep.comm.pulse import Pulse
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.retention import prune
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
+from lockstep.engine.pulse import Pulse
 from lockstep.errors import CheckpointError
 
 SLOW_S = 60.0

@@ -47,14 +47,25 @@ class Evaluation:
         self.num_samples = self._batches.num_samples
         self._metrics = StatefulMetrics(task, device)
 
-    def run(self, transport: Transport, model: nn.Module, compute: Compute) -> Scores:
-        """Loss and metrics, each a sum over all samples divided by its weight, and others."""
+    def run(
+        self,
+        transport: Transport,
+        model: nn.Module,
+        compute: Compute,
+        beat: Callable[[], None] = lambda: None,
+    ) -> Scores:
+        """Loss and metrics, each a sum over all samples divided by its weight, and others.
+
+        Args:
+            transport: group of ranks that share the batches.
+            model: model to evaluate.
+            compute: computation of `Task.evaluate`.
+            beat: function that is called before each batch, as a sign of life.
+        """
         mine = self._batches.of_rank(transport.rank, transport.size)
         model.eval()
         try:
-            leaves = everywhere(
-                transport, lambda: self._computed(mine, model, compute, transport.pulse.beat)
-            )
+            leaves = everywhere(transport, lambda: self._computed(mine, model, compute, beat))
         finally:
             model.train()
         known = transport.gather_json([len(leaves), *(sorted(sums) for sums, _ in leaves[:1])])
@@ -66,14 +77,12 @@ class Evaluation:
         scalars, arrays = plain(everywhere(transport, finish))
         return Scores(_united(means, scalars), arrays)
 
-    def first_batch(
-        self, transport: Transport, model: nn.Module, compute: Compute
-    ) -> dict[str, float]:
+    def first_batch(self, model: nn.Module, compute: Compute) -> dict[str, float]:
         """Loss and metrics of the first batch; talks to nobody."""
         model.eval()
         try:
             batches = [(0, self._batches.first())]
-            leaves = self._computed(batches, model, compute, transport.pulse.beat)
+            leaves = self._computed(batches, model, compute, lambda: None)
         finally:
             model.train()
         means, finish = self._combined(LocalTransport(), leaves, sorted(leaves[0][0]), [[0]])

@@ -197,7 +197,7 @@ class TrainStep:
                 watch.data_s += watch.lap()
                 counters = self._fold(step, microbatch, batch, counters, losses)
                 watch.compute_s += watch.lap()
-                self._runtime.transport.pulse.beat()
+                self._runtime.pulse.beat()
                 self._runtime.at("compute", step)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.comm.pulse import NUM_BYTES, Pulse
-from lockstep.comm.transport import LocalTransport
+from lockstep.engine.pulse import NUM_BYTES, Pulse
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
 
@@ -18,13 +17,13 @@ def num_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_transports_open_no_files_and_watched_ones_close_theirs() -> None:
+def test_pulses_open_no_files_and_watched_ones_close_theirs() -> None:
     before = num_files()
-    transports = [LocalTransport() for _ in range(20)]
+    pulses = [Pulse() for _ in range(20)]
     assert num_files() == before
-    assert len({t.pulse.fd for t in transports}) == 20
+    assert len({pulse.fd for pulse in pulses}) == 20
     assert num_files() > before
-    transports.clear()
+    pulses.clear()
     assert num_files() == before
 
 
