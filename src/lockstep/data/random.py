@@ -73,7 +73,10 @@ def numpy_generator() -> np.random.Generator:
 def kept_generators() -> Iterator[None]:
     """Leaves all global generators as they were before, whatever is drawn while in here."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    # Where CUDA has not begun there is nothing to keep, and asking would begin it on device 0.
+    has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if has_begun else []
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:

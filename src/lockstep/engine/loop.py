@@ -125,6 +125,7 @@ class Trainer:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
         self._hooks.start(state.progress)
+        self._hooks.check()
         self._follow_up()  # of the step before: it may have been broken off by a loss
         while not state.is_over():
             progress = state.progress
@@ -149,7 +150,7 @@ class Trainer:
         """Evaluate, check and save what is due after the last step; may be done again."""
         state, progress = self._state, self._state.progress
         # First: what a hook has left half done must not be evaluated or saved.
-        self._hooks.check()
+        self._hooks.check_step()
         # Not twice, if a loss has broken off what comes after it.
         if state.is_evaluation_due() and progress.evaluated < progress.step:
             self._evaluate([name for name in self._parts.evaluations if is_validation(name)])

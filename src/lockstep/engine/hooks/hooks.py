@@ -42,6 +42,8 @@ class Hooks:
         self._saved = SavedState(parts.task_state, parts.model, optimizer, parts.loader)
         self._constants = Constants(parts.model, ())
         self._has_after_step = type(task).after_step is not Task.after_step
+        # Alike on all ranks, also for hooks that only the first one runs.
+        self._look_at_steps = any(type(h).after_step is not Hook.after_step for h in self._hooks)
         self._num_evaluations = 0
         self._started: set[int] = set()
         self._error: Raised | None = None
@@ -106,6 +108,11 @@ class Hooks:
         hooks = self._running("on_end")
         self._guarded(lambda: self._each("on_end", hooks, status, reason))
         self.check()
+
+    def check_step(self) -> None:
+        """As `check`, after each step: costs nothing where no hook looks at steps."""
+        if self._has_after_step or self._look_at_steps:
+            self.check()
 
     def check(self) -> None:
         """Make sure that all went well; a collective.
