@@ -115,6 +115,11 @@ class StopsAlone(ls.Hook):
         run.stop("enough")
 
 
+class StopsAtOnce(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        run.stop("enough")
+
+
 class ChangesAlone(MayChange):
     first_only = True
 
@@ -138,6 +143,7 @@ class AtTheEnd(ls.Hook):
         (Raises, TaskFailure, "no more"),
         (StopsAlone, TaskError, "StopsAlone: has first_only = True, so it cannot end the run"),
         (ChangesAlone, TaskError, r"Hooked\.hooks: ChangesAlone has first_only = True and"),
+        (StopsAtOnce, TaskError, r"StopsAtOnce\.on_start: cannot end the run; call run\.stop in"),
         (AtTheEnd, TaskFailure, "the disk is full"),
         (lambda: "a text", TaskError, r"Hooked\.hooks: 'a text' is no lockstep\.Hook"),
     ],

@@ -10,7 +10,7 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.saved_state import SavedState
-from lockstep.engine.hooks.hook import Hook, Run
+from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.train_step import StepResult
@@ -163,10 +163,10 @@ class Hooks:
         step = self._run.step
         for index in hooks:
             hook = self._hooks[index]
-            self._run.called_by(hook)
+            self._run.called_by(hook, name)
             # Each for itself: rank 0 may run hooks that others do not.
             seed_all(random_key(self._seed, Stream.HOOK, step, index))
-            may_change = hook.changes_model and name in ("after_step", "after_evaluation")
+            may_change = hook.changes_model and name in MAY_CHANGE
             if not may_change:
                 self._constants.mark(step)
             getattr(hook, name)(self._run, *arguments)
