@@ -25,7 +25,7 @@ from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
 from lockstep.engine.step.flat import model_digest
-from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskFailure, shared
 

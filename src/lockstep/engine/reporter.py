@@ -24,7 +24,7 @@ from lockstep.engine.events import (
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
 from lockstep.parallel.mesh import Mesh
 

@@ -13,7 +13,7 @@ from lockstep.engine.hooks.hooks import Hooks
 from lockstep.engine.progress import Progress
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.step.step_result import StepResult
 
 
 class RunState:

@@ -12,7 +12,6 @@ from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 
-
 MAY_CHANGE = ("after_step", "after_evaluation")
 """Methods of a hook that may change what is declared, and end the run."""
 

@@ -13,7 +13,7 @@ from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
-from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError
 

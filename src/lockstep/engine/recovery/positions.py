@@ -10,7 +10,7 @@ from lockstep.engine.evaluation.splits import Scores, by_split
 from lockstep.engine.events import Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.train_step import StepResult
+from lockstep.engine.step.step_result import StepResult
 from lockstep.errors import RankFailure, shared
 
 NOWHERE = -1

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,44 +30,10 @@ from lockstep.engine.step.microbatch import Backward, Compute, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import Schedule
+from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
-from lockstep.engine.timing import Stopwatch, Times
+from lockstep.engine.timing import Stopwatch
 from lockstep.parallel.layout import Range
-
-
-class StepResult(NamedTuple):
-    """The result of a step, alike on all ranks."""
-
-    scalars: list[float]
-    """Loss and metrics of the global batch: [sum, weight, sum, weight, …]."""
-    lr: float
-    grad_norm: float
-    stop_reason: str
-    """Why the run should end now, the same on all ranks; empty if it should not."""
-    times: list[Times]
-    """For each rank, where its time had gone when it sent its header."""
-    grows: bool
-    """Whether a new process waits to be taken in, the same on all ranks."""
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StepResult:
-        """The inverse of `_asdict`, after a journey as JSON."""
-        return cls(**values | {"times": [Times(*times) for times in values["times"]]})
-
-
-@dataclass
-class Summed:
-    """A step of a sharded optimizer whose gradient has been summed.
-
-    Attributes:
-        scalars: sums and weights of loss and metrics over the global batch.
-        headers: header of each rank.
-        result: result of the step, once this rank has applied it.
-    """
-
-    scalars: list[float]
-    headers: list[Header]
-    result: StepResult | None = None
 
 
 class TrainStep:
