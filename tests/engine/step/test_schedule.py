@@ -285,3 +285,13 @@ def test_own_rates_that_change_by_themselves(tmp_path: Path) -> None:
 
     with pytest.raises(TaskError, match="gave two values for one step"):
         ls.train(Bad(), line_config(steps=4), run_dir=tmp_path, quiet=True)
+
+
+def test_own_rates_that_fail_late_end_the_run_in_order(tmp_path: Path) -> None:
+    class Bad(Own):
+        def lr_factor(self, step: int, total_steps: int) -> Any:
+            return math.nan if step == 3 else 1.0
+
+    with pytest.raises(TaskError, match=r"lr_factor\(3, 8\): returned nan") as caught:
+        ls.train(Bad(), line_config(steps=8), run_dir=tmp_path, quiet=True)
+    assert caught.value.is_shared

@@ -146,6 +146,7 @@ class TrainStep:
         watch.start()
         self.workspace.reduction.restart()
         self._summed = None
+        # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
         self._constants.mark(step)
         self._inside.step = step
@@ -153,6 +154,8 @@ class TrainStep:
         counters = [-math.inf] * self.state.num_counters
         error: Raised | None = None
         try:
+            # A task's own schedule may raise an exception: here, where all ranks hear of it.
+            self.schedule.factors(step, decays)
             for microbatch in range(*self.workspace.microbatches):
                 *place, batch = next(batches)
                 # A rank that has caught up by a copy of the state has not read a step's data: a
@@ -229,8 +232,11 @@ class TrainStep:
         leaf, scalars, counted = self._backward.leaf(
             loss, values, self.loss_scale.value, self._compute.phases.parameters(step)
         )
+        # Kept for the message that names the microbatch, should the sum not be finite.
         losses[microbatch] = scalars[0]
         self.workspace.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
+        # Every microbatch counts on from the same committed value, so the greatest is what one of
+        # them has come to, whichever rank computed it; a sum would depend on their number.
         return [max(pair) for pair in zip(counters, counted, strict=True)]
 
     def _reduce(self, error: Raised | None, counters: list[float]) -> list[Header]:
@@ -244,6 +250,7 @@ class TrainStep:
         )
         self.workspace.reduction.header.copy_(_float64(header.pack()))
         self.workspace.reduction.reduce()
+        # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
         headers = [Header.unpack(v) for v in self.workspace.reduction.headers().tolist()]
         self.watch.communication_s += self.watch.lap()
         return headers
@@ -254,6 +261,7 @@ class TrainStep:
         Raises:
             NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
         """
+        # The norm is homogeneous, so the division need not be done on the gradient first.
         norm = self.workspace.norm() * (1.0 / (weight * self.loss_scale.value))
         if not math.isfinite(norm) and not self.loss_scale.enabled:
             transport = self._runtime.transport
@@ -264,6 +272,7 @@ class TrainStep:
         """Clip, step the optimizer, advance buffers; talks to nobody."""
         config, weight = self._config, summed.scalars[1]
         unit = 1.0 / (weight * self.loss_scale.value)
+        # With fp16 an overflow skips the step and lowers the scale; every rank has the same norm.
         finite = math.isfinite(norm)
         self.loss_scale.update(finite)
         factors = self.schedule.factors(step, decays)
@@ -281,7 +290,9 @@ class TrainStep:
             )
             self.flat_optimizer.step(factors, key, self._compute.phases.at(step).name)
             self._commit_buffers(weight, summed.headers)
+        # Before others can overwrite them: an interrupted all-gather may leave anything in place.
         self.workspace.keep_aside()
+        # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,
             self.flat_optimizer.lr(factors, self._compute.phases.at(step).name),
@@ -312,10 +323,12 @@ class TrainStep:
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h.has_failed for h in headers):
+            # A backward pass that was broken off has left gradients and hooks' work half done.
             self._backward.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure
+        # The sum tells of any microbatch: NaN and infinity do not cancel in it.
         if not math.isfinite(scalars[0]):
             raise non_finite_loss(self._runtime.transport, step, losses)
         check_weight(scalars[1], step)
