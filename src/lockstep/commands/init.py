@@ -25,7 +25,7 @@ def init(file: Path) -> list[str]:
         ConfigError: there is such a file, or it cannot be written.
     """
     if file.suffix != ".py":
-        raise ConfigError(f"init {file}: must end in .py")
+        raise ConfigError(f"init {file}: must end in .py, such as my_task.py")
     text = files("lockstep.commands").joinpath("template.py").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as script:

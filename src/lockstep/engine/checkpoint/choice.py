@@ -12,7 +12,7 @@ from lockstep.parsing import parse_int, shown
 
 
 def find_snapshot(root: Path, which: str) -> Snapshot:
-    """The checkpoint that `--checkpoint` means.
+    """The checkpoint that a name means.
 
     Args:
         root: path of the folder of a run's checkpoints.
@@ -43,6 +43,6 @@ def _read(root: Path, which: str) -> Snapshot:
         step = parse_int(which)
     except ValueError:
         raise CheckpointError(
-            f"--checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
+            f"checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
         ) from None
     return checkpoint.read(root / checkpoint.folder_name(step))
