@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures bench clean
+.PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures bench clean
 
 venv: .venv/.installed
 
@@ -18,7 +18,11 @@ train: venv
 	$(BIN)/lockstep train digits -n 2
 
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not slurm" --durations=25
+	$(BIN)/python -m pytest -m "not slow and not slurm and not docs" --durations=25
+
+# What pages and examples show, as a reader would type it.
+test-docs: venv
+	$(BIN)/python -m pytest -m docs --durations=5 tests
 
 # Bad inputs for everything that reads; SEED=123 does a run again.
 test-fuzz: venv

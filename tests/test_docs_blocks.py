@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import environment
 from tests.pages import PAGES, script
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 
 

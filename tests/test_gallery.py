@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import environment, result
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "gallery"
 

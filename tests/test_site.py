@@ -13,6 +13,8 @@ import pytest
 import lockstep as ls
 from lockstep import errors, quantum
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -18,6 +18,8 @@ from tests.front.test_train import Line
 import lockstep as ls
 from lockstep.observe import read_events
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 CONFIG = {"batch_size": 16, "num_microbatches": 4, "lr": 0.1, "eval_every": 60, "steps": 60}
 
