@@ -116,6 +116,7 @@ def test_bad_arguments(here, arguments, message):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # jobs that start again, on a machine that does other things too
 @pytest.mark.parametrize(
     ("seed", "arguments"),
     [
