@@ -3,10 +3,13 @@
 The data come with scikit-learn (Breast Cancer Wisconsin, Street, Wolberg and Mangasarian, 1993).
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
 import torch
+import torchmetrics
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -59,9 +62,26 @@ class Tabular(ls.Task):
     def dataset(self, split: str) -> TensorDataset:
         return TensorDataset(*self.parts[split])
 
+    def metrics(self) -> Mapping[str, torchmetrics.Metric]:
+        return {
+            "f1": torchmetrics.F1Score(task="binary"),
+            "auroc": torchmetrics.AUROC(task="binary"),
+            "confusion": torchmetrics.ConfusionMatrix(task="binary"),
+        }
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ls.Loss:
         values, malignant = batch
+        return self.loss_of(model(values).squeeze(1), malignant)
+
+    def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ls.Loss:
+        values, malignant = batch
         logits = model(values).squeeze(1)
+        judged = logits.sigmoid(), malignant.long()
+        updates = {"f1": judged, "auroc": judged, "confusion": judged}
+        return replace(self.loss_of(logits, malignant), updates=updates)
+
+    def loss_of(self, logits: Tensor, malignant: Tensor) -> ls.Loss:
+        """The weighted loss and the metrics that are ratios, of logits [N] and labels [N]."""
         each = nn.functional.binary_cross_entropy_with_logits(
             logits, malignant.float(), reduction="none"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -36,9 +37,22 @@ SIZES = {
     "cartpole": Small(("epochs=4", "longest=40", "batch_size=16"), 3),
     "digits": Small(("epochs=2",), 7),
     "finetune": Small(("epochs=2",), 3),
+    "gan": Small(("steps=24", "width=16", "eval_every=12", "eval_batch_size=512"), 10),
     "gpt": Small(("steps=6", "context=16", "width=16", "num_layers=2", "eval_every=6"), 4),
     "ising": Small(("epochs=4", "num_qubits=3", "num_layers=1"), 3),
+    "stream": Small(
+        (
+            "steps=6",
+            "context=16",
+            "width=16",
+            "num_eval=64",
+            "eval_every=6",
+            "data.shuffle_buffer=50",
+        ),
+        4,
+    ),
     "tabular": Small(("epochs=3",), 10),
+    "teacher": Small(("epochs=2", "eval_every=7"), 5),
 }
 
 
@@ -101,11 +115,24 @@ def test_the_commands_of_the_page_and_the_same_bits(name: str, tmp_path: Path) -
     assert resumed["world_size"] == 1
     assert resumed["params_sha256"] == trained["params_sha256"]
     assert evaluated(resumed) == evaluated(trained)
+    assert resumed["arrays"] == trained["arrays"]
 
 
 def test_every_example_has_a_page_and_a_test() -> None:
     pages = {page.stem for page in PAGES.glob("*.md")} - {"index"}
-    examples = {path.stem for path in (ROOT / "examples").glob("*.py")}
-    assert pages == examples == set(SIZES)
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py")}
+    notebooks = {path.stem for path in (ROOT / "examples").glob("*.ipynb")}
+    assert pages == scripts | notebooks
+    assert scripts == set(SIZES)
     index = (PAGES / "index.md").read_text(encoding="utf-8")
     assert {name for name in pages if f"({name}.md)" in index} == pages
+
+
+def test_the_page_shows_the_code_of_the_notebook() -> None:
+    """Cells are run in tests/launching/test_notebooks.py."""
+    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]).strip() for cell in notebook["cells"]]
+    page = (PAGES / "notebook.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^``` \{ \.python \}\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
+    assert len(shown) >= 3
+    assert [code for code in shown if code not in cells] == []
