@@ -52,7 +52,7 @@ SIZES = {
         4,
     ),
     "tabular": Small(("epochs=3",), 10),
-    "teacher": Small(("epochs=2", "eval_every=7"), 5),
+    "teacher": Small(("epochs=1",), 4),
 }
 
 
