@@ -57,24 +57,31 @@ class Run:
         self.lr = 0.0
         self.grad_norm = 0.0
         self._caller: Hook | None = None
+        self._moment = ""
         self._stop_reason = ""
 
     def stop(self, reason: str) -> None:
         """End the run after this step: it is then complete, with this reason.
 
         Raises:
-            TaskError: the hook runs on the first rank only, so the others would not know.
+            TaskError: the hook runs on the first rank only, so the others would not know; or it is
+                called at another moment than `after_step` and `after_evaluation`.
         """
         if self._caller is not None and self._caller.first_only:
             raise TaskError(
                 f"{type(self._caller).__name__}: has first_only = True, so it cannot end the run; "
                 "let it run on every rank"
             )
+        if self._moment not in ("after_step", "after_evaluation"):
+            raise TaskError(
+                f"{type(self._caller).__name__}.{self._moment}: cannot end the run; call run.stop "
+                "in after_step or after_evaluation"
+            )
         self._stop_reason = self._stop_reason or reason
 
-    def called_by(self, hook: Hook) -> None:
-        """Note which hook is looking; the engine calls this."""
-        self._caller = hook
+    def called_by(self, hook: Hook, moment: str) -> None:
+        """Note which hook is looking, and in which of its methods; the engine calls this."""
+        self._caller, self._moment = hook, moment
 
     def taken_stop_reason(self) -> str:
         """Why a hook ends the run, once; empty if none does. The engine calls this."""
