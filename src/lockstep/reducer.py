@@ -180,6 +180,9 @@ class Reducer:
         if not is_complete:
             self._fill_up()
         self._reduction.reduce()
+        # So that another call does not give the same sums again for a step without microbatches.
+        self._reduction.restart()
+        self._num_added = 0
         late = [
             rank for rank, (there,) in enumerate(self._reduction.headers().tolist()) if not there
         ]

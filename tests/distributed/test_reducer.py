@@ -51,6 +51,8 @@ def test_the_mean_is_that_of_the_whole_batch():
         reducer.add(len(part), loss=loss)
     means = reducer.reduce()
     ours = [p.grad.clone() for p in model.parameters()]
+    with pytest.raises(TaskError, match="has not added all its microbatches"):
+        reducer.reduce()  # the sums of a step are not given twice
     model.zero_grad()
     whole = model(x).square().sum() / 10
     whole.backward()

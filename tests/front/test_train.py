@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.errors import ConfigError
 
 SCRIPT = """
 import lockstep as ls
@@ -133,3 +135,18 @@ def test_a_script_that_ctrl_c_stops(tmp_path: Path, call: str, code: int) -> Non
     assert "Traceback" not in done.stderr
     assert "error" not in done.stderr
     assert ("went on" in done.stdout) == (code == 0)
+
+
+def test_two_threads_do_not_train_at_once(tmp_path: Path) -> None:
+    class TrainsBeside(Line):
+        def after_step(self, model: nn.Module, step: int) -> None:
+            if step == 1:
+                with ThreadPoolExecutor(1) as pool:
+                    beside = pool.submit(ls.train, Line(config()), run_dir=tmp_path / "b")
+                    errors.append(beside.exception())
+
+    errors: list[BaseException | None] = []
+    ls.train(TrainsBeside(), config(steps=2), run_dir=tmp_path / "a", quiet=True)
+    assert isinstance(errors[0], ConfigError)
+    assert "another thread of this process trains already" in str(errors[0])
+    ls.train(Line(), config(steps=2), run_dir=tmp_path / "c", quiet=True)

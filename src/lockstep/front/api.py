@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import NoReturn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
-from lockstep.errors import LockstepError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.front.rank import run
 from lockstep.front.result import Result
 from lockstep.front.sitting import Sitting
 from lockstep.launchers.rank.output import tell
+
+_training = threading.RLock()
+"""Held while a thread trains."""
 
 
 def train(
@@ -41,11 +45,19 @@ def train(
 
     Raises:
         Stopped: the run was asked to stop before its end; it can be resumed.
-        LockstepError: the task, the config or the data do not work, or a rank was lost that the
-            others cannot go on without.
+        LockstepError: the task, the config or the data do not work, a rank was lost that the
+            others cannot go on without, or another thread of this process trains.
     """
     own = Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
-    return run(task, config or task.config, Sitting.from_env() or own)
+    if not _training.acquire(blocking=False):
+        raise ConfigError(
+            "train: another thread of this process trains already, and random generators and "
+            "threads are of the whole process; train one after the other, or use lockstep.launch"
+        )
+    try:
+        return run(task, config or task.config, Sitting.from_env() or own)
+    finally:
+        _training.release()
 
 
 def main(

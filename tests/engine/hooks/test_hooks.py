@@ -115,9 +115,19 @@ class StopsAlone(ls.Hook):
         run.stop("enough")
 
 
-class StopsAtOnce(ls.Hook):
-    def on_start(self, run: ls.Run) -> None:
-        run.stop("enough")
+class TunesAlone(ls.Hook):
+    first_only = True
+
+    def after_step(self, run: ls.Run) -> None:
+        run.optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+class ForgetsMomentsAlone(ls.Hook):
+    first_only = True
+
+    def after_step(self, run: ls.Run) -> None:
+        for state in run.optimizer.state.values():
+            state["exp_avg"].zero_()
 
 
 class ChangesAlone(MayChange):
@@ -129,9 +139,33 @@ class AtTheEnd(ls.Hook):
         raise OSError("the disk is full")
 
 
+class LeavesEvaluationMode(ls.Hook):
+    first_only = True
+
+    def after_step(self, run: ls.Run) -> None:
+        if run.step == 11:  # where no other changes are looked for
+            run.model.eval()
+
+
+class StopsAtOnce(ls.Hook):
+    def on_start(self, run: ls.Run) -> None:
+        run.stop("nothing to do")
+
+
+class StopsWhenSaved(ls.Hook):
+    def after_checkpoint(self, run: ls.Run, folder: Path) -> None:
+        run.stop("saved")
+
+
 @pytest.mark.parametrize(
     ("hook", "kind", "message"),
     [
+        (
+            LeavesEvaluationMode,
+            TaskError,
+            r"model\.training: is changed by LeavesEvaluationMode\.after_step",
+        ),
+        (StopsWhenSaved, TaskError, r"StopsWhenSaved\.after_checkpoint: cannot end the run"),
         (
             Changes,
             TaskError,
@@ -144,13 +178,41 @@ class AtTheEnd(ls.Hook):
         (StopsAlone, TaskError, "StopsAlone: has first_only = True, so it cannot end the run"),
         (ChangesAlone, TaskError, r"Hooked\.hooks: ChangesAlone has first_only = True and"),
         (StopsAtOnce, TaskError, r"StopsAtOnce\.on_start: cannot end the run; call run\.stop in"),
+        (TunesAlone, TaskError, r"TunesAlone\.after_step: the optimizer was changed, on the first"),
+        (ForgetsMomentsAlone, TaskError, r"ForgetsMomentsAlone\.after_step: the optimizer was"),
         (AtTheEnd, TaskFailure, "the disk is full"),
         (lambda: "a text", TaskError, r"Hooked\.hooks: 'a text' is no lockstep\.Hook"),
     ],
 )
 def test_refusals(tmp_path: Path, hook: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        train(with_hooks(lambda: [hook()]), tmp_path, epochs=1)
+        train(with_hooks(lambda: [hook()]), tmp_path, epochs=3)
+
+
+@pytest.mark.parametrize("every", [3, 10, 25, 120])  # an epoch has four steps
+def test_state_that_changes_now_and_then_is_found(tmp_path: Path, every: int) -> None:
+    class CountsSome(Forgets):
+        def after_step(self, run: ls.Run) -> None:
+            self.count += run.step % every == 0
+
+    with pytest.raises(TaskError, match=r"hooks\[0\]\.count: is changed by after_step"):
+        train(with_hooks(lambda: [CountsSome()]), tmp_path, steps=121)
+
+
+def test_hyperparameters_that_a_hook_sets_come_back(tmp_path: Path) -> None:
+    class SetsDecay(ls.Hook):
+        def after_step(self, run: ls.Run) -> None:
+            if run.step == 3:
+                run.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+    def make() -> list[Any]:
+        return [SetsDecay()]
+
+    keys = {"optimizer": {"name": "adam"}, "steps": 6}
+    whole = train(with_hooks(make), tmp_path / "whole", **keys)
+    train(with_hooks(make), tmp_path / "halves", stop_at_step=4, **keys)
+    halves = train(with_hooks(make), tmp_path / "halves", True, **keys)
+    assert halves.params_sha256 == whole.params_sha256
 
 
 def test_one_hook_for_two_tasks_is_refused(tmp_path: Path) -> None:

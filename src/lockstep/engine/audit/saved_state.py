@@ -30,11 +30,10 @@ class SavedState:
         """Everything that can be reached from task, hooks, model and dataset, by its path."""
         # Apart, since a dataset may be reached from the task too.
         inside = held_state({"dataset('train')": self._loader.dataset})
-        modes = {f"model.{n}.training": str(m.training) for n, m in self._model.named_modules()}
         # What an optimizer keeps here is saved, also where the task holds the optimizer.
         saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
         roots = {"task": self._state.task, "model": self._model} | _kept(self._state)
-        return held_state(roots, saved) | inside | modes
+        return held_state(roots, saved) | inside
 
     def check(self, before: Mapping[str, str], caller: str) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.

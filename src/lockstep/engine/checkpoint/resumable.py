@@ -124,8 +124,8 @@ def check_optimizer_state(snapshot: Snapshot, train_step: TrainStep, where: str)
         and type(train_step.flat_optimizer.optimizer) in ELEMENTWISE
     ):
         return
-    # After a step a task may have changed groups, or have made the optimizer begin anew.
-    is_exact = not train_step.task_state.may_change_model
+    # After a step, task and hooks may have changed groups, or had the optimizer begin anew.
+    is_exact = not train_step.task_state.may_change_optimizer
     is_exact = is_exact or not snapshot.meta.get("optimizer")  # as earlier versions wrote it
     _check_layout(snapshot, train_step, is_exact, where)
     # With fp16, some steps are skipped.

@@ -38,6 +38,11 @@ class TaskState:
         has_own = type(self.task).after_step is not Task.after_step
         return has_own or any(hook.changes_model for hook in self.hooks)
 
+    @property
+    def may_change_optimizer(self) -> bool:
+        """Whether the optimizer's state and groups may change beside its steps."""
+        return self.may_change_model or any(not hook.first_only for hook in self.hooks)
+
     def capture(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of all state: its tensors, on the CPU, and its other values as plain JSON.
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+
+from torch import Tensor, nn, optim
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, TaskError
 
 
 class Hooks:
@@ -24,8 +28,8 @@ class Hooks:
     Nobody is told at such a moment. So an exception is kept until all ranks can hear of it. What
     the hook has half done cannot be undone: the step is not done again then.
 
-    In steps whose number is a power of two, what is changed is compared with what a checkpoint
-    would bring back.
+    In the steps that `is_looked_at` names, and at the ends of such epochs, what is changed is
+    compared with what a checkpoint would bring back.
 
     Attributes:
         has_failed: whether a hook has raised an exception on some rank; the same on all.
@@ -40,6 +44,7 @@ class Hooks:
         self._hooks = parts.task_state.hooks
         self._run = Run(task, config, parts.model, optimizer, run_dir, parts.total_steps)
         self._saved = SavedState(parts.task_state, parts.model, optimizer, parts.loader)
+        self._optimizers = list(optimizers_in(optimizer).values())
         self._constants = Constants(parts.model, ())
         self._has_after_step = type(task).after_step is not Task.after_step
         # Alike on all ranks, also for hooks that only the first one runs.
@@ -71,10 +76,13 @@ class Hooks:
         def call() -> None:
             if self._has_after_step:
                 seed_all(random_key(self._seed, Stream.AFTER_STEP, step))
-                self._task.after_step(self._parts.model, step)
+                with modes_kept(self._parts.model, "after_step"):
+                    self._task.after_step(self._parts.model, step)
             self._each("after_step", hooks)
 
-        self._guarded(call, "after_step" if step & (step - 1) == 0 else "")
+        run = self._run
+        is_checked = is_looked_at(step) or (run.is_epoch_end and is_looked_at(run.epoch + 1))
+        self._guarded(call, "after_step" if is_checked else "")
         return self._run.taken_stop_reason()
 
     def after_evaluation(self, progress: Progress, split: str, metrics: dict[str, float]) -> str:
@@ -84,7 +92,7 @@ class Hooks:
             return ""
         self._look_at(progress)
         self._num_evaluations += 1
-        is_checked = self._num_evaluations & (self._num_evaluations - 1) == 0
+        is_checked = is_looked_at(self._num_evaluations)
         self._guarded(
             lambda: self._each("after_evaluation", hooks, split, dict(metrics)),
             "after_evaluation" if is_checked else "",
@@ -169,9 +177,19 @@ class Hooks:
             may_change = hook.changes_model and name in MAY_CHANGE
             if not may_change:
                 self._constants.mark(step)
-            getattr(hook, name)(self._run, *arguments)
+            marks = optimizer_marks(self._optimizers) if hook.first_only else []
+            where = f"{type(hook).__name__}.{name}"
+            # What is set at the start is set in each process, unless on the first rank alone.
+            is_everywhere = name == "on_start" and not hook.first_only
+            with nullcontext() if is_everywhere else modes_kept(self._parts.model, where):
+                getattr(hook, name)(self._run, *arguments)
             if not may_change:
-                self._constants.check(f"{type(hook).__name__}.{name}", changed_by_hook)
+                self._constants.check(where, changed_by_hook)
+            if hook.first_only and optimizer_marks(self._optimizers) != marks:
+                raise TaskError(
+                    f"{where}: the optimizer was changed, on the first rank only; let the hook run "
+                    "on every rank"
+                )
 
     def _look_at(self, progress: Progress, result: StepResult | None = None) -> None:
         """Show hooks what the run has come to."""
@@ -185,6 +203,49 @@ class Hooks:
             run.train = {name: total / weight for name, total, weight in pairs if weight}
             run.lr, run.grad_norm = result.lr, result.grad_norm
             run.phase = self._parts.compute.phases.at(progress.step - 1).name
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether the changes of a step, evaluation or epoch's end, counted from 1, are checked.
+
+    They are for powers of two, and for 1 to 9 times a power of ten: what is done in every tenth or
+    hundredth step never falls on a power of two.
+    """
+    return number & (number - 1) == 0 or not str(number)[1:].strip("0")
+
+
+@contextmanager
+def modes_kept(model: nn.Module, where: str) -> Iterator[None]:
+    """Refuse user code that leaves the model in evaluation mode, say, after looking at it.
+
+    Raises:
+        TaskError: a module is in another mode than before; naming it.
+    """
+    before = [module.training for module in model.modules()]
+    yield
+    for (name, module), was in zip(model.named_modules(), before, strict=False):
+        if module.training != was:
+            path = f"model.{name}" if name else "model"
+            raise TaskError(
+                f"{path}.training: is changed by {where}, and no checkpoint holds it; call "
+                f"{'train' if was else 'eval'}() before it returns, or set it in each Task.loss"
+            )
+
+
+def optimizer_marks(optimizers: Sequence[optim.Optimizer]) -> list[object]:
+    """What changes when somebody changes hyperparameters or state of optimizers."""
+    groups = [
+        {key: repr(value) for key, value in group.items() if key != "params"}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+    versions = [
+        (key, value._version if isinstance(value, Tensor) else repr(value))
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for key, value in state.items()
+    ]
+    return [*groups, *versions]
 
 
 def changed_by_hook(what: str) -> str:
