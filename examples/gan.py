@@ -130,8 +130,8 @@ class Gan(ls.Task):
     def evaluate(self, model: Pair, batch: list[Tensor]) -> ls.Loss:
         """Distance to real points; and of these from others, which no generator can be better than.
 
-        `near` is the share of generated points within three deviations of a center, `least_mode`
-        the share of those that the center with the fewest has.
+        `near` is the share of generated points within three deviations of a centre, `least_mode`
+        the share of those that the centre with the fewest has.
         """
         (real,) = batch
         count = len(real)

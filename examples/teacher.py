@@ -1,4 +1,4 @@
-"""A mean teacher: 40 labeled digits, and 1,360 that the teacher labels when it is sure enough.
+"""A mean teacher: 40 labelled digits, and 1,360 that the teacher labels when it is sure enough.
 
 The teacher is the moving average of the student's parameters (Tarvainen and Valpola 2017, "Mean
 teachers are better role models"), by `ls.hooks.EMA`. It sees the images as they are, the student
@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 
 NUM_TRAIN, NUM_VAL, PER_CLASS = 1400, 200, 4
-"""Images for training and validation, the others are for testing; labeled ones of each class."""
+"""Images for training and validation, the others are for testing; labelled ones of each class."""
 
 
 class TeacherConfig(ls.TrainConfig):
     consistency: float = 2.0
-    """Weight of what the teacher says of unlabeled images; 0 learns from the labels alone."""
+    """Weight of what the teacher says of unlabelled images; 0 learns from the labels alone."""
     threshold: float = 0.5
-    """Probability above which the teacher's opinion of an unlabeled image counts."""
+    """Probability above which the teacher's opinion of an unlabelled image counts."""
     decay: float = 0.99
     """Part of the teacher that a step leaves."""
 
@@ -73,7 +73,7 @@ class MeanTeacher(ls.Task):
         return torch.tensor(images / 16).float().reshape(-1, 1, 8, 8), torch.tensor(labels)
 
     @cached_property
-    def is_labeled(self) -> Tensor:
+    def is_labelled(self) -> Tensor:
         """Whether a training image's label may be used [NUM_TRAIN]: the first few of each class."""
         classes = F.one_hot(self.digits[1][:NUM_TRAIN], 10)
         earlier = (classes.cumsum(0) * classes).sum(1)
@@ -82,28 +82,28 @@ class MeanTeacher(ls.Task):
     def dataset(self, split: str) -> TensorDataset:
         images, labels = self.digits
         if split == "train":
-            return TensorDataset(images[:NUM_TRAIN], labels[:NUM_TRAIN], self.is_labeled)
+            return TensorDataset(images[:NUM_TRAIN], labels[:NUM_TRAIN], self.is_labelled)
         end = NUM_TRAIN + NUM_VAL
         part = slice(NUM_TRAIN, end) if split == "val" else slice(end, None)
         return TensorDataset(images[part], labels[part])
 
     def sample_weights(self) -> Tensor:
-        """Half of the samples, on average, are labeled."""
-        count = self.is_labeled.sum()
-        return torch.where(self.is_labeled, 1 / count, 1 / (NUM_TRAIN - count))
+        """Half of the samples, on average, are labelled."""
+        count = self.is_labelled.sum()
+        return torch.where(self.is_labelled, 1 / count, 1 / (NUM_TRAIN - count))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> ls.Loss:
-        images, labels, is_labeled = batch
+        images, labels, is_labelled = batch
         logits = model(moved(images))
         with torch.no_grad():
             certainty, opinion = self.teacher(model, images).softmax(1).max(1)
-        is_sure = (certainty > self.config.threshold) & ~is_labeled
+        is_sure = (certainty > self.config.threshold) & ~is_labelled
         agreed = F.cross_entropy(logits, opinion, reduction="none")[is_sure].sum()
-        supervised = F.cross_entropy(logits, labels, reduction="none")[is_labeled].sum()
+        supervised = F.cross_entropy(logits, labels, reduction="none")[is_labelled].sum()
         return ls.Loss(
             supervised + self.config.consistency * agreed,
             len(images),
-            {"sure": (is_sure.sum(), (~is_labeled).sum())},
+            {"sure": (is_sure.sum(), (~is_labelled).sum())},
         )
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ls.Loss:

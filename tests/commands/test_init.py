@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import result
 
 
+@pytest.mark.docs
 def test_the_task_trains_on_any_number_of_ranks(here, lockstep, tmp_path: Path) -> None:
     done = here("init")
     assert done.returncode == 0, done.stderr

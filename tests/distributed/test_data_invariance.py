@@ -39,6 +39,7 @@ def alone(folder):
     return printed(run([sys.executable, SCRIPT, "whole", folder], folder))
 
 
+@pytest.mark.slow
 def test_two_ranks_get_what_one_gets(ranks, folder, alone):
     names = (
         "weights", "epochs-workers", "splits", "stream-drifting", "stream-seeking-shuffled",

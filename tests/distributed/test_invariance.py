@@ -37,7 +37,7 @@ def alone(folder):
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
     [
-        ("mpi", 2),
+        pytest.param("mpi", 2, marks=pytest.mark.slow),
         ("mpi", 3),
         pytest.param("mpi", 5, marks=pytest.mark.slow),
         ("torchrun", 2),

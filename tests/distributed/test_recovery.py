@@ -493,7 +493,7 @@ OUTSIDE = [
 ]  # fmt: skip
 
 
-@ALWAYS
+@SLOW_ON_LOCAL
 @pytest.mark.parametrize(("name", "slot", "delay_s"), OUTSIDE)
 def test_a_signal_from_outside(lockstep, tmp_path, reference, launcher, name, slot, delay_s):
     """kill -9 and kill -STOP of a rank whose pid is in events.jsonl, at moments nobody chose."""

@@ -99,6 +99,7 @@ def test_quiet_has_no_spinner_and_no_bar(terminal):
     assert re.search(r"completed at step 2, SHA-256 [0-9a-f]{64}, runs/", " ".join(shown.split()))
 
 
+@pytest.mark.slow
 def test_verify_fits_a_pipe_of_80_columns(here, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     arguments = ("verify", target(), "--ranks", "1,2", "--launchers", "local", "steps=2")

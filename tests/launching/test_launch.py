@@ -246,6 +246,7 @@ def test_what_cannot_be_copied_is_named(launch: Callable[..., ls.Result]) -> Non
         assert "cannot pickle '_thread.lock' object" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_from_a_thread_twice_with_more_ranks_than_cores(launch: Callable[..., ls.Result]) -> None:
     digests: list[str] = []
 

@@ -45,7 +45,14 @@ def open_to_others(pid: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "local", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("mpi", marks=pytest.mark.slow),
+        "local",
+        pytest.param("torchrun", marks=pytest.mark.slow),
+    ],
+)
 def test_nobody_else_can_connect(tmp_path: Path, launcher: str) -> None:
     argv = [sys.executable, "-m", "lockstep", "train", "digits", "-n", "2", "--run-dir", "run"]
     process = subprocess.Popen(
