@@ -33,6 +33,9 @@ class Small(NamedTuple):
     stop_at: int
 
 
+SLOW = {"finetune", "teacher"}
+"""Examples that take longest, and show nothing that the others do not show as well."""
+
 SIZES = {
     "cartpole": Small(("epochs=4", "longest=40", "batch_size=16"), 3),
     "digits": Small(("epochs=2",), 7),
@@ -94,7 +97,13 @@ def evaluated(ended: dict[str, Any]) -> dict[str, float]:
     return {name: v for name, v in ended["metrics"].items() if not name.startswith("train/")}
 
 
-@pytest.mark.parametrize("name", sorted(SIZES))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in sorted(SIZES)
+    ],
+)
 def test_the_commands_of_the_page_and_the_same_bits(name: str, tmp_path: Path) -> None:
     os.symlink(ROOT / "examples", tmp_path / "examples")
     shown = commands(name)

@@ -50,6 +50,7 @@ def local(name: str, env: dict[str, str] | None = None, run_dir: Path | None = N
     return check
 
 
+@pytest.mark.slow
 def test_everything_works_here(tmp_path: Path) -> None:
     seen: list[Check] = []
     checks = run_doctor(2, tmp_path, on_check=seen.append)

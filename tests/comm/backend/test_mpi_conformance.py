@@ -12,9 +12,9 @@ import pytest
 @pytest.mark.parametrize(
     ("num_ranks", "how", "ending"),
     [
-        (1, "helper", "leave"),
+        pytest.param(1, "helper", "leave", marks=pytest.mark.slow),
         (2, "url", "leave"),
-        (3, "helper", "mixed"),
+        pytest.param(3, "helper", "mixed", marks=pytest.mark.slow),
         (4, "url", "destroy"),
     ],
 )
