@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.random import kept_generators
+from lockstep.engine.step.buffers import same_bits
 from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
@@ -154,15 +155,9 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
 def _weights(loaded: Loaded) -> bytes:
     data = make_weights(loaded.model, _about(loaded))
     there, here = read_weights(data), loaded.model.state_dict()
-    if there.keys() != here.keys() or not all(_same_bits(there[n], t) for n, t in here.items()):
+    if there.keys() != here.keys() or not all(same_bits(there[n], t) for n, t in here.items()):
         raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
     return data
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = a.contiguous(), b.contiguous()
-    same_kind = a.dtype == b.dtype and a.shape == b.shape
-    return same_kind and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def _graph(loaded: Loaded, chosen: str, example: Example) -> tuple[bytes, float]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import BytesIO, StringIO
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -146,9 +147,11 @@ def silent() -> Iterator[None]:
         logging.disable(before)
 
 
-GRAPHS: Mapping[str, Graph] = {
-    "torch.export": Graph(".pt2", _make_program, _run_program),
-    "torchscript": Graph(".ts", _make_script, _run_script),
-    "onnx": Graph(".onnx", _make_onnx, _run_onnx),
-}
+GRAPHS: Mapping[str, Graph] = MappingProxyType(
+    {
+        "torch.export": Graph(".pt2", _make_program, _run_program),
+        "torchscript": Graph(".ts", _make_script, _run_script),
+        "onnx": Graph(".onnx", _make_onnx, _run_onnx),
+    }
+)
 """These forms by name."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn, optim
 
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.audit.held_state import held_state
-from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.task import is_scratch, made_anew
 from lockstep.errors import TaskError
@@ -19,11 +18,15 @@ class SavedState:
     """Compares what is held before and after a task's and its hooks' code has run."""
 
     def __init__(
-        self, state: TaskState, model: nn.Module, optimizer: optim.Optimizer, loader: BatchSource
+        self,
+        state: TaskState,
+        model: nn.Module,
+        optimizers: Sequence[optim.Optimizer],
+        loader: BatchSource,
     ) -> None:
         self._state = state
         self._model = model
-        self._optimizers = list(optimizers_in(optimizer).values())
+        self._optimizers = optimizers
         self._loader = loader
 
     def held(self) -> dict[str, str]:
@@ -74,11 +77,10 @@ class SavedState:
                     "set it in each Task.loss"
                 )
             elif back is not None and back.get(path) != now.get(path):
-                owner = "the hook's" if path.startswith("hooks") else f"{type(task).__name__}."
+                owner = "the hook's " if path.startswith("hooks") else f"{type(task).__name__}."
                 raise TaskError(
-                    f"{name}: is changed by {caller}, and does not come back by "
-                    f"{owner}{' ' if owner.endswith('s') else ''}state_dict and load_state_dict; "
-                    "a resumed run would go on without it"
+                    f"{name}: is changed by {caller}, and does not come back by {owner}state_dict "
+                    "and load_state_dict; a resumed run would go on without it"
                 )
 
     def _brought_back(self) -> dict[str, str] | None:

@@ -43,8 +43,8 @@ class Hooks:
         self._task = task
         self._hooks = parts.task_state.hooks
         self._run = Run(task, config, parts.model, optimizer, run_dir, parts.total_steps)
-        self._saved = SavedState(parts.task_state, parts.model, optimizer, parts.loader)
         self._optimizers = list(optimizers_in(optimizer).values())
+        self._saved = SavedState(parts.task_state, parts.model, self._optimizers, parts.loader)
         self._constants = Constants(parts.model, ())
         self._has_after_step = type(task).after_step is not Task.after_step
         # Alike on all ranks, also for hooks that only the first one runs.

@@ -146,7 +146,7 @@ class FlatOptimizer:
 
     def _of(self, phase: str) -> optim.Optimizer:
         whole = self._optimizer
-        return whole.of(phase) if isinstance(whole, PhaseOptimizers) else whole
+        return whole.by_phase[phase] if isinstance(whole, PhaseOptimizers) else whole
 
     def _step_seeded(self, optimizer: optim.Optimizer, key: int) -> None:
         """Step with the same random numbers on every rank."""

@@ -6,6 +6,7 @@ from torch import nn, optim
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.reachable import optimizers_in
+from lockstep.engine.step.phases import PhaseOptimizers
 from lockstep.errors import ConfigError, TaskError
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
@@ -61,6 +62,11 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
         )
     for path, inner in optimizers_in(optimizer).items():
         _check_groups(optimizer, inner, f"{name} {path}".rstrip())
+    if config.optimizer.sharded and isinstance(optimizer, PhaseOptimizers):
+        raise ConfigError(
+            "optimizer.sharded=True: a task with an optimizer for each phase steps whole "
+            "parameters; set optimizer.sharded=false, or give one optimizer for all phases"
+        )
     if config.optimizer.sharded and not is_elementwise(optimizer):
         raise ConfigError(
             f"optimizer.sharded=True: {name} is not known to be element-wise, so it cannot step "

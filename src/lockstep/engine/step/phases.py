@@ -103,16 +103,16 @@ class Phases:
 
 
 class PhaseOptimizers(optim.Optimizer):
-    """The optimizers of all phases, which share their parameter groups with this one."""
+    """The optimizers of all phases, which share their parameter groups with this one.
+
+    Attributes:
+        by_phase: optimizer of each phase, by the phase's name.
+    """
 
     def __init__(self, by_phase: dict[str, optim.Optimizer]) -> None:
         groups = [group for inner in by_phase.values() for group in inner.param_groups]
         super().__init__(groups, {})
         self.by_phase = by_phase
-
-    def of(self, phase: str) -> optim.Optimizer:
-        """The optimizer of a phase."""
-        return self.by_phase[phase]
 
 
 def _checked(task: Task) -> list[Phase]:

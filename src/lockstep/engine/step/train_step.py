@@ -152,10 +152,11 @@ class TrainStep:
         self._inside.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
+        factors: list[float] = []
         error: Raised | None = None
         try:
             # A task's own schedule may raise an exception: here, where all ranks hear of it.
-            self.schedule.factors(step, decays)
+            factors = self.schedule.factors(step, decays)
             for microbatch in range(*self.workspace.microbatches):
                 *place, batch = next(batches)
                 # A rank that has caught up by a copy of the state has not read a step's data: a
@@ -186,7 +187,7 @@ class TrainStep:
             self._summed = summed
         norm = self._norm(step, scalars[1])
         self._runtime.at("optimizer", step)
-        result = self._apply(step, decays, summed, norm)
+        result = self._apply(step, factors, summed, norm)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
@@ -206,7 +207,8 @@ class TrainStep:
         """Apply an interrupted step of a sharded optimizer that another rank has applied."""
         if self.applied is None:
             assert self._summed is not None, "a rank has applied a step before all could"
-            self._apply(step, decays, self._summed, lead.grad_norm)
+            factors = self.schedule.factors(step, decays)
+            self._apply(step, factors, self._summed, lead.grad_norm)
 
     def _fold(
         self,
@@ -268,14 +270,13 @@ class TrainStep:
             raise non_finite_gradient(transport, step, self.flat, self.workspace.gradients)
         return norm
 
-    def _apply(self, step: int, decays: int, summed: Summed, norm: float) -> StepResult:
+    def _apply(self, step: int, factors: list[float], summed: Summed, norm: float) -> StepResult:
         """Clip, step the optimizer, advance buffers; talks to nobody."""
         config, weight = self._config, summed.scalars[1]
         unit = 1.0 / (weight * self.loss_scale.value)
         # With fp16 an overflow skips the step and lowers the scale; every rank has the same norm.
         finite = math.isfinite(norm)
         self.loss_scale.update(finite)
-        factors = self.schedule.factors(step, decays)
         if finite:
             if config.clip_norm is not None and norm > config.clip_norm:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_.
