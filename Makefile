@@ -17,8 +17,10 @@ venv: .venv/.installed
 train: venv
 	$(BIN)/lockstep train digits -n 2
 
+# Two at once, but never two that start ranks (tests/conftest.py).
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not slurm and not docs" --durations=25
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not slurm and not docs" \
+		--durations=25
 
 # What pages and examples show, as a reader would type it.
 test-docs: venv

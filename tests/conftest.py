@@ -26,6 +26,17 @@ WARM = {}
 """Environment variables with which interpreters start in a forked process."""
 
 
+_ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
+"""Folders of tests that start ranks or watch the time: never two of them at once."""
+
+
+def pytest_collection_modifyitems(items):
+    """Put tests that need the machine into one group, which one worker of pytest-xdist runs."""
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        item.add_marker(pytest.mark.xdist_group("ranks" if folder in _ALONE else item.path.name))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _warm_interpreters():
     with warm_server() as variables:
