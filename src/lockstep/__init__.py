@@ -14,12 +14,13 @@ from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_inte
 from lockstep.launchers.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
-    from lockstep import hooks, quantum
+    from lockstep import hooks, nn, quantum
     from lockstep.config import (
         CheckpointConfig,
         ConvergenceConfig,
         DataConfig,
         EarlyStoppingConfig,
+        MeshConfig,
         OptimizerConfig,
         PrecisionConfig,
         ScheduleConfig,
@@ -48,6 +49,7 @@ __all__ = [
     "Loaded",
     "LockstepError",
     "Loss",
+    "MeshConfig",
     "OptimizerConfig",
     "Phase",
     "PrecisionConfig",
@@ -65,6 +67,7 @@ __all__ = [
     "launch",
     "load",
     "main",
+    "nn",
     "numpy_generator",
     "quantum",
     "train",
@@ -80,6 +83,7 @@ _HOMES = {
     "Loaded": "lockstep.loading",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
+    "MeshConfig": "lockstep.config",
     "OptimizerConfig": "lockstep.config",
     "Phase": "lockstep.engine.task",
     "PrecisionConfig": "lockstep.config",

@@ -197,6 +197,9 @@ def verify(
     target: Target,
     overrides: Overrides = None,
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1,2,3,4",
+    meshes: Annotated[
+        str, typer.Option("--meshes", help="Meshes instead: 1x1x1,2x1x2 (data x depth x features).")
+    ] = "",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
     quiet: QuietVerdict = False,
@@ -206,7 +209,8 @@ def verify(
         from rich.console import Console
 
         from lockstep.commands import verify as command
-    _exit(command.verify(target, overrides or [], ranks, launchers, keep, Console(), quiet))
+    console = Console()
+    _exit(command.verify(target, overrides or [], ranks, meshes, launchers, keep, console, quiet))
 
 
 @app.command()

@@ -92,7 +92,7 @@ class Reducer:
         flat = FlatTensors([copies], "parameter")
         position = {id(copy): i for i, (_, copy) in enumerate(copies)}
         self._order = [position[id(tensor)] for tensor in flat.tensors]
-        ranges = Mesh(num_microbatches, self._transport.size).microbatches
+        ranges = Mesh.of(num_microbatches, self._transport.size).microbatches
         self._mine = range(*ranges[self._transport.rank])
         self._reduction = OrderedReduction(
             self._transport,

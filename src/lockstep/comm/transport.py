@@ -159,6 +159,22 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{self.name} cannot regroup")
 
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """The group, of several, that this rank is in; a collective of all ranks.
+
+        It is of the present ranks: after `regroup` new ones are needed. A `GroupBroken` that it
+        raises may not be the loss of a rank: others may have given it up (`give_up`). The ranks of
+        this transport tell which it was, for it still serves if none is lost.
+
+        Args:
+            groups: ranks of each group, in order; each rank is in exactly one of them.
+        """
+        raise NotImplementedError(f"{self.name} has no subgroups")
+
+    def give_up(self) -> None:
+        """Have other ranks of a subgroup get `GroupBroken`, who may wait for this one in vain."""
+        raise NotImplementedError(f"{self.name} cannot be given up")
+
     @property
     def is_newcomer(self) -> bool:
         """Whether this process has yet to be taken in; until then it is a group of its own."""
@@ -234,3 +250,10 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """This one."""
+        return self
+
+    def give_up(self) -> None:
+        """Nothing to do: nobody waits."""

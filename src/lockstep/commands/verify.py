@@ -32,6 +32,24 @@ class Leg(NamedTuple):
 
     launcher: str
     num_ranks: int
+    tp: int | None = None
+    """Ranks that compute a microbatch together; None leaves it to the config."""
+
+    @property
+    def name(self) -> str:
+        """A name for people."""
+        mesh = "" if self.tp is None else f" ({self.mesh})"
+        return f"{self.launcher} × {self.num_ranks}{mesh}"
+
+    @property
+    def mesh(self) -> str:
+        """Sizes of the axes of data, depth and features."""
+        return "" if self.tp is None else f"{self.num_ranks // self.tp}x1x{self.tp}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What it adds to the config."""
+        return [] if self.tp is None else [f"mesh.tp={self.tp}"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +73,14 @@ class Run:
     @property
     def name(self) -> str:
         """A name for people, made of its legs."""
-        return ", resumed: ".join(f"{leg.launcher} × {leg.num_ranks}" for leg in self.legs)
+        return ", resumed: ".join(leg.name for leg in self.legs)
 
 
 def verify(
     target: str,
     overrides: Sequence[str],
     ranks: str,
+    meshes: str,
     launchers: str,
     keep: Path | None,
     console: Console,
@@ -75,6 +94,7 @@ def verify(
         target: recipe, file or script to train.
         overrides: `key=value` items for the config.
         ranks: numbers of ranks, separated by commas.
+        meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
         launchers: names of launchers, separated by commas.
         keep: folder for the run directories; None deletes them.
         console: console to print on.
@@ -86,7 +106,7 @@ def verify(
     Raises:
         LockstepError: something given does not work.
     """
-    legs = list(_legs(ranks, launchers))
+    legs = list(_legs(launchers, _meshes(meshes) if meshes else _numbers(ranks)))
     if not is_script(target):
         configured(target, overrides)
     with ExitStack() as stack:
@@ -102,7 +122,7 @@ def verify(
                 runs.append(training.run((leg,)))
         half = runs[0].step // 2
         if half and len({run.sha256 for run in runs}) == 1:
-            other = next((leg for leg in reversed(legs) if leg[1] != legs[0][1]), legs[-1])
+            other = next((leg for leg in reversed(legs) if leg[1:] != legs[0][1:]), legs[-1])
             what = f"{target}: stopped after step {half} and resumed"
             with shown_status(console, what, quiet):
                 runs.append(training.run((legs[0], other), half))
@@ -125,22 +145,46 @@ def verify(
         return 1
 
 
-def _legs(ranks: str, launchers: str) -> Iterator[Leg]:
+def _numbers(ranks: str) -> list[tuple[int, int | None]]:
+    """Numbers of ranks, on meshes that the config says."""
+    numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
+    if min(numbers) < 1:
+        raise ConfigError(f"--ranks {ranks}: must be positive numbers, separated by commas")
+    return [(number, None) for number in numbers]
+
+
+def _meshes(meshes: str) -> list[tuple[int, int | None]]:
+    """Number of ranks and ranks of a replica of each mesh."""
+    found: list[tuple[int, int | None]] = []
+    for mesh in meshes.split(","):
+        sizes = [int(n) if n.isdigit() else 0 for n in mesh.split("x")]
+        if len(sizes) != 3 or min(sizes) < 1:
+            raise ConfigError(
+                f"--meshes {mesh}: must be three positive numbers: replicas x stages x ranks that "
+                "share layers, such as 2x1x2"
+            )
+        dp, pp, tp = sizes
+        if pp > 1:
+            raise ConfigError(f"--meshes {mesh}: models are not cut into stages; write {dp}x1x{tp}")
+        found.append((dp * tp, tp))
+    return found
+
+
+def _legs(launchers: str, numbers: Sequence[tuple[int, int | None]]) -> Iterator[Leg]:
     """All launchers and numbers of ranks; plain python runs one rank only."""
     names = launchers.split(",")
     for name in names:
         if name not in LAUNCHERS:
             raise LaunchError(f"--launchers {name}: must be of {', '.join(LAUNCHERS)}")
-    numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
-    if min(numbers) < 1:
-        raise ConfigError(f"--ranks {ranks}: must be positive numbers, separated by commas")
-    if names == ["python"] and 1 not in numbers:
-        raise ConfigError(f"--ranks {ranks}: plain python runs one rank; add mpi to --launchers")
+    alone = next((n for n in numbers if n[0] == 1), None)
+    if names == ["python"] and alone is None:
+        given = ",".join(str(number) for number, _ in numbers)
+        raise ConfigError(f"--ranks {given}: plain python runs one rank; add mpi to --launchers")
     if "python" in names:
-        yield Leg("python", 1)
+        yield Leg("python", *(alone or (1, None)))
     for name in names:
         if name != "python":
-            yield from (Leg(name, number) for number in numbers)
+            yield from (Leg(name, *number) for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -157,7 +201,8 @@ class _Training:
         wall_s = 0.0
         for number, leg in enumerate(legs, 1):
             until = [f"stop_at_step={stop}"] if number < len(legs) else []
-            ended = self._start(leg, path, [*self.overrides, *more, *until], resume=number > 1)
+            overrides = [*self.overrides, *leg.overrides, *more, *until]
+            ended = self._start(leg, path, overrides, resume=number > 1)
             if ended.exit_code:
                 return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")
@@ -166,7 +211,9 @@ class _Training:
 
     def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:
         """The run directory."""
-        name = "-".join(f"{leg.launcher}-{leg.num_ranks}" for leg in legs)
+        name = "-".join(
+            "-".join(filter(None, [leg.launcher, str(leg.num_ranks), leg.mesh])) for leg in legs
+        )
         return self.folder / (f"steps-{name}" if more else name)
 
     def _start(self, leg: Leg, path: Path, overrides: Sequence[str], resume: bool) -> Ended:
@@ -202,14 +249,15 @@ def _first_difference(training: _Training, runs: tuple[Run, Run], half: int) -> 
 def _table(runs: Sequence[Run]) -> Table:
     table = Table()
     table.add_column("launcher")
-    for name in ("ranks", "steps", "seconds"):
+    with_meshes = any(leg.mesh for run in runs for leg in run.legs)
+    for name in ("mesh" if with_meshes else "ranks", "steps", "seconds"):
         table.add_column(name, justify="right")
     table.add_column("SHA-256 of the parameters", no_wrap=True)
     for run in runs:
         equal = run.sha256 and run.sha256 == runs[0].sha256
         table.add_row(
             ", then ".join(leg.launcher for leg in run.legs),
-            ", then ".join(str(leg.num_ranks) for leg in run.legs),
+            ", then ".join(leg.mesh or str(leg.num_ranks) for leg in run.legs),
             str(run.step),
             f"{run.wall_s:.2f}",
             f"{run.sha256[:_DIGITS]}…" if run.sha256 else "failed",

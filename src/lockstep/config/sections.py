@@ -144,3 +144,11 @@ class DataConfig(Section):
     """Samples of a stream that are shuffled together, in memory; 0 leaves their order."""
     drop_last: bool = False
     """Leave out an epoch's last batch if it is smaller than `batch_size`."""
+
+
+class MeshConfig(Section):
+    """Where a run is computed; it never decides what is computed."""
+
+    tp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
+    """Ranks that compute a microbatch together, each some of the shards (`num_shards`): tensor
+    parallelism. All ranks are dealt out to such replicas, which share out the microbatches."""

@@ -23,6 +23,7 @@ from lockstep.config.sections import (
     ConvergenceConfig,
     DataConfig,
     EarlyStoppingConfig,
+    MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
@@ -39,6 +40,9 @@ class TrainConfig(Section):
     num_microbatches: Positive = 8
     """Parts of a global batch, dealt out to the ranks; at most `batch_size`. More ranks than this
     have nothing to do."""
+    num_shards: Positive = 1
+    """Parts of the features of layers that can be cut (`lockstep.nn`), dealt out to the ranks that
+    compute a microbatch together (`mesh.tp`)."""
     epochs: Positive = 1
     """Passes over the data."""
     steps: Positive | None = None
@@ -63,6 +67,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    mesh: MeshConfig = MeshConfig()
     min_ranks: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 
@@ -108,6 +113,21 @@ class TrainConfig(Section):
             raise ValueError(
                 f"num_microbatches={self.num_microbatches} is more than "
                 f"batch_size={self.batch_size}: a microbatch needs at least one sample"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shards_suffice(self) -> TrainConfig:
+        if self.mesh.tp > self.num_shards:
+            raise ValueError(
+                f"mesh.tp={self.mesh.tp} is more than num_shards={self.num_shards}: each rank of a "
+                f"replica needs at least one shard; raise num_shards or set mesh.tp to at most "
+                f"{self.num_shards}"
+            )
+        if self.mesh.tp > 1 and self.optimizer.sharded:
+            raise ValueError(
+                f"optimizer.sharded=True: is for replicas of one rank, and mesh.tp={self.mesh.tp}; "
+                "set one of them back"
             )
         return self
 

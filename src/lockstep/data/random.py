@@ -24,6 +24,7 @@ class Stream(IntEnum):
     SAMPLE = 8
     BLOCK = 9
     HOOK = 10
+    SHARD = 11
 
 
 _MASK = (1 << 64) - 1

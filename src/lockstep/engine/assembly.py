@@ -23,6 +23,7 @@ from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.places import Places
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
@@ -34,7 +35,7 @@ from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, TaskError
-from lockstep.parallel.mesh import Mesh
+from lockstep.nn.cutting import cut, keep, shards_of
 from lockstep.parsing import shown
 
 
@@ -61,6 +62,11 @@ class Parts:
     facts: dict[str, Any]
 
     @property
+    def places(self) -> Places:
+        """Place of each rank on the mesh."""
+        return self.train_step.places
+
+    @property
     def data_digest(self) -> str:
         """Tells datasets apart, by their first microbatch."""
         return str(self.facts["first microbatch"])
@@ -80,10 +86,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
+    if config.mesh.tp > 1:
+        everywhere(transport, lambda: _check_whole_model(task_state, config))
     model, compute, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
-    flat = everywhere(transport, lambda: FlatTensors(_groups(model, optimizer), "parameter"))
+    shards = shards_of(model)
+    flat = everywhere(
+        transport, lambda: FlatTensors(_groups(model, optimizer), "parameter", shards)
+    )
     sampler, loader, order = everywhere(
         transport, lambda: training_data(task, config, runtime.device)
     )
@@ -114,12 +125,16 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         state.unsaved |= {
             n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
         }
+    places = Places(config, runtime, model)
+    if places.is_split and not transport.is_newcomer:  # who joins has no place yet
+        places.arrange()
+        flat = flat.restricted(places.own)
+        keep(model, places.own)
     constants = Constants(model, trial.changed)
     everywhere(transport, task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
     total_steps = config.steps or config.epochs * (sampler.steps_per_epoch or 0)
-    ranges = Mesh(config.num_microbatches, runtime.transport.size).microbatches
     train_step = TrainStep(
         runtime,
         config,
@@ -130,7 +145,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         state,
         constants,
         optimizer,
-        ranges,
+        places,
         total_steps,
     )
     facts |= train_step.flat_optimizer.description
@@ -199,6 +214,27 @@ def evaluations(
     }
 
 
+def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
+    """Refuse what looks at a model of which each rank has a part only.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    looking: list[Task | Hook] = []
+    if type(task_state.task).after_step is not Task.after_step:
+        looking.append(task_state.task)
+    looking += [
+        hook
+        for hook in task_state.hooks
+        if hook.changes_model or type(hook).after_step is not Hook.after_step
+    ]
+    if looking:
+        raise ConfigError(
+            f"mesh.tp={config.mesh.tp}: {type(looking[0]).__name__}.after_step would see the "
+            "shards of one rank, not the model; set mesh.tp=1"
+        )
+
+
 def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
     """Refuse a config that waits for evaluations that there are none of.
 
@@ -222,6 +258,8 @@ def _model(
     task: Task, config: TrainConfig, device: torch.device
 ) -> tuple[nn.Module, Compute, torch.optim.Optimizer]:
     model = build_model(task, config, device)
+    if config.num_shards > 1:
+        cut(model, config.num_shards)
     recompute_activations(model, config.activation_checkpointing)
     compute = Compute(task, model, config, device)
     optimizer = compute.phases.optimizer(task.build_optimizer(model))

@@ -15,6 +15,7 @@ from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.whole_tensors import whole_digest
 from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hooks.hooks import Hooks
@@ -24,7 +25,6 @@ from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
-from lockstep.engine.step.flat import model_digest
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskFailure, shared
@@ -78,7 +78,7 @@ class Trainer:
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
             self._reporter, is_new=joins,
         )  # fmt: skip
-        self._is_state_checked = False
+        self._is_state_checked = self._is_to_mend = False
         if not joins:
             self._reporter.start(progress, is_over=self._state.is_over())
             if progress.step == 0:
@@ -124,6 +124,9 @@ class Trainer:
     def _train(self) -> Finished:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
+        if self._is_to_mend:
+            self._parts.places.mend()
+            self._is_to_mend = False
         self._hooks.start(state.progress)
         self._hooks.check()
         self._follow_up()  # of the step before: it may have been broken off by a loss
@@ -187,7 +190,7 @@ class Trainer:
             started = perf_counter()
             self._runtime.at("evaluate", self._state.progress.step)
             scores[name] = parts.evaluations[name].run(
-                self._transport, parts.model, parts.compute, self._runtime.pulse.beat
+                self._transport, parts.model, parts.compute, self._runtime.pulse.beat, parts.places
             )
             seconds[name] = perf_counter() - started
         self._state.commit_evaluation(scores, seconds, model_step)
@@ -208,6 +211,7 @@ class Trainer:
 
     def _recover(self) -> None:
         self._recovery.run()
+        self._is_to_mend = False
         self._is_state_checked = False  # newcomers have not checked theirs
 
     def _try_again(self, failure: TaskFailure) -> None:
@@ -221,6 +225,7 @@ class Trainer:
         if state.failed_step == step or self._hooks.has_failed:
             raise failure
         state.failed_step = step
+        self._is_to_mend = True
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
         self._microbatches.fetch_anew(step)
 
@@ -240,12 +245,14 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
+        train_step = parts.train_step
+        sha256 = whole_digest(parts.places, parts.model, train_step.flat, train_step.state.unsaved)
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or state.stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(state.stop_reason, 0),
-            params_sha256=model_digest(parts.model, parts.train_step.state.unsaved),
+            params_sha256=sha256,
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
@@ -264,8 +271,17 @@ def _check_size(config: TrainConfig, runtime: Runtime) -> None:
     """Refuse a group that is smaller than it may become.
 
     Raises:
-        ConfigError: there are less than `min_ranks` ranks; on all ranks.
+        ConfigError: there are less than `min_ranks` ranks, or less than a replica needs; on all
+            ranks.
     """
+    size = runtime.transport.size
+    if config.mesh.tp > size:
+        raise shared(
+            ConfigError(
+                f"mesh.tp={config.mesh.tp}: a replica needs as many ranks, and world size is "
+                f"{size}; start more ranks or set mesh.tp to at most {size}"
+            )
+        )
     if config.min_ranks > runtime.transport.size:
         raise shared(
             ConfigError(

@@ -13,7 +13,6 @@ from lockstep.engine.recovery.balance import Balancer, Proposal
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Range
-from lockstep.parallel.mesh import Mesh
 
 
 class Microbatches:
@@ -35,15 +34,10 @@ class Microbatches:
             parts: model, loader and training step of the run.
             progress: position of the run; the stream begins at its step.
         """
-        self._num_microbatches = config.num_microbatches
         self._transport = runtime.transport
         self._parts = parts
-        self._balancer = Balancer(config.balance_every, self._mesh.microbatches)
+        self._balancer = Balancer(config.balance_every, parts.places.mesh.of_each_replica)
         self.stream = self._open(progress.step)
-
-    @property
-    def _mesh(self) -> Mesh:
-        return Mesh(self._num_microbatches, self._transport.size)
 
     def regroup(self, step: int, state: OptimizerState | None) -> None:
         """Deal everything out to a new group of ranks.
@@ -52,7 +46,7 @@ class Microbatches:
             step: number of the next step, from 0.
             state: whole state of the optimizer if it is sharded.
         """
-        self._balancer.restart(self._mesh.microbatches)
+        self._balancer.restart(self._parts.places.mesh.of_each_replica)
         self._deal_out(self._balancer.ranges, step, state)
 
     def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
@@ -62,7 +56,9 @@ class Microbatches:
             step: number of the next step, from 0.
             times: seconds that each rank has spent so far, by kind of work.
         """
-        proposal = self._balancer.propose(times)
+        # A replica's ranks wait for one another inside a microbatch: any of them tells its speed.
+        of_replicas = [times[ranks[0]] for ranks in self._parts.places.mesh.replicas]
+        proposal = self._balancer.propose(of_replicas)
         if proposal is not None:
             self._deal_out(proposal.ranges, step)
         return proposal
@@ -79,10 +75,11 @@ class Microbatches:
     def _deal_out(
         self, ranges: Sequence[Range], step: int, state: OptimizerState | None = None
     ) -> None:
-        self._parts.train_step.deal_out(ranges, state)
+        self._parts.train_step.deal_out(self._parts.places.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)
         self.fetch_anew(step)
 
     def _open(self, step: int) -> Generator[Any, None, None]:
-        microbatches = self._balancer.ranges[self._transport.rank]
+        ranges = self._parts.places.mesh.of_ranks(self._balancer.ranges)
+        microbatches = ranges[self._transport.rank]
         return self._parts.loader.stream(microbatches, step, self._parts.total_steps)

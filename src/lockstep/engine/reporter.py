@@ -26,7 +26,6 @@ from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
-from lockstep.parallel.mesh import Mesh
 
 
 class Reporter:
@@ -107,7 +106,7 @@ class Reporter:
         self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]
     ) -> None:
         """Name the processes that were not known by now."""
-        ranges = Mesh(self._config.num_microbatches, len(rows)).microbatches
+        ranges = self._parts.places.mesh.microbatches
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
                 first, last = ranges[rank]
@@ -133,9 +132,17 @@ class Reporter:
                 "checkpoint; to go on without dead ranks start with `lockstep train -n N`, or with "
                 "`mpirun --with-ft ulfm` of Open MPI 5"
             )
-        if Mesh(used, transport.size).num_spares:
+        mesh = self._parts.places.mesh
+        if mesh.incomplete:
             yield (
-                f"{transport.size} ranks for {used} microbatches: ranks {used} to "
+                f"{transport.size} ranks for replicas of {mesh.tp} (mesh.tp): the last "
+                f"{len(mesh.incomplete)} fill none and are spares with nothing to compute; start "
+                "a multiple of mesh.tp"
+            )
+        elif mesh.num_spares:
+            first = used * mesh.tp
+            yield (
+                f"{transport.size} ranks for {used} microbatches: ranks {first} to "
                 f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
                 "to use them"
             )

@@ -108,15 +108,25 @@ def everywhere(transport: Transport, action: Callable[[], T]) -> T:
 def shared_error(
     transport: Transport, error: Exception | SystemExit | None
 ) -> LockstepError | None:
-    """The error of the first rank that has one, the same on every rank; a collective."""
+    """The error of the first rank that has one, the same on every rank; a collective.
+
+    Raises:
+        GroupBroken: all that ranks have to say is that a subgroup of them was given up.
+    """
     mine: list[str] = []
-    if isinstance(error, LockstepError):
+    if isinstance(error, GroupBroken):
+        mine = [GroupBroken.__name__, str(error)]
+    elif isinstance(error, LockstepError):
         mine = [type(error).__name__, str(error)]
     elif error is not None:
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         _let_go(error)
-    first = next((e for e in transport.gather_json(mine) if e), None)
+    said = [e for e in transport.gather_json(mine) if e]
+    # Who waited in vain for a rank that has failed has nothing to tell beside that rank.
+    first = next((e for e in said if e[0] != GroupBroken.__name__), None)
+    if said and first is None:
+        raise GroupBroken(said[0][1])
     return _error(*first) if first else None
 
 

@@ -1,13 +1,21 @@
 """Where a run is computed: how many ranks there are, and what each of them holds.
 
-The mesh never decides what is computed. Today its one axis is that of the data.
+The mesh never decides what is computed. It has two axes: that of the data, whose unit is the
+microbatch, and that of features, whose unit is the shard. A column is the ranks that hold the same
+shards: they sum gradients. A replica has one rank of each column: together they compute a
+microbatch. Ranks that fill no replica are spares: they hold the shards of their column, and step
+them as the others do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.parallel.layout import Range, split
+
+NEW = -1
+"""The column of a rank that has none yet."""
 
 
 @dataclass(frozen=True)
@@ -16,18 +24,84 @@ class Mesh:
 
     Attributes:
         num_microbatches: of each step, 1 or more.
-        size: how many ranks there are.
+        columns: column of each rank, from 0.
+        tp: number of columns.
     """
 
     num_microbatches: int
-    size: int
+    columns: tuple[int, ...]
+    tp: int = 1
+
+    @classmethod
+    def of(cls, num_microbatches: int, size: int, tp: int = 1) -> Mesh:
+        """The mesh of ranks that start together: neighbours, who share hosts, make a replica."""
+        return cls(num_microbatches, tuple(rank % tp for rank in range(size)), tp)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.columns)
+
+    def members(self, column: int) -> list[int]:
+        """The ranks of a column."""
+        return [rank for rank, own in enumerate(self.columns) if own == column]
+
+    @property
+    def replicas(self) -> list[tuple[int, ...]]:
+        """The ranks of each replica, in the order of columns."""
+        return list(zip(*map(self.members, range(self.tp)), strict=False))
+
+    @property
+    def incomplete(self) -> list[int]:
+        """Ranks that fill no replica."""
+        working = {rank for replica in self.replicas for rank in replica}
+        return [rank for rank in range(self.size) if rank not in working]
+
+    @property
+    def num_spares(self) -> int:
+        """How many ranks have nothing to compute."""
+        idle = max(0, len(self.replicas) - self.num_microbatches) * self.tp
+        return idle + len(self.incomplete)
 
     @property
     def microbatches(self) -> list[Range]:
         """For each rank, the microbatches it computes unless speeds are known to differ."""
-        return split(self.num_microbatches, self.size)
+        return self.of_ranks(self.of_each_replica)
 
     @property
-    def num_spares(self) -> int:
-        """How many ranks, the last ones, have nothing to compute."""
-        return max(0, self.size - self.num_microbatches)
+    def of_each_replica(self) -> list[Range]:
+        """For each replica, the microbatches it computes unless speeds are known to differ."""
+        return split(self.num_microbatches, len(self.replicas))
+
+    def of_ranks(self, of_replicas: Sequence[Range]) -> list[Range]:
+        """For each rank, the microbatches of its replica; none for spares."""
+        ranges = [Range(self.num_microbatches, self.num_microbatches)] * self.size
+        for replica, own in zip(self.replicas, of_replicas, strict=True):
+            for rank in replica:
+                ranges[rank] = own
+        return ranges
+
+
+def rearranged(kept: Sequence[int], tp: int) -> tuple[int, ...]:
+    """Columns for a group that has lost or gained ranks, such that few ranks change theirs.
+
+    Newcomers go where ranks are missing. A spare changes its column where that makes another
+    replica complete.
+
+    Args:
+        kept: column that each rank was in; `NEW` for one that was in none.
+        tp: number of columns, each of which some rank was in.
+    """
+    columns = list(kept)
+
+    def counts() -> list[int]:
+        return [columns.count(column) for column in range(tp)]
+
+    for rank, column in enumerate(columns):
+        if column == NEW:
+            columns[rank] = counts().index(min(counts()))
+    while max(counts()) - min(counts()) > 1:
+        fullest = counts().index(max(counts()))
+        last = max(rank for rank, column in enumerate(columns) if column == fullest)
+        columns[last] = counts().index(min(counts()))
+    return tuple(columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ def block_norms(flat: Tensor) -> Tensor:
 def global_norm(segments: Sequence[Tensor]) -> float:
     """The Euclidean norm of all segments [numel] together."""
     # By blocks, because a block is never cut between ranks: sharded, the numbers are the same.
-    return _combine([block_norms(s) for s in segments])
+    return combined([block_norms(s) for s in segments])
 
 
-def sharded_global_norm(
+def sharded_block_norms(
     transport: Transport, segments: Sequence[Tensor], slices: Sequence[Sequence[Range]]
-) -> float:
-    """`global_norm`, to the bit, where each rank holds only the slice it owns.
+) -> list[Tensor]:
+    """`block_norms` of each segment, where each rank holds only the slice it owns.
 
     Args:
         transport: transport between the ranks, all of which call this.
@@ -53,10 +53,64 @@ def sharded_global_norm(
         everyone = torch.empty(sum(counts), dtype=segment.dtype, device=segment.device)
         transport.all_gather(block_norms(segment[own.first : own.last]), everyone, counts)
         norms.append(everyone)
-    return _combine(norms)
+    return norms
 
 
-def _combine(norms: Sequence[Tensor]) -> float:
+class ScatteredNorms:
+    """The blocks of all ranks of a model in shards, in the order of the whole model."""
+
+    def __init__(
+        self, parts: Sequence[tuple[int, int, int]], holders: Mapping[int, int], rank: int
+    ) -> None:
+        """Plan what each rank sends.
+
+        Args:
+            parts: (segment, shard, number of blocks) of each part of the whole model, in order.
+            holders: for each shard, the rank that tells its norms.
+            rank: rank of this process.
+        """
+        self._parts, self._holders, self._rank = list(parts), holders, rank
+
+    def gather(
+        self, transport: Transport, own: Sequence[Tensor], holds: Callable[[int], bool]
+    ) -> list[Tensor]:
+        """Norms of the blocks of the whole model, for each segment; a collective.
+
+        Args:
+            transport: transport between all ranks.
+            own: norms of this rank's blocks, for each segment.
+            holds: function from a shard to whether this rank holds it.
+        """
+        return [self._of_segment(transport, s, norms, holds) for s, norms in enumerate(own)]
+
+    def _of_segment(
+        self, transport: Transport, segment: int, own: Tensor, holds: Callable[[int], bool]
+    ) -> Tensor:
+        parts = [(shard, blocks) for s, shard, blocks in self._parts if s == segment]
+        sent, first = [], 0
+        for shard, blocks in parts:
+            if not holds(shard):
+                continue
+            if self._holders[shard] == self._rank:
+                sent.append(own[first : first + blocks])
+            first += blocks
+        counts = [0] * transport.size
+        for shard, blocks in parts:
+            counts[self._holders[shard]] += blocks
+        everyone = own.new_empty(sum(counts))
+        mine = torch.cat(sent) if sent else own.new_empty(0)
+        transport.all_gather(mine, everyone, counts)
+        of_rank = list(torch.split(everyone, counts))
+        ordered = []
+        for shard, blocks in parts:
+            holder = self._holders[shard]
+            ordered.append(of_rank[holder][:blocks])
+            of_rank[holder] = of_rank[holder][blocks:]
+        return torch.cat(ordered)
+
+
+def combined(norms: Sequence[Tensor]) -> float:
+    """The norm of everything, of the norms of the blocks of each segment."""
     # hypot scales its arguments, so that squares of large or tiny norms do not over- or underflow.
     return math.hypot(*(norm for part in norms for norm in _few(part).tolist()))
 

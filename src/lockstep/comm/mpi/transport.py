@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
-from lockstep.comm.transport import GroupBroken, Transport, collective, offsets
+from lockstep.comm.transport import GroupBroken, LocalTransport, Transport, collective, offsets
 
 # Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
 # which MPI does not have.
@@ -65,6 +65,7 @@ class MpiTransport(Transport):
         self._growth = growth
         self._newcomer: Newcomer | None = None
         self._num_started = self._num_taken = 0
+        self._subgroups: list[Subgroup] = []
         self._is_alone = growth is not None and growth.joins
         self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
 
@@ -150,8 +151,33 @@ class MpiTransport(Transport):
         self._has_agreed = False
 
     @collective
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """See `Transport.subgroup`."""
+        number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
+        part: MPI.Intracomm | None = None
+        try:
+            made = self.comm.Split(number, groups[number].index(self.rank))
+            assert isinstance(made, MPI.Intracomm)
+            part = made
+        except MPI.Exception:
+            # Others may have theirs, and would wait for this rank there.
+            if not self.can_regroup:
+                raise
+        if self.can_regroup and not agreed(self.comm, part is not None):
+            raise GroupBroken("a rank was lost while subgroups were made")
+        assert part is not None
+        if part.size == 1:
+            part.Free()
+            return LocalTransport()
+        self._subgroups.append(Subgroup(self, part))
+        return self._subgroups[-1]
+
+    @collective
     def regroup(self, takes_in: bool = False) -> None:
         """See `Transport.regroup`."""
+        for part in self._subgroups:  # somebody may wait in one of them
+            part.give_up()
+        self._subgroups.clear()
         if self._is_alone:
             joined, self._num_taken = join()
             self._adopt(_whole(joined))
@@ -230,6 +256,27 @@ class MpiTransport(Transport):
         MPI.COMM_WORLD.Abort(exit_code)
 
 
+class Subgroup(MpiTransport):
+    """Some ranks of a group, see `Transport.subgroup`."""
+
+    def __init__(self, whole: MpiTransport, comm: MPI.Intracomm) -> None:
+        """Use a communicator that was made for it."""
+        Transport.__init__(self)
+        self.observer = whole.observer
+        self.can_regroup = whole.can_regroup
+        self._growth = None
+        self._newcomer = None
+        self._adopt(comm)
+
+    def give_up(self) -> None:
+        """See `Transport.give_up`."""
+        if self.can_regroup:
+            self.comm.Revoke()
+
+    def close(self) -> None:
+        """Nothing to do: what is interrupted may still be under way in it."""
+
+
 class BorrowedComm(MpiTransport):
     """A copy of a communicator that a program has made itself; a lost rank ends it."""
 
@@ -238,6 +285,7 @@ class BorrowedComm(MpiTransport):
         Transport.__init__(self)
         self._growth = None
         self._newcomer = None
+        self._subgroups = []
         self._adopt(comm.Dup())
 
     def close(self) -> None:

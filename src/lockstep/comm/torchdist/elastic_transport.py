@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.comm.torchdist.process_group_transport import GroupTransport
+from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
 from lockstep.comm.torchdist.sockets import Connections
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
-from lockstep.comm.transport import collective
+from lockstep.comm.transport import LocalTransport, Transport, collective
 
 _BUILD_S = 30.0
 """Seconds that ranks may take to find each other in the store and to connect."""
@@ -60,6 +61,8 @@ class ElasticTransport(GroupTransport):
         self._slot = slot
         self._timeout_s = timeout_s
         self._connections = Connections(_HOST)
+        self._subgroups: list[tuple[Subgroup, Connections]] = []
+        self._generation = self._num_subgroups = 0
         self._builders: list[threading.Thread] = []
         self.group = None
         self._supervision = Supervision(supervisor_fd, self._cut)
@@ -79,6 +82,24 @@ class ElasticTransport(GroupTransport):
     def agree(self) -> None:
         """See `Transport.agree`: the supervisor decides."""
         self._agree()
+
+    @collective
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """See `Transport.subgroup`."""
+        number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
+        rank, size = groups[number].index(self.rank), len(groups[number])
+        self._num_subgroups += 1
+        if size == 1:
+            self._agree()
+            return LocalTransport()
+        prefix = f"lockstep/{self._generation}/{self._num_subgroups}/{number}"
+        connections = Connections(_HOST)
+        group = self._connected(prefix, rank, size, connections, [])
+        give_up = group.abort if self.name == "nccl" else connections.shut_down
+        made = Subgroup(self, group, rank, size, give_up)
+        self._subgroups.append((made, connections))
+        self._agree()
+        return made
 
     @collective
     def regroup(self, takes_in: bool = False) -> None:
@@ -114,6 +135,7 @@ class ElasticTransport(GroupTransport):
         """Leave the group."""
         self._supervision.leave()
         self.group = None
+        self._let_go_of_subgroups()
         # A thread that still waits for a rank that died would crash the exit of this process.
         for builder in self._builders:
             builder.join(_BUILD_S)
@@ -143,30 +165,55 @@ class ElasticTransport(GroupTransport):
     def _build(self, generation: int, members: list[int]) -> Any:
         """The process group of a generation.
 
+        Raises:
+            GenerationLost: a rank was lost.
+        """
+        former, self.group = [self.group, *self._let_go_of_subgroups()], None
+        self._generation = generation
+        # A prefix for each generation: the keys of one that was given up stay in the store.
+        rank, size = members.index(self._slot), len(members)
+        return self._connected(f"lockstep/{generation}", rank, size, self._connections, former)
+
+    def _let_go_of_subgroups(self) -> list[Any]:
+        """Forget all subgroups: their process groups."""
+        groups = [part.group for part, _ in self._subgroups]
+        for part, connections in self._subgroups:
+            connections.shut_down()  # somebody may wait in one of them
+            part.close()
+        self._subgroups = []
+        return groups
+
+    def _connected(
+        self, prefix: str, rank: int, size: int, connections: Connections, former: list[Any]
+    ) -> Any:
+        """A process group of ranks that meet in the store.
+
         Nothing wakes a backend that waits for a connection from a rank that has died. So a thread
         builds the group, and is abandoned if a rank is lost meanwhile.
+
+        Args:
+            prefix: beginning of the keys that these ranks use in the store.
+            rank: rank of this process in the group.
+            size: number of ranks of the group.
+            connections: gets to know the connections of the group.
+            former: groups to be destroyed when this one is built; emptied.
 
         Raises:
             GenerationLost: a rank was lost.
         """
         # Gloo does not name its sockets: those opened while the group is built are its own.
-        self._connections.begin()
+        connections.begin()
         built: list[Any] = []
         errors: list[Exception] = []
-        former, self.group = [self.group], None
 
         def build() -> None:
             try:
-                rank = members.index(self._slot)
-                # A prefix for each generation: the keys of one that was given up stay in the store.
-                store = PrefixStore(
-                    f"lockstep/{generation}", TCPStore(*self._store_address, timeout=_BUILD_TIME)
-                )
-                built.append(self._new_group(store, rank, len(members)))
+                store = PrefixStore(prefix, TCPStore(*self._store_address, timeout=_BUILD_TIME))
+                built.append(self._new_group(store, rank, size))
             except Exception as error:
                 errors.append(error)
             self._supervision.notify()
-            former.clear()  # destroys the group that is given up, which takes a while
+            former.clear()  # destroys the groups that are given up, which takes a while
 
         builder = threading.Thread(target=build, name="builder", daemon=True)
         self._builders = [b for b in self._builders if b.is_alive()] + [builder]
@@ -178,7 +225,7 @@ class ElasticTransport(GroupTransport):
             if self._supervision.is_lost(_NOTICE_S):
                 raise GenerationLost(str(errors[0]))
             raise errors[0]
-        self._connections.end()
+        connections.end()
         return built[0]
 
     def _new_group(self, store: Any, rank: int, size: int) -> Any:
@@ -201,11 +248,16 @@ class ElasticTransport(GroupTransport):
             group.abort()
         else:
             self._connections.shut_down()
+        for part, connections in list(self._subgroups):
+            if self.name == "nccl" and part.group is not None:
+                part.group.abort()
+            else:
+                connections.shut_down()
 
     def _finish(self, work: Any) -> None:
         work.wait()
         if self.name == "nccl":
             # `wait` returns at once; and what was aborted ends as if all were well.
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
             if self._supervision.is_lost():
                 raise GenerationLost("a rank died")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ class GroupTransport(Transport):
 
     Attributes:
         group: process group of the present ranks.
+        device: device that tensors lie on.
     """
 
     failures = (RuntimeError,)
@@ -28,7 +29,7 @@ class GroupTransport(Transport):
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
         self.name = backend
-        self._device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
@@ -70,12 +71,58 @@ class GroupTransport(Transport):
 
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """See `Transport.gather_host`; staged where the backend moves device memory only."""
-        out = torch.empty(sum(counts), dtype=own.dtype, device=self._device)
-        self.all_gather(own.to(self._device), out, counts)
+        out = torch.empty(sum(counts), dtype=own.dtype, device=self.device)
+        self.all_gather(own.to(self.device), out, counts)
         return out.cpu()
 
     def _finish(self, work: Any) -> None:
         work.wait()
+
+
+class Subgroup(GroupTransport):
+    """Some ranks of a group, see `Transport.subgroup`."""
+
+    def __init__(
+        self,
+        whole: GroupTransport,
+        group: Any,
+        rank: int,
+        size: int,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """Use a process group that was made for it.
+
+        Args:
+            whole: transport of all ranks.
+            group: process group of the ranks of this one.
+            rank: rank of this process in it.
+            size: number of its ranks.
+            give_up: function that wakes those who wait in it, if there is a way.
+        """
+        super().__init__(whole.name, whole.device)
+        self.observer = whole.observer
+        self.group, self.rank, self.size = group, rank, size
+        self.can_regroup = give_up is not None
+        self._give_up = give_up
+        self._finish = whole._finish  # type: ignore[method-assign]
+
+    @collective
+    def barrier(self) -> None:
+        """See `Transport.barrier`."""
+        self.gather_host(torch.zeros(1), [1] * self.size)
+
+    def give_up(self) -> None:
+        """See `Transport.give_up`."""
+        if self._give_up is not None:
+            self._give_up()
+
+    def is_damaged(self) -> bool:
+        """Always: whether a rank is lost, the ranks of all the group find out."""
+        return True
+
+    def close(self) -> None:
+        """Let the process group go."""
+        self.group = None
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -121,6 +168,14 @@ class ProcessGroupTransport(GroupTransport):
     def barrier(self) -> None:
         """See `Transport.barrier`."""
         dist.barrier()
+
+    @collective
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """See `Transport.subgroup`."""
+        made = [dist.new_group(list(ranks)) for ranks in groups]
+        number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
+        ranks = groups[number]
+        return Subgroup(self, made[number], ranks.index(self.rank), len(ranks))
 
     def is_damaged(self) -> bool:
         """Always: these backends do not tell a lost rank from other errors."""

@@ -104,7 +104,7 @@ def chaos(
             reference = read_result(keep / "reference")
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
-            _has_workers(target, overrides),
+            _keys(target, overrides).data.num_workers > 0, _keys(target, overrides).mesh.tp,
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -174,12 +174,12 @@ class _Runs:
         return [effect_of(blow, strikes, rows) for blow in blows], rows
 
 
-def _has_workers(target: str, overrides: Sequence[str]) -> bool:
-    """Whether ranks fetch data in processes of their own, as far as is known of a script."""
+def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
+    """The config, as far as it is known of a script: what overrides say."""
     if not is_script(target):
-        return configured(target, overrides)[1].data.num_workers > 0
-    given = [o for o in overrides if o.startswith("data.num_workers=")]
-    return override(TrainConfig(), given).data.num_workers > 0
+        return configured(target, overrides)[1]
+    known = ("data.num_workers=", "mesh.tp=", "num_shards=")
+    return override(TrainConfig(), [o for o in overrides if o.startswith(known)])
 
 
 def _damage_newest(root: Path) -> None:

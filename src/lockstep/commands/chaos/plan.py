@@ -8,6 +8,7 @@ from typing import Literal
 
 from lockstep.engine.faults import Moment, PlannedFault
 from lockstep.errors import ConfigError
+from lockstep.parallel.mesh import rearranged
 
 What = Literal[
     "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit"
@@ -31,6 +32,8 @@ _MOMENTS: tuple[Moment, ...] = (
     "forward", "backward", "compute", "reduce", "reduced", "optimizer", "committed", "evaluate",
     "checkpoint",
 )  # fmt: skip
+_IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
+"""Where several ranks compute a microbatch together."""
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 
@@ -69,7 +72,9 @@ class Draw:
     replacements: int
     has_workers: bool
     source: random.Random
+    tp: int = 1
     alive: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
     last_exception: int | None = None
     is_edited: bool = False
@@ -77,6 +82,7 @@ class Draw:
     def sitting_starts(self) -> None:
         """All processes are there again."""
         self.alive = list(range(self.num_ranks))
+        self.columns = [rank % self.tp for rank in self.alive]
         self.last_kill = self.last_exception = None
         self.is_edited = False
 
@@ -92,7 +98,21 @@ class Draw:
             if self.last_exception is not None and step - self.last_exception < _APART:
                 return "slow"
             self.last_exception = step
-        return "job" if what in ("kill", "stop", "edit") and len(self.alive) == 1 else what
+        return "job" if what in ("kill", "stop", "edit") and not self._mortal() else what
+
+    def _mortal(self) -> list[int]:
+        """Those alive whom others can replace: they hold the same part of the model."""
+        return [
+            slot
+            for slot, column in zip(self.alive, self.columns, strict=True)
+            if self.columns.count(column) > 1
+        ]
+
+    def _dies(self, slot: int) -> None:
+        """The others go on; some may get the place of the one that is lost."""
+        index = self.alive.index(slot)
+        del self.alive[index], self.columns[index]
+        self.columns = list(rearranged(self.columns, self.tp))
 
     def blow(self, step: int) -> Blow:
         """A blow at a step."""
@@ -101,7 +121,8 @@ class Draw:
             newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
             slots = [*self.alive, *newcomers]
             return Blow(what, step, tuple(PlannedFault(slot, step, "committed") for slot in slots))
-        slot = self.source.choice(self.alive)
+        fatal = what in ("kill", "stop", "edit")
+        slot = self.source.choice(self._mortal() if fatal else self.alive)
         if what == "preempt":
             fault = PlannedFault(slot, step, "committed", "preempt")
         elif what == "kill":
@@ -119,8 +140,8 @@ class Draw:
         else:
             moment = self.source.choice(_IN_COMPUTING)
             fault = PlannedFault(slot, step, moment, "raise" if what == "raise" else "slow")
-        if what in ("kill", "stop", "edit"):
-            self.alive.remove(fault.slot)
+        if fatal:
+            self._dies(fault.slot)
             self.last_kill = step
         if what == "edit":
             self.is_edited = True
@@ -129,12 +150,17 @@ class Draw:
 
     def _kill(self, slot: int, step: int) -> PlannedFault:
         source = self.source
-        if self.last_kill is not None and source.random() < 0.25:
+        many = self.columns.count(self.columns[self.alive.index(slot)]) > 2 or self.tp == 1
+        if self.last_kill is not None and source.random() < 0.25 and many:
             # Strikes while the others recover from the one before.
             return PlannedFault(slot, self.last_kill, source.choice(_IN_RECOVERY))
-        moment = source.choice(_MOMENTS)
+        moment = source.choice(_MOMENTS if self.tp == 1 else (*_MOMENTS, *_IN_SHARDS))
         # Only rank 0 writes checkpoints: the first of those alive.
-        slot = self.alive[0] if moment == "checkpoint" else slot
+        if moment == "checkpoint":
+            if self.alive[0] not in self._mortal():
+                moment = "compute"
+            else:
+                slot = self.alive[0]
         return PlannedFault(slot, step, moment, "kill", self._delay_s())
 
     def _delay_s(self) -> float:
@@ -148,6 +174,7 @@ def draw(
     seed: int,
     replacements: int = 0,
     has_workers: bool = False,
+    tp: int = 1,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -158,6 +185,7 @@ def draw(
         seed: seed that the plan is drawn with.
         replacements: greatest number of processes that join later in each sitting.
         has_workers: whether ranks have processes that fetch data for them.
+        tp: number of ranks that compute a microbatch together.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -167,7 +195,7 @@ def draw(
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed))
+    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp)
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

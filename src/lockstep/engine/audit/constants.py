@@ -27,8 +27,14 @@ class Constants:
     def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
         """Watch all parameters, and all buffers but those named in `changing`."""
         self._model = model
+        self._changing = changing
+        self.watch_anew()
+
+    def watch_anew(self) -> None:
+        """Watch the tensors that there are now, some of which have been given other memory."""
+        model = self._model
         self._ids = _ids(model)
-        self._places = [p for p in tensor_places(model) if p.name not in changing]
+        self._places = [p for p in tensor_places(model) if p.name not in self._changing]
         self._trained = [place.tensor.requires_grad for place in self._places]
         self._pointers = [place.tensor.data_ptr() for place in self._places]
         self._copies: list[Tensor] = []

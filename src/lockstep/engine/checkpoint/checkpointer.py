@@ -24,6 +24,7 @@ from lockstep.engine.checkpoint.resumable import (
     check_training_state,
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.progress import Progress
@@ -93,11 +94,15 @@ class Checkpointer:
         self.check_replicas(progress)
         self.check_state()
         parts, is_first = self._parts, self._runtime.is_first
-        # A whole optimizer is on rank 0 already; slices of one are with everyone.
-        if is_first or parts.train_step.sharded:
+        # A whole optimizer is on rank 0 already; slices and shards of one are with everyone.
+        if is_first or parts.train_step.shares_state:
             state = whole_state(self._transport, parts.train_step)
+        whole: WholeTensors | None = None
+        if parts.places.is_split:
+            whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)
         if is_first:
-            make = capture(parts.train_step, parts.model, progress, self._meta(progress), state)
+            meta = self._meta(progress)
+            make = capture(parts.train_step, parts.model, progress, meta, state, whole)
             self._writer.save(make, best, started)
             if best and self._transport.can_regroup and self._transport.size > 1:
                 # Should this rank die, the others write it anew; but they no longer could, once
@@ -131,7 +136,7 @@ class Checkpointer:
             train_step = parts.train_step
             check_streams(self._transport, parts.loader.landmarks(), progress.step)
             check_replicas(
-                self._transport,
+                parts.places,
                 parts.model,
                 train_step.state.unsaved,
                 train_step.task_state,
@@ -243,7 +248,11 @@ class Checkpointer:
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
             "saved_at": time.time(),
-            "layout": {"world_size": transport.size, "transport": transport.name},
+            "layout": {
+                "world_size": transport.size,
+                "tp": self._parts.places.mesh.tp,
+                "transport": transport.name,
+            },
             "versions": {
                 "lockstep": version("lockstep-train"),
                 "torch": str(torch.__version__),

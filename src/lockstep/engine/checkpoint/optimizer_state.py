@@ -154,7 +154,11 @@ def _plain(value: Any) -> Any:
 
 
 class SharedState:
-    """What one optimizer keeps that belongs to no single parameter."""
+    """What one optimizer keeps that belongs to no single parameter.
+
+    Attributes:
+        storages: addresses of the memory of parameters and gradients.
+    """
 
     def __init__(
         self, optimizer: optim.Optimizer, groups: list[dict[str, Any]], storages: Set[int]
@@ -168,7 +172,7 @@ class SharedState:
         """
         self._optimizer = optimizer
         self._groups = groups
-        self._storages = storages
+        self.storages = storages
         parameters = [p for group in groups for p in group["params"]]
         self._home = parameters[0].device if parameters else torch.device("cpu")
         self._first_groups = [self._jsons(group) for group in groups]
@@ -264,7 +268,7 @@ class SharedState:
             values |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items()}
         shown = self._jsons(values)
         rest = {k: v for k, v in values.items() if k not in shown and not k.endswith("['params']")}
-        return fingerprints(rest, self._storages)
+        return fingerprints(rest, self.storages)
 
 
 def _changed(now: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,19 @@ from torch import Tensor, nn
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
+from lockstep.engine.checkpoint.whole_tensors import WholeTensors
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
+from lockstep.nn.cutting import (
+    Shard,
+    found,
+    held_tensors,
+    joined_by_name,
+    load_held,
+    shards_of,
+)
 
 
 def capture(
@@ -23,6 +32,7 @@ def capture(
     progress: Progress,
     meta: dict[str, Any],
     state: OptimizerState,
+    whole: WholeTensors | None = None,
 ) -> Callable[[], Snapshot]:
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
@@ -32,9 +42,11 @@ def capture(
         progress: position and history of the run.
         meta: further values for the manifest, JSON-able.
         state: state of the optimizer, already copied.
+        whole: tensors of model and optimizer, if other ranks hold some of them. Without it, the
+            snapshot of a model in shards has what this rank holds.
     """
     task, values = train_step.task_state.capture()
-    tensors = {n: t.detach().to("cpu", copy=True) for n, t in model.state_dict().items()}
+    tensors = whole.model if whole else _copied(held(train_step, model))
     buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
     meta = meta | {
         "progress": progress.state_dict(),
@@ -45,15 +57,30 @@ def capture(
     }
 
     def make() -> Snapshot:
-        optimizer = {
-            f"{key}/{name}": tensor.cpu()
-            for key, segments in state.flats.items()
-            for name, tensor in train_step.flat.named(segments).items()
-        } | {name: tensor.cpu() for name, tensor in state.tensors.items()}
+        optimizer = whole.optimizer if whole else _named(train_step, state)
         return Snapshot(progress_step, tensors, optimizer, meta, buffers, task)
 
     progress_step = progress.step
     return make
+
+
+def held(train_step: TrainStep, model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
+    return held_tensors(model) if train_step.places.is_split else dict(model.state_dict())
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _named(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
+    """An optimizer's tensors by "key/parameter", on the CPU."""
+    optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
+    shards = {} if train_step.places.is_split else train_step.flat.shards
+    for key, segments in state.flats.items():
+        for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
+            optimizer[f"{key}/{name}"] = tensor.cpu()
+    return optimizer
 
 
 def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
@@ -97,19 +124,19 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
                 f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
                 f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
             )
-    entries = {e.name: e for e in train_step.flat.entries}
+    wholes = train_step.flat.wholes
     saved = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
     if train_step.flat_optimizer.elementwise:
-        wanted = {(key, name) for key, _ in saved for name in entries}
+        wanted = {(key, name) for key, _ in saved for name in wholes}
     else:
         scalars = snapshot.meta["optimizer_scalars"]
         wanted = {(k, n) for n, kept in scalars.items() for k, v in kept.items() if v == TENSOR}
     for key, name in [*saved, *wanted]:
         tensor = saved.get((key, name))
-        if tensor is None or name not in entries:
+        if tensor is None or name not in wholes:
             raise CheckpointError(f"{where}: is damaged: optimizer state {key}/{name} does not fit")
-        shape, dtype = entries[name].shape, train_step.flat.segments[entries[name].segment].dtype
-        if train_step.flat_optimizer.elementwise and (tensor.shape, tensor.dtype) != (shape, dtype):
+        if train_step.flat_optimizer.elementwise and (tensor.shape, tensor.dtype) != wholes[name]:
+            shape, dtype = wholes[name]
             raise CheckpointError(
                 f"{where}: is damaged: optimizer state {key}/{name} is {tensor.dtype} "
                 f"{tuple(tensor.shape)}, must be {dtype} {tuple(shape)}"
@@ -171,7 +198,7 @@ def receive(
     """As `restore`, but returns the snapshot's `meta`."""
     received = _receive(snapshot, train_step, model, transport, root)
     transport.agree()
-    model.load_state_dict(received.model)
+    load_held(model, received.model)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
     train_step.flat_optimizer.load_state(received.optimizer)
@@ -219,11 +246,7 @@ def _receive(
     if train_step.flat_optimizer.elementwise:
         keys = sorted({name.partition("/")[0] for name in saved})
         for key in transport.gather_json(keys)[root]:
-            flats = state.flats[key] = [torch.zeros_like(f) for f in train_step.flat.flats]
-            for name, view in train_step.flat.named(flats).items() if saved else ():
-                view.copy_(saved[f"{key}/{name}"])
-            for flat in flats:
-                _broadcast(transport, flat, root)
+            state.flats[key] = _receive_flats(saved, f"{key}/", train_step, transport, root)
     else:
         state.tensors.update(receive_named(saved, train_step, transport, root))
     task = receive_named(snapshot.task if snapshot else {}, train_step, transport, root)
@@ -247,13 +270,61 @@ def receive_model(
     Raises:
         GroupBroken: a rank was lost.
     """
-    tensors = {name: torch.empty_like(own) for name, own in model.state_dict().items()}
-    buffers = {name: own.clone() for name, own in train_step.state.unsaved.items()}
+    own = held(train_step, model)
+    everyone = dict(own)
+    shards: Mapping[str, Shard] = {}
+    if _is_for_all(train_step, transport):
+        shards = shards_of(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        # In an order that is the same on all ranks.
+        everyone = {name: tensor for name, tensor in own.items() if name not in shards}
+        everyone |= {name: parameters[name].detach() for name in shards}
+    buffers = train_step.state.unsaved
     sources = snapshot.model | snapshot.buffers if snapshot else {}
-    for name, tensor in (tensors | buffers).items():
-        tensor.copy_(sources.get(name, tensor))
+    received = {}
+    for name, here in (everyone | buffers).items():
+        tensor = torch.empty_like(here, memory_format=torch.contiguous_format)
+        there = found(sources, name, shards)
+        tensor.copy_(here if there is None else there)
         _broadcast(transport, tensor, root)
-    return tensors, buffers
+        if name in own or name in buffers:
+            received[name] = tensor
+    return {n: received[n] for n in own}, {n: received[n] for n in buffers}
+
+
+def _is_for_all(train_step: TrainStep, transport: Transport) -> bool:
+    """Whether ranks that receive something hold other shards than the one that sends."""
+    return train_step.places.is_split and transport is train_step.places.world
+
+
+def _receive_flats(
+    saved: Mapping[str, Tensor],
+    prefix: str,
+    train_step: TrainStep,
+    transport: Transport,
+    root: int,
+) -> list[Tensor]:
+    """A key of an element-wise optimizer's state, laid out as the parameters that are held here."""
+    flat = train_step.flat
+    flats = [torch.zeros_like(f) for f in flat.flats]
+    own = flat.named(flats)
+    if not _is_for_all(train_step, transport):
+        for name, view in own.items() if saved else ():
+            there = found(saved, name, flat.shards, prefix)
+            assert there is not None, "a snapshot that fits has the state of all parameters"
+            view.copy_(there)
+        for whole in flats:
+            _broadcast(transport, whole, root)
+        return flats
+    for name, tensor in flat.everyone.items():
+        sent = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        there = found(saved, name, flat.shards, prefix)
+        if there is not None:
+            sent.copy_(there)
+        _broadcast(transport, sent, root)
+        if name in own:
+            own[name].copy_(sent)
+    return flats
 
 
 def receive_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.engine.evaluation.batches import evaluation_batches
 from lockstep.engine.evaluation.metric_states import Leaf
 from lockstep.engine.evaluation.splits import Scores
 from lockstep.engine.evaluation.stateful_metrics import StatefulMetrics, plain, tried
+from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.step.buffers import KeptBuffers
 from lockstep.engine.step.microbatch import Compute
@@ -53,27 +55,42 @@ class Evaluation:
         model: nn.Module,
         compute: Compute,
         beat: Callable[[], None] = lambda: None,
+        places: Places | None = None,
     ) -> Scores:
         """Loss and metrics, each a sum over all samples divided by its weight, and others.
 
         Args:
-            transport: group of ranks that share the batches.
+            transport: all ranks.
             model: model to evaluate.
             compute: computation of `Task.evaluate`.
             beat: function that is called before each batch, as a sign of life.
+            places: place of each rank on the mesh, whose replicas share the batches; without it,
+                each rank is a replica.
         """
-        mine = self._batches.of_rank(transport.rank, transport.size)
+        data, number, num_replicas = transport, transport.rank, transport.size
+        if places is not None and places.is_split:
+            data, number, num_replicas = places.data, places.replica, len(places.mesh.replicas)
+        mine: Iterable[tuple[int, Any]] = ()
+        if number < num_replicas:
+            mine = self._batches.of_rank(number, num_replicas)
+
+        def compute_leaves() -> list[tuple[Sums, Leaf]]:
+            return self._computed(mine, model, compute, beat)
+
+        together = compute_leaves
+        if places is not None:
+            together = functools.partial(places.together, compute_leaves)
         model.eval()
         try:
-            leaves = everywhere(transport, lambda: self._computed(mine, model, compute, beat))
+            leaves = everywhere(transport, together)
         finally:
             model.train()
-        known = transport.gather_json([len(leaves), *(sorted(sums) for sums, _ in leaves[:1])])
-        counts = [count for count, *_ in known]
+        known = data.gather_json([len(leaves), *(sorted(sums) for sums, _ in leaves[:1])])
+        counts = [count for count, *_ in known[:num_replicas]]
         names = next(theirs for _, *theirs in known if theirs)[0]
-        ranks = range(transport.size)
-        numbers = [self._batches.numbers(rank, transport.size, counts) for rank in ranks]
-        means, finish = self._combined(transport, leaves, names, numbers)
+        numbers = [self._batches.numbers(n, num_replicas, counts) for n in range(num_replicas)]
+        numbers += [[] for _ in range(data.size - num_replicas)]
+        means, finish = self._combined(data, leaves, names, numbers)
         scalars, arrays = plain(everywhere(transport, finish))
         return Scores(_united(means, scalars), arrays)
 

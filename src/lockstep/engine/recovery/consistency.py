@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.step.flat import model_digest, tensor_digest
+from lockstep.engine.step.flat import tensor_digest, tensors_digest
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
+from lockstep.nn.cutting import held_tensors, shards_of
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:
@@ -51,7 +53,7 @@ def check_start(transport: Transport, model: nn.Module) -> None:
 
 
 def check_replicas(
-    transport: Transport,
+    places: Places,
     model: nn.Module,
     buffers: Mapping[str, Tensor],
     task_state: TaskState,
@@ -60,7 +62,7 @@ def check_replicas(
     """Compare all ranks' parameters, buffers and state of the task after a step.
 
     Args:
-        transport: the group of ranks.
+        places: place of each rank on the mesh.
         model: model of this rank.
         buffers: buffers of the model that its `state_dict` leaves out, by name.
         task_state: state of the task and its hooks, which is compared too.
@@ -70,11 +72,23 @@ def check_replicas(
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
         TaskError: the task's state cannot be saved; on every rank.
     """
+    transport = places.world
     own = everywhere(transport, task_state.digests)
-    digests = transport.gather_json([model_digest(model, buffers), own])
-    if all(d == digests[0] for d in digests):
-        return
-    which = _first_difference(transport, _digests(model.state_dict() | dict(buffers)) | own)
+    if not places.is_split:
+        tensors = model.state_dict() | dict(buffers)
+        digests = transport.gather_json([tensors_digest(tensors), own])
+        if all(d == digests[0] for d in digests):
+            return
+    else:
+        tensors = held_tensors(model) | dict(buffers)
+        shards = shards_of(model)
+        replicated = {name: t for name, t in tensors.items() if name not in shards}
+        mine = [tensors_digest(replicated), own, places.column, tensors_digest(tensors)]
+        ranks = transport.gather_json(mine)
+        columns = {tuple(theirs[2:]) for theirs in ranks}
+        if all(r[:2] == ranks[0][:2] for r in ranks) and len(columns) == places.mesh.tp:
+            return
+    which = _first_difference(transport, _digests(tensors) | own)
     raise shared(
         DivergenceError(
             f"step {step}: {which}, though all ranks must hold the same bits: memory or hardware "
@@ -119,9 +133,9 @@ def _first_difference(transport: Transport, mine: dict[str, str]) -> str:
     everyone = transport.gather_json(mine)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
-        digests = [theirs.get(name) for theirs in everyone]
-        usual, _ = Counter(digests).most_common(1)[0]
-        odd = [str(rank) for rank, digest in enumerate(digests) if digest != usual]
+        digests = {rank: theirs[name] for rank, theirs in enumerate(everyone) if name in theirs}
+        usual, _ = Counter(digests.values()).most_common(1)[0]
+        odd = [str(rank) for rank, digest in digests.items() if digest != usual]
         if odd:
             ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {', '.join(odd)}"
             return f"{name} on {ranks} differs from the other ranks'"

@@ -26,6 +26,7 @@ class Origin:
         members: rank when state was dealt out, for each rank of the new group; `NOWHERE` for
             newcomers.
         num_members: number of ranks at that time.
+        columns: column of the mesh whose shards each rank of the new group holds; `NEW` for none.
         rows: fields of the `Joined` event of each rank.
         strangers: names of the facts that differ, by rank of a newcomer that would train something
             else.
@@ -34,6 +35,7 @@ class Origin:
     former: list[int]
     members: list[int]
     num_members: int
+    columns: list[int]
     rows: list[dict[str, Any]]
     strangers: dict[int, list[str]]
 
@@ -43,6 +45,7 @@ def find_origin(
     former: int,
     member: int,
     num_members: int,
+    column: int,
     row: dict[str, Any],
     facts: dict[str, Any],
 ) -> Origin:
@@ -52,7 +55,8 @@ def find_origin(
         RankFailure: they are all newcomers.
     """
     own = {
-        "former": former, "member": member, "num_members": num_members, "row": row, "facts": facts,
+        "former": former, "member": member, "num_members": num_members, "column": column,
+        "row": row, "facts": facts,
     }  # fmt: skip
     ranks = transport.gather_json(own)
     if max(theirs["num_members"] for theirs in ranks) == 0:
@@ -71,6 +75,7 @@ def find_origin(
         former=[theirs["former"] for theirs in ranks],
         members=[theirs["member"] for theirs in ranks],
         num_members=max(theirs["num_members"] for theirs in ranks),
+        columns=[theirs["column"] for theirs in ranks],
         rows=[theirs["row"] for theirs in ranks],
         strangers={rank: names for rank, names in differences.items() if names},
     )

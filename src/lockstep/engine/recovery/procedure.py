@@ -30,6 +30,7 @@ from lockstep.engine.recovery.sharded_state import collect
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, on_first
+from lockstep.parallel.mesh import NEW
 
 TOO_FEW_RANKS = "too few ranks left"
 
@@ -64,6 +65,9 @@ class Recovery:
         transport = runtime.transport
         # Where this rank was, and in a group of which size, when slices were last dealt out.
         self._dealt = (NOWHERE, 0) if is_new else (transport.rank, transport.size)
+        # The column of the mesh whose shards this rank holds, and whether it waits for another's.
+        self._column = NEW if is_new else parts.places.column
+        self._is_moved = False
 
     def run(self) -> None:
         """Regroup, agree on the last committed step, and be ready to do the next one again.
@@ -81,14 +85,18 @@ class Recovery:
                 origin = self._regroup(former, row)
                 lead = self._agree_on_lead()
                 optimizer = self._finish_interrupted_step(origin, lead)
-                self._copy_from(lead)
-                self._commit_like(lead)
+                self._take_place(origin)
+                near = self._lead_in_column(lead)
+                self._copy_from(near)
+                self._commit_like(near)
+                self._evaluate_like(lead)
                 break
             except GroupBroken:
                 continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._dealt = (self._transport.rank, self._transport.size)
-        self.is_new = False
+        self.is_new = self._is_moved = False
+        self._column = self._parts.places.column
         self._checkpointer.regroup()
         if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
             self._state.is_save_overdue = True
@@ -110,7 +118,9 @@ class Recovery:
         # Rank 0 may be another process now. It needs the lock and the log files before any event.
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
-        origin = find_origin(self._transport, former, *self._dealt, row, self._parts.facts)
+        origin = find_origin(
+            self._transport, former, *self._dealt, self._column, row, self._parts.facts
+        )
         refuse_strangers(self._runtime, origin, step)
         return origin
 
@@ -132,11 +142,14 @@ class Recovery:
         Returns:
             The optimizer's whole state if it is sharded.
         """
-        if not self._config.optimizer.sharded:
-            return None
         progress, train_step = self._state.progress, self._parts.train_step
-        if lead.result is not None and not self.is_new and progress.step < lead.step:
+        if not train_step.shares_state:
+            return None
+        is_behind = not self.is_new and not self._is_moved and progress.step < lead.step
+        if lead.result is not None and is_behind:
             train_step.follow(progress.step, progress.decays, lead.result)
+        if not train_step.sharded:
+            return None
         # Who has committed has whole parameters, changed by the task since they were stepped.
         return collect(
             self._transport,
@@ -146,21 +159,44 @@ class Recovery:
             with_parameters=lead.committed < lead.step,
         )
 
+    def _take_place(self, origin: Origin) -> None:
+        """Give every rank a place on the mesh; few hold other shards than before.
+
+        Raises:
+            RankFailure: the last rank that held some shards is lost; on all ranks.
+        """
+        places = self._parts.places
+        places.arrange(origin.columns)
+        if places.is_split and places.column != self._column:
+            # What it held is gone from here on, also if a further loss breaks this off.
+            self._column, self._is_moved = NEW, True
+            self._parts.train_step.take_place()
+
+    def _lead_in_column(self, lead: Lead) -> Lead:
+        """Who has come furthest of those that hold the same shards; of them copies are made."""
+        places, state = self._parts.places, self._state
+        if not places.is_split:
+            return lead
+        is_new = self.is_new or self._is_moved
+        applied = self._parts.train_step.applied
+        return find_lead(places.data, state.progress, state.result, applied, is_new)
+
     def _copy_from(self, lead: Lead) -> None:
         """Bring ranks that are behind, and new ones, into the state of the one that leads."""
-        if not lead.is_ahead:
-            self._transport.agree()
-            return
         state, parts = self._state, self._parts
+        data = parts.places.data
+        if not lead.is_ahead:
+            data.agree()
+            return
         meta = copy_state(
             parts.train_step,
             parts.model,
             state.progress,
             {"run": state.state_dict()},
-            self._transport,
+            data,
             lead.rank,
         )
-        if self.is_new:
+        if self.is_new or self._is_moved:
             state.progress = Progress.from_state_dict(meta["progress"])
             state.load_state_dict(meta["run"])
         # A hook of the leading rank may have ended the run after the step that is missing here.
@@ -173,5 +209,9 @@ class Recovery:
             assert lead.result is not None
             # What its task did after that step came with its state, if it had committed it.
             state.commit(lead.result, with_task=lead.committed < lead.step)
+
+    def _evaluate_like(self, lead: Lead) -> None:
+        """Take note of the leading rank's newest evaluation."""
+        state = self._state
         if state.progress.evaluated < lead.evaluated:
             state.commit_evaluation(lead.scores, {})

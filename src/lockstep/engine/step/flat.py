@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.errors import TaskError
+from lockstep.nn.cutting import Shard
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.layout import Range
 
 _ALIGN = 16
 """Elements. Tensors start on a cache line, and no group ends inside a vector register."""
+
+REPLICATED = -1
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -39,6 +43,20 @@ class Entry:
         return Range(self.offset, self.offset + self.shape.numel())
 
 
+class Part(NamedTuple):
+    """The blocks of a segment that belong to one shard of the model, or to none.
+
+    Attributes:
+        segment: number of the segment.
+        shard: number of the shard; `REPLICATED` for tensors that are not cut.
+        num_blocks: number of blocks of `BLOCK` elements.
+    """
+
+    segment: int
+    shard: int
+    num_blocks: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """The elements of a segment that belong to one optimizer group, padding included."""
@@ -51,16 +69,33 @@ class Piece:
 class FlatTensors:
     """Tensors moved into flat memory, of which they become views.
 
+    Of a model in shards a rank may hold some shards only. The tensors of each shard are whole
+    blocks, so that the norm of a block is the same whatever else a rank holds.
+
     Attributes:
         tensors: tensors in flat order, as views of the flat ones.
         entries: place of each of them in flat memory.
         segments: size and dtype of each flat tensor.
         flats: flat tensors, one for each segment, of one dimension.
         pieces: ranges of flat memory that each optimizer group takes.
+        parts: blocks of each shard in the order of flat memory, those that other ranks hold too.
+        names: name of each tensor by its id, of those that other ranks hold too.
     """
 
-    def __init__(self, groups: Sequence[Sequence[tuple[str, Tensor]]], what: str) -> None:
-        """Move all tensors of `groups`, lists of (name, tensor).
+    def __init__(
+        self,
+        groups: Sequence[Sequence[tuple[str, Tensor]]],
+        what: str,
+        shards: Mapping[str, Shard] | None = None,
+        own: Range | None = None,
+    ) -> None:
+        """Move tensors.
+
+        Args:
+            groups: lists of (name, tensor).
+            what: what errors call a tensor.
+            shards: what those tensors that are cut are parts of, by name.
+            own: shards to hold; None holds all.
 
         Raises:
             TaskError: a tensor's dtype is neither float32 nor float64.
@@ -69,6 +104,10 @@ class FlatTensors:
         self.entries: list[Entry] = []
         self.segments: list[Segment] = []
         self.pieces: list[Piece] = []
+        self.parts: list[Part] = []
+        self._groups, self._what, self._shards = groups, what, dict(shards or {})
+        self._own = own
+        self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
             for name, tensor in group:
                 if tensor.dtype not in DTYPES:
@@ -86,6 +125,36 @@ class FlatTensors:
             view.copy_(tensor.detach())
             # By `data`, so that modules and optimizers keep the very objects they hold.
             tensor.data = view
+
+    def restricted(self, own: Range) -> FlatTensors:
+        """The same tensors in new memory, of some shards only; the others keep theirs."""
+        return FlatTensors(self._groups, self._what, self._shards, own)
+
+    @property
+    def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each whole tensor, by its name in the model's `state_dict`."""
+        found = {}
+        for group in self._groups:
+            for name, tensor in group:
+                shard = self._shards.get(name)
+                place = (name, tensor.shape) if shard is None else (shard.whole, shard.shape)
+                found[place[0]] = (place[1], tensor.dtype)
+        return found
+
+    @property
+    def everyone(self) -> dict[str, Tensor]:
+        """Name to tensor, of those that other ranks hold too, which here have a shape only."""
+        return {name: tensor.detach() for group in self._groups for name, tensor in group}
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """What those tensors that are cut are parts of, by name."""
+        return self._shards
+
+    def holds(self, shard: int) -> bool:
+        """Whether the tensors of a shard are held here."""
+        own = self._own
+        return shard == REPLICATED or own is None or own.first <= shard < own.last
 
     def take_back(self) -> None:
         """Make tensors views of the flats again that were given memory of their own since.
@@ -116,22 +185,48 @@ class FlatTensors:
         return {e.name: self.view(flats, e) for e in self.entries}
 
     def _place(self, groups: Sequence[Sequence[tuple[str, Tensor]]], dtype: torch.dtype) -> None:
+        if not any(tensor.dtype == dtype for group in groups for _, tensor in group):
+            return
         segment = len(self.segments)
         offset = 0
         for index, group in enumerate(groups):
             first = offset
-            for name, tensor in group:
-                if tensor.dtype == dtype:
-                    self.tensors.append(tensor)
-                    self.entries.append(Entry(name, segment, index, offset, tensor.shape))
-                    offset += -(-tensor.numel() // _ALIGN) * _ALIGN
+            for shard in sorted({REPLICATED, *(s.number for s in self._shards.values())}):
+                named = [(n, t) for n, t in group if t.dtype == dtype and self._shard(n) == shard]
+                offset = self._place_part(named, segment, index, shard, offset)
             if offset > first:
                 self.pieces.append(Piece(segment, index, Range(first, offset)))
-        if self.entries and self.entries[-1].segment == segment:
-            self.segments.append(Segment(dtype, max(1, -(-offset // BLOCK)) * BLOCK))
+        numel = max(1, -(-offset // BLOCK)) * BLOCK
+        if not self._shards:
+            self.parts.append(Part(segment, REPLICATED, numel // BLOCK))
+        self.segments.append(Segment(dtype, numel))
+
+    def _place_part(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        segment: int,
+        group: int,
+        shard: int,
+        first: int,
+    ) -> int:
+        """Place a group's tensors of one shard behind what is there: where the next ones begin."""
+        offset = first
+        for name, tensor in named:
+            if self.holds(shard):
+                self.tensors.append(tensor)
+                self.entries.append(Entry(name, segment, group, offset, tensor.shape))
+            offset += -(-tensor.numel() // _ALIGN) * _ALIGN
+        if self._shards and named:
+            num_blocks = -(-(offset - first) // BLOCK)
+            self.parts.append(Part(segment, shard, num_blocks))
+            offset = first + num_blocks * BLOCK
+        return offset if self.holds(shard) else first
+
+    def _shard(self, name: str) -> int:
+        return self._shards[name].number if name in self._shards else REPLICATED
 
     def _device(self) -> torch.device:
-        return self.tensors[0].device
+        return next(tensor.device for group in self._groups for _, tensor in group)
 
 
 def tensor_digest(name: str, tensor: Tensor) -> bytes:
@@ -143,8 +238,13 @@ def tensor_digest(name: str, tensor: Tensor) -> bytes:
 
 def model_digest(model: nn.Module, more: Mapping[str, Tensor] | None = None) -> str:
     """SHA-256 of all parameters, persistent buffers and `more` tensors, by sorted name."""
+    return tensors_digest(model.state_dict() | dict(more or {}))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all tensors by sorted name."""
     sha = hashlib.sha256()
-    for name, tensor in sorted((model.state_dict() | dict(more or {})).items()):
+    for name, tensor in sorted(tensors.items()):
         sha.update(tensor_digest(name, tensor))
     return sha.hexdigest()
 

@@ -79,7 +79,7 @@ class FlatOptimizer:
         pairs = list(zip(flat.tensors, flat.entries, strict=True))
         self._optimizers = optimizers_in(optimizer)
         self.may_draw = any(map(_may_draw, self._optimizers.values()))
-        self.description = describe(self._optimizers, {id(t): e.name for t, e in pairs})
+        self.description = describe(self._optimizers, flat.names)
         self._groups = _own_groups(self._optimizers)
         self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
         memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
@@ -100,6 +100,24 @@ class FlatOptimizer:
         """Step these ranges of elements from now on; an optimizer's state is then lost."""
         self._optimizer.state.clear()
         self._make_pieces(owned)
+
+    def move(
+        self, flat: FlatTensors, gradients: Sequence[Tensor], owned: Sequence[Sequence[Range]]
+    ) -> None:
+        """Step other memory from now on; the optimizer's state is then lost.
+
+        Args:
+            flat: trainable parameters in flat memory, in the groups that they were in.
+            gradients: mean gradient, laid out as `flat.flats`.
+            owned: ranges of elements to step, for each segment.
+        """
+        assert self.elementwise, "others step whole parameters, which are never moved"
+        self._flat = flat
+        memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
+        for shared in self._shared.values():
+            shared.storages = memory
+        self.own(owned)
+        self.bind(gradients)
 
     def bind(self, gradients: Sequence[Tensor]) -> None:
         """Take gradients from this memory from now on."""

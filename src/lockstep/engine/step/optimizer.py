@@ -72,6 +72,12 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
             f"optimizer.sharded=True: {name} is not known to be element-wise, so it cannot step "
             "slices; set optimizer.sharded=false, or `elementwise = True` on its class"
         )
+    if config.mesh.tp > 1 and not is_elementwise(optimizer):
+        raise ConfigError(
+            f"mesh.tp={config.mesh.tp}: {name} is not known to be element-wise, so it cannot step "
+            "a model whose shards are on several ranks; set mesh.tp=1, or `elementwise = True` on "
+            "its class"
+        )
     return optimizer
 
 

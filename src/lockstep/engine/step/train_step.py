@@ -21,6 +21,7 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.faults import FaultsInside
+from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
@@ -33,6 +34,7 @@ from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
+from lockstep.nn.cutting import keep
 from lockstep.parallel.layout import Range
 
 
@@ -49,6 +51,7 @@ class TrainStep:
         loss_scale: loss scale of fp16; 1 for other precisions.
         watch: stopwatch of compute, communication, data and checkpoints.
         workspace: ranges, gradients and reduction of this rank in the present group.
+        places: place of each rank on the mesh.
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
     """
@@ -64,11 +67,13 @@ class TrainStep:
         state: ForwardState,
         constants: Constants,
         optimizer: torch.optim.Optimizer,
-        ranges: Sequence[Range],
+        places: Places,
         total_steps: int,
     ) -> None:
         self._runtime = runtime
+        self.places = places
         self._config = config
+        self._model = model
         self._compute = compute
         self.sharded = config.optimizer.sharded
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
@@ -79,11 +84,11 @@ class TrainStep:
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
         self._constants = constants
-        self._backward = Backward(flat.tensors, state)
+        self._backward = Backward(list(flat.tensors), state)
         self._inside = FaultsInside(model, runtime.at)
         self._num_scalars = 2 + 2 * len(compute.metrics)
         self._summed: Summed | None = None
-        self.workspace = self._lay_out(ranges)
+        self.workspace = self._lay_out(places.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
             optimizer, flat, self.workspace.gradients, self.workspace.owned, self.sharded
         )
@@ -118,12 +123,27 @@ class TrainStep:
             self.flat_optimizer.load_state(state)
         self.flat_optimizer.bind(self.workspace.gradients)
 
+    def take_place(self) -> None:
+        """Hold the shards of this rank's place on the mesh; `deal_out` must follow.
+
+        Parameters and optimizer state of shards that were not held have no content yet.
+        """
+        own = self.places.own
+        self.flat = self.flat.restricted(own)
+        keep(self._model, own)
+        self._backward = Backward(list(self.flat.tensors), self.state)
+        self._constants.watch_anew()
+        self._summed = None
+        self.workspace = self._lay_out(self.places.mesh.microbatches)
+        self.flat_optimizer.move(self.flat, self.workspace.gradients, self.workspace.owned)
+
     def _lay_out(self, ranges: Sequence[Range]) -> Workspace:
         return Workspace(
             self._runtime,
             self._config,
             self.flat,
             self.state,
+            self.places,
             ranges,
             num_scalars=self._num_scalars,
             num_header=num_values(self.state.num_counters),
@@ -149,7 +169,7 @@ class TrainStep:
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
         self._constants.mark(step)
-        self._inside.step = step
+        self._inside.step = self.places.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
         factors: list[float] = []
@@ -173,6 +193,7 @@ class TrainStep:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header tells them, and all raise the same error.
             error = caught
+            self.places.give_up()  # or they would wait for this rank's shards
         self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
         self._runtime.at("reduced", step)
@@ -182,6 +203,7 @@ class TrainStep:
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
+        if self.shares_state:
             # From here on each rank holds what it takes to apply this step. Should one die, the
             # others can follow (`follow`), whichever of them had applied it.
             self._summed = summed
@@ -194,9 +216,14 @@ class TrainStep:
             self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
-            self._summed = None
+        self._summed = None
         watch.compute_s += watch.lap()
         return result
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether no rank alone has all parameters and all state of the optimizer."""
+        return self.sharded or self.places.is_split
 
     @property
     def applied(self) -> StepResult | None:
@@ -250,12 +277,27 @@ class TrainStep:
             times=self.watch.times(),
             counters=tuple(counters),
         )
-        self.workspace.reduction.header.copy_(_float64(header.pack()))
+        own = _float64(header.pack()).to(self._runtime.device)
+        if self.places.is_split:
+            headers = self._headers(own)
+            # Nobody sums: a column that has no failed rank would, and the others would not.
+            if any(h.has_failed for h in headers):
+                return headers
+        self.workspace.reduction.header.copy_(own)
         self.workspace.reduction.reduce()
-        # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
-        headers = [Header.unpack(v) for v in self.workspace.reduction.headers().tolist()]
+        if not self.places.is_split:
+            # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
+            values = self.workspace.reduction.headers().tolist()
+            headers = [Header.unpack(v) for v in values]
         self.watch.communication_s += self.watch.lap()
         return headers
+
+    def _headers(self, own: Tensor) -> list[Header]:
+        """The headers of all ranks, of which those of one column travel with the sums."""
+        world = self.places.world
+        everyone = own.new_empty(world.size * len(own))
+        world.all_gather(own, everyone, [len(own)] * world.size)
+        return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
 
     def _norm(self, step: int, weight: float) -> float:
         """The norm of the mean gradient.

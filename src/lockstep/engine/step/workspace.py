@@ -7,11 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.parallel.layout import Range, stepped_slices
-from lockstep.parallel.norm import global_norm, sharded_global_norm
+from lockstep.parallel.norm import (
+    ScatteredNorms,
+    block_norms,
+    combined,
+    global_norm,
+    sharded_block_norms,
+)
 from lockstep.parallel.reduction import OrderedReduction
 
 
@@ -35,6 +42,7 @@ class Workspace:
         config: TrainConfig,
         flat: FlatTensors,
         state: ForwardState,
+        places: Places,
         ranges: Sequence[Range],
         *,
         num_scalars: int,
@@ -48,17 +56,20 @@ class Workspace:
             config: config of the run.
             flat: trainable parameters in flat memory.
             state: buffers that forward passes change.
+            places: place of each rank on the mesh.
             ranges: range of microbatches of each rank.
             num_scalars: number of float64 sums beside the gradient.
             num_header: number of float64 values in a header.
             with_buddy: whether each rank steps the slice of the rank before it too.
         """
-        self._transport = runtime.transport
-        self._flats = flat.flats
+        self._transport = places.data
+        self._places = places
+        self._flat = flat
         self._sharded = config.optimizer.sharded
         self._with_buddy = with_buddy
         rank = self._transport.rank
-        self.microbatches = ranges[rank]
+        in_column = places.of_column(ranges)
+        self.microbatches = in_column[rank]
         self.reduction = OrderedReduction(
             self._transport,
             [*flat.segments, *state.flat.segments],
@@ -66,7 +77,7 @@ class Workspace:
             num_scalars=num_scalars,
             num_header=num_header,
             num_microbatches=config.num_microbatches,
-            ranges=ranges,
+            ranges=in_column,
             device=runtime.device,
             bucket_bytes=config.bucket_bytes,
             gather=not self._sharded,
@@ -82,12 +93,18 @@ class Workspace:
         self.own_gradients = [self.gradients[s][part.first : part.last] for s, part in parts]
         self._own = [flat.flats[s][part.first : part.last] for s, part in parts]
         self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
+        self._norms = ScatteredNorms(flat.parts, places.holders(), places.world.rank)
 
     def norm(self) -> float:
-        """The norm of the summed gradient; a collective if sharded."""
+        """The norm of the summed gradient; a collective if sharded or split."""
+        if not (self._sharded or self._places.is_split):
+            return global_norm(self.gradients)
+        norms = [block_norms(gradient) for gradient in self.gradients]
         if self._sharded:
-            return sharded_global_norm(self._transport, self.gradients, self.slices)
-        return global_norm(self.gradients)
+            norms = sharded_block_norms(self._transport, self.gradients, self.slices)
+        if self._places.is_split:
+            norms = self._norms.gather(self._places.world, norms, self._flat.holds)
+        return combined(norms)
 
     def exchange_slices(self) -> None:
         """Send every rank the gradients for its slices, and the sums of buffers; a collective."""
@@ -103,7 +120,7 @@ class Workspace:
         If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
         (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.
         """
-        for segment, flat in enumerate(self._flats):
+        for segment, flat in enumerate(self._flat.flats):
             self.reduction.gather(segment, flat)
 
     def keep_aside(self) -> None:

@@ -1,0 +1,57 @@
+"""Layers that can be cut into shards, so that several ranks compute one of them together.
+
+    from lockstep.nn import shard
+
+Names are loaded from their modules when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.nn.layers import ColumnLinear, RowLinear
+    from lockstep.nn.plan import Heads, shard
+    from lockstep.nn.sharded_tensor import ShardedTensor
+    from lockstep.nn.vocabulary import ShardedLogits, VocabularyEmbedding, VocabularyLinear
+
+__all__ = [
+    "ColumnLinear",
+    "Heads",
+    "RowLinear",
+    "ShardedLogits",
+    "ShardedTensor",
+    "VocabularyEmbedding",
+    "VocabularyLinear",
+    "shard",
+]
+
+_HOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "ColumnLinear": "layers",
+        "Heads": "plan",
+        "RowLinear": "layers",
+        "ShardedLogits": "vocabulary",
+        "ShardedTensor": "sharded_tensor",
+        "VocabularyEmbedding": "vocabulary",
+        "VocabularyLinear": "vocabulary",
+        "shard": "plan",
+    }
+)
+
+
+if not TYPE_CHECKING:  # else type checkers would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,166 @@
+"""A model in shards: cutting it, keeping a rank's part of it, and names of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ConfigError
+from lockstep.nn.layers import ShardedModule, is_held, let_go
+from lockstep.nn.plan import DIVIDED
+from lockstep.nn.regions import Region
+from lockstep.parallel.layout import Range, split
+from lockstep.parallel.shard_axis import ShardAxis
+
+
+class Shard(NamedTuple):
+    """What a parameter of a cut model is a part of."""
+
+    whole: str
+    """Name of the whole tensor, as in the model's `state_dict`."""
+    number: int
+    """Number of the shard."""
+    dim: int
+    """Dimension that the whole tensor is cut along."""
+    shape: torch.Size
+    """Shape of the whole tensor."""
+    of: int
+    """Number of shards of the whole tensor."""
+
+
+def cut(model: nn.Module, num_shards: int) -> None:
+    """Cut the layers of a model that can be cut, all shards of which this process then computes.
+
+    Args:
+        model: model that `lockstep.nn.shard` has marked, or that is made of layers of
+            `lockstep.nn`.
+        num_shards: number of shards of each layer.
+
+    Raises:
+        ConfigError: there is no such layer, or a width does not divide.
+    """
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ShardedModule)]
+    if not layers:
+        raise ConfigError(
+            f"num_shards={num_shards}: the model has no layers that can be cut into shards; mark "
+            "them in build_model with lockstep.nn.shard(model, plan), or leave num_shards at 1"
+        )
+    made: dict[int, list[nn.Parameter]] = {}
+    # Held while modules are cut: the id of a parameter that is gone may be another one's.
+    wholes = list(model.parameters())
+    for name, module in layers:
+        module.cut(num_shards, made, name)
+    del wholes
+    for name, module in model.named_modules():
+        for attribute in getattr(module, DIVIDED, ()):
+            value = getattr(module, attribute)
+            if value % num_shards:
+                raise ConfigError(
+                    f"num_shards={num_shards}: {name}.{attribute} is {value}, which does not "
+                    "divide into so many shards"
+                )
+            setattr(module, attribute, value // num_shards)
+    compute_in(model, Region(ShardAxis(num_shards)))
+
+
+def compute_in(model: nn.Module, region: Region) -> None:
+    """Have a cut model compute the shards of a region from now on."""
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            module.region = region
+
+
+def shards_of(model: nn.Module) -> dict[str, Shard]:
+    """What each parameter in shards is a part of, by its name in the cut model."""
+    shards: dict[str, Shard] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            dot = f"{prefix}." if prefix else ""
+            for key, shape in getattr(module, "whole_shapes", {}).items():
+                for number in range(module.num_shards):
+                    name = f"{dot}{key}_{number}"
+                    shards[name] = Shard(
+                        dot + key, number, module.cut_dims[key], shape, module.num_shards
+                    )
+    return shards
+
+
+def keep(model: nn.Module, own: Range) -> None:
+    """Free the parameters of all shards but some."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, shard in shards_of(model).items():
+        if not own.first <= shard.number < own.last:
+            let_go(parameters[name])
+
+
+def held_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank has, by name in the cut model.
+
+    Of a model that is not cut this is its `state_dict`.
+    """
+    shards = shards_of(model)
+    if not shards:
+        return dict(model.state_dict())
+    wholes = {shard.whole for shard in shards.values()}
+    tensors = {name: t for name, t in model.state_dict().items() if name not in wholes}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return tensors | {
+        name: parameters[name].detach() for name in shards if is_held(parameters[name])
+    }
+
+
+def load_held(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what `held_tensors` gave, or a `state_dict`, into the model."""
+    if not any(name in tensors for name in shards_of(model)):
+        model.load_state_dict(tensors)
+        return
+    own = held_tensors(model)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def joined_by_name(
+    tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by name, of tensors by their names in the cut model.
+
+    Args:
+        tensors: all shards of what is cut, and what is not.
+        shards: what each tensor in shards is a part of.
+    """
+    pieces: dict[str, dict[int, Tensor]] = {}
+    dims: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        shard = shards.get(name)
+        if shard is None:
+            yield name, tensor
+        else:
+            pieces.setdefault(shard.whole, {})[shard.number] = tensor
+            dims[shard.whole] = shard.dim
+    for whole, of_whole in pieces.items():
+        ordered = [of_whole[number] for number in sorted(of_whole)]
+        yield whole, torch.cat(ordered, dims[whole])
+
+
+def found(
+    tensors: Mapping[str, Tensor], name: str, shards: Mapping[str, Shard], prefix: str = ""
+) -> Tensor | None:
+    """The tensor of a name in the cut model: there by that name, or as a part of a whole one.
+
+    Args:
+        tensors: tensors by name, whole ones or shards.
+        name: name in the cut model.
+        shards: what each tensor in shards is a part of.
+        prefix: what names in `tensors` begin with.
+    """
+    if prefix + name in tensors:
+        return tensors[prefix + name]
+    shard = shards.get(name)
+    if shard is None or prefix + shard.whole not in tensors:
+        return None
+    own = split(shard.shape[shard.dim], shard.of)[shard.number]
+    return tensors[prefix + shard.whole].narrow(shard.dim, own.first, len(own))

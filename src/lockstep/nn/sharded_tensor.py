@@ -1,0 +1,184 @@
+"""A tensor whose features are cut into shards, for code that was written for whole tensors.
+
+Between a column and a row layer each shard is computed by itself. `ShardedTensor` takes any torch
+function, applies it to this rank's shards one after another, and gives the results as one again. So
+a model's own code between the two layers (activations, attention by heads, dropout) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import TaskError
+from lockstep.nn.regions import Region
+
+_RANDOM = frozenset(
+    getattr(F, name)
+    for name in (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
+        "feature_alpha_dropout", "rrelu", "gumbel_softmax", "scaled_dot_product_attention",
+    )
+) | frozenset(
+    getattr(torch, name)
+    for name in (
+        "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand_like", "randn_like",
+        "randint_like", "multinomial", "normal", "poisson", "rrelu", "native_dropout",
+    )
+)  # fmt: skip
+"""Functions that may draw random numbers."""
+
+
+class ShardedTensor:
+    """This rank's shards of a tensor.
+
+    It has the attributes and methods of a tensor: those of each shard. Attributes that are no
+    tensors, such as `shape`, are those of this rank's first shard.
+
+    Attributes:
+        parts: tensors of this rank's shards.
+        region: region that they are in.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], region: Region) -> None:
+        self.parts = list(parts)
+        self.region = region
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Apply a torch function to each shard of this rank.
+
+        Raises:
+            TaskError: it draws random numbers that would depend on the rank, or gives shards
+                results that are no tensors and not the same.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+        region = next(leaf.region for leaf in leaves if isinstance(leaf, ShardedTensor))
+        own = next(leaf for leaf in leaves if isinstance(leaf, ShardedTensor))
+        instead = own._instead(func)
+        if instead is not None:
+            return instead(*args, **(kwargs or {}))
+        # What is replicated and enters here has a part of its gradient from every shard.
+        leaves = [_entering(leaf, region) for leaf in leaves]
+
+        def compute(place: int) -> Any:
+            own = [leaf[place] if type(leaf) is _Each else leaf for leaf in leaves]
+            inner_args, inner_kwargs = pytree.tree_unflatten(own, spec)
+            return func(*inner_args, **inner_kwargs)
+
+        draws = func in _RANDOM
+        before = None if draws else torch.default_generator.get_state()
+        results = region.each(compute, draws)
+        if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+            raise TaskError(
+                f"{_name(func)}: draws random numbers for features that are cut into shards "
+                "(num_shards), other ones on each rank; use torch.nn.functional.dropout, or draw "
+                "before the layer that cuts"
+            )
+        return own._merged(func, results)
+
+    def _instead(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """What is to be called instead of a function that needs all shards at once, if any."""
+        return None
+
+    def _like(self, func: Callable[..., Any], parts: Sequence[Tensor]) -> ShardedTensor:
+        """The result of a function of this tensor."""
+        return ShardedTensor(parts, self.region)
+
+    def _merged(self, func: Callable[..., Any], results: Sequence[Any]) -> Any:
+        _, spec = pytree.tree_flatten(results[0])
+        columns = list(zip(*(pytree.tree_flatten(r)[0] for r in results), strict=True))
+        merged: list[Any] = []
+        for column in columns:
+            if isinstance(column[0], Tensor):
+                merged.append(self._like(func, column))
+            elif any(value != column[0] for value in column):
+                raise TaskError(
+                    f"{_name(func)}: gives {column[0]!r} for one shard of features and "
+                    f"{next(v for v in column if v != column[0])!r} for another (num_shards)"
+                )
+            else:
+                merged.append(column[0])
+        return pytree.tree_unflatten(merged, spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        member = getattr(Tensor, name)
+        if callable(member):
+            return lambda *args, **kwargs: self.__torch_function__(
+                member, (ShardedTensor,), (self, *args), kwargs
+            )
+        value = getattr(self.parts[0], name)
+        if isinstance(value, Tensor):
+            return self._like(member, [getattr(part, name) for part in self.parts])
+        return value
+
+    def __repr__(self) -> str:
+        """The shapes of the shards."""
+        shapes = ", ".join(str(tuple(part.shape)) for part in self.parts)
+        return f"ShardedTensor({shapes})"
+
+    def __len__(self) -> int:
+        """Size of the first dimension."""
+        return len(self.parts[0])
+
+    def __bool__(self) -> bool:
+        """Refuse: shards may differ.
+
+        Raises:
+            TaskError: always.
+        """
+        raise TaskError(
+            "a condition depends on a tensor whose features are cut into shards (num_shards); use "
+            "torch.where, or decide before the layer that cuts"
+        )
+
+
+class _Each(list[Tensor]):
+    """What each shard gets in place of one argument."""
+
+
+def _entering(leaf: Any, region: Region) -> Any:
+    if isinstance(leaf, ShardedTensor):
+        if leaf.region is not region:
+            raise TaskError("tensors that are cut into shards by two models were mixed")
+        return _Each(leaf.parts)
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        return _Each(region.spread(leaf))
+    return leaf
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function = getattr(Tensor, name)
+
+    def operate(self: ShardedTensor, *args: Any) -> Any:
+        return ShardedTensor.__torch_function__(function, (ShardedTensor,), (self, *args))
+
+    operate.__name__ = name
+    return operate
+
+
+for _op in (
+    "__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__", "__rmul__",
+    "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__mod__",
+    "__floordiv__", "__matmul__", "__rmatmul__", "__neg__", "__abs__", "__invert__", "__and__",
+    "__or__", "__xor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
+    "__getitem__",
+):  # fmt: skip
+    setattr(ShardedTensor, _op, _operator(_op))
