@@ -29,10 +29,11 @@ NO_OUTCOME = {
     "hang_timeout_s",
     "log_every",
     "min_ranks",
+    "mesh.tp",
     "tensorboard",
     "bucket_bytes",
 }
-BASE = TrainConfig(optimizer={"momentum": 0.9})  # type: ignore[arg-type]
+BASE = TrainConfig(optimizer={"momentum": 0.9}, num_shards=2)  # type: ignore[arg-type]
 
 
 class Depth(Section):

@@ -1,17 +1,40 @@
-"""Every microbatch has one rank, whatever the numbers of both."""
+"""Every microbatch has one replica and every shard a holder, whatever the numbers of ranks."""
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.parallel.mesh import Mesh
+from lockstep.parallel.mesh import NEW, Mesh, rearranged
+
+SIZES = st.integers(1, 64)
 
 
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_microbatches_are_dealt_out_once_and_in_order(num_microbatches, size):
-    mesh = Mesh(num_microbatches, size)
+@given(SIZES, SIZES, st.integers(1, 8))
+def test_microbatches_are_dealt_out_once_and_in_order(num_microbatches, size, tp):
+    assume(size >= tp)
+    mesh = Mesh.of(num_microbatches, size, tp)
     ranges = mesh.microbatches
     assert len(ranges) == size
-    assert [i for r in ranges for i in range(*r)] == list(range(num_microbatches))
-    lengths = [len(r) for r in ranges]
+    for column in range(tp):
+        of_column = [ranges[rank] for rank in mesh.members(column)]
+        assert [i for r in of_column for i in range(*r)] == list(range(num_microbatches))
+    lengths = [len(ranges[rank]) for replica in mesh.replicas for rank in replica]
     assert max(lengths) - min(lengths) <= 1
-    assert mesh.num_spares == sum(n == 0 for n in lengths)
+    assert mesh.num_spares == sum(len(r) == 0 for r in ranges)
+    for replica in mesh.replicas:
+        assert len({ranges[rank] for rank in replica}) == 1
+        assert [mesh.columns[rank] for rank in replica] == list(range(tp))
+
+
+@given(st.lists(st.integers(NEW, 3), min_size=4, max_size=24))
+def test_after_a_loss_few_ranks_change_their_column(kept):
+    assume(set(range(4)) <= set(kept))
+    columns = rearranged(kept, 4)
+    counts = [columns.count(column) for column in range(4)]
+    assert max(counts) - min(counts) <= 1  # so no replica more could be complete
+    moved = [old for old, new in zip(kept, columns, strict=True) if old not in (NEW, new)]
+    for column in range(4):  # only where there were more than enough
+        assert moved.count(column) <= max(0, kept.count(column) - min(counts))
+    assert all(new in range(4) for new in columns)
+    # Of each column somebody stays, who has what those that come need.
+    for column in range(4):
+        assert any(old == new == column for old, new in zip(kept, columns, strict=True))

@@ -5,12 +5,12 @@ import struct
 import pytest
 import torch
 from sums import wild
-from thread_transport import ThreadTransport, on_ranks
+from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
 from lockstep.parallel.arena import BLOCK
 from lockstep.parallel.layout import Range, split
-from lockstep.parallel.norm import block_norms, global_norm, sharded_global_norm
+from lockstep.parallel.norm import block_norms, combined, global_norm, sharded_block_norms
 
 
 def segments(seed: int) -> list[Tensor]:
@@ -44,7 +44,7 @@ def sharded(whole: list[Tensor], size: int) -> list[float]:
             own = slice(*parts[transport.rank])
             mine.append(torch.full_like(segment, torch.nan))
             mine[-1][own] = segment[own]
-        return sharded_global_norm(transport, mine, slices)
+        return combined(sharded_block_norms(transport, mine, slices))
 
     return on_ranks(size, body)
 

@@ -17,7 +17,7 @@ from sums import (
     tree_sum,
     wild_leaves,
 )
-from thread_transport import ThreadTransport, on_ranks
+from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_transport import ThreadTransport, on_ranks
+from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
@@ -218,7 +218,7 @@ def test_a_task_state_that_one_rank_alone_cannot_give_is_an_error_on_all(step: i
         def go() -> None:
             parts = assemble(task, config(sharded=False), runtime)
             failing.now = transport.rank == 1
-            check_replicas(transport, parts.model, {}, parts.task_state, step)
+            check_replicas(parts.places, parts.model, {}, parts.task_state, step)
 
         with pytest.raises(TaskError, match=r"Failing\.state_dict: raised an exc") as caught:
             go()

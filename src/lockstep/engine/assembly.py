@@ -18,6 +18,7 @@ from lockstep.data.batch_source import BatchSource
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.cut_model import check_cut_model
 from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.evaluation import Evaluation
@@ -125,6 +126,13 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         state.unsaved |= {
             n: b for n, b in model.named_buffers(remove_duplicate=False) if n not in saved
         }
+    if shards:
+        whole = everywhere(transport, lambda: build_model(task, config, runtime.device))
+        everywhere(
+            transport,
+            lambda: check_cut_model(whole, model, compute, config, loader, runtime.device),
+        )
+        del whole
     places = Places(config, runtime, model)
     if places.is_split and not transport.is_newcomer:  # who joins has no place yet
         places.arrange()

@@ -16,6 +16,7 @@ from lockstep.engine.recovery.positions import NOWHERE, find_origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Loss, Task
+from lockstep.parallel.mesh import NEW
 
 
 class Classify(Task):
@@ -102,14 +103,14 @@ class Gathered(LocalTransport):
 
 
 def test_newcomers_are_compared_with_ranks_that_have_trained() -> None:
-    names = ("former", "member", "num_members", "row", "facts")
+    names = ("former", "member", "num_members", "column", "row", "facts")
     ranks = [
-        (1, 1, 3, {}, {"data": "a", "loss": "b"}),
-        (2, 2, 3, {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "c"}),
-        (NOWHERE, NOWHERE, 0, {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, NOWHERE, 0, {}, {"loss": "c"}),
+        (1, 1, 3, 0, {}, {"data": "a", "loss": "b"}),
+        (2, 2, 3, 0, {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, NOWHERE, 0, NEW, {}, {"data": "a", "loss": "c"}),
+        (NOWHERE, NOWHERE, 0, NEW, {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, NOWHERE, 0, NEW, {}, {"loss": "c"}),
     ]
     rows = [dict(zip(names, rank, strict=True)) for rank in ranks]
-    origin = find_origin(Gathered(rows), 1, 1, 3, {}, {})
+    origin = find_origin(Gathered(rows), 1, 1, 3, 0, {}, {})
     assert origin.strangers == {2: ["loss"], 4: ["data", "loss"]}

@@ -1,0 +1,75 @@
+"""Whether a model in shards computes what the whole model does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import TrainConfig
+from lockstep.data.batch_source import BatchSource
+from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.task import Loss
+from lockstep.errors import TaskError
+
+_TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+"""Relative difference that rounding may make, by `precision.dtype`."""
+_FEW = 0.05
+"""Part of a metric's weight by which it may differ: a rounding may flip what is counted."""
+
+
+def check_cut_model(
+    whole: nn.Module,
+    model: nn.Module,
+    compute: Compute,
+    config: TrainConfig,
+    loader: BatchSource,
+    device: torch.device,
+) -> None:
+    """Compare loss and metrics of the first microbatch in evaluation mode; talks to nobody.
+
+    What needs all features at once, such as a softmax over them, is wrong in a region in which each
+    shard is computed by itself, and nothing else would notice.
+
+    Args:
+        whole: the model before it was cut.
+        model: model in shards, all of which this process has.
+        compute: loss of the task, of `model`.
+        config: config of the run.
+        loader: loader of the training samples.
+        device: device that both models are on.
+
+    Raises:
+        TaskError: they differ by more than rounding.
+    """
+    there = _values(whole, Compute(compute.task, whole, config, device), loader)
+    here = _values(model, compute, loader)
+    tolerance = _TOLERANCE[config.precision.dtype]
+    for name, (expected, weight) in there.items():
+        found = here[name][0]
+        allowed = tolerance * abs(expected) + (0.0 if name == "loss" else _FEW * abs(weight))
+        if not math.isclose(found, expected, rel_tol=tolerance, abs_tol=allowed + tolerance):
+            raise TaskError(
+                f"num_shards={config.num_shards}: the sum of the {name} of the first microbatch is "
+                f"{found:.6g} in shards and {expected:.6g} of the whole model: something between a "
+                "layer that cuts features and the one that sums them needs all features at once, "
+                "such as a softmax, a norm or a mean over them; leave these layers out of the plan"
+            )
+
+
+def _values(
+    model: nn.Module, compute: Compute, loader: BatchSource
+) -> dict[str, tuple[float, float]]:
+    model.eval()
+    try:
+        loss: Loss = compute.forward(0, 0, loader.microbatch(0, 0))
+    finally:
+        model.train()
+    pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
+    return {name: (_number(total), _number(weight)) for name, (total, weight) in pairs.items()}
+
+
+def _number(value: Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)

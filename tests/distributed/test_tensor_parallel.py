@@ -1,0 +1,153 @@
+"""A model in shards on several ranks: the bits of one process, through kills, failures, resumes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import result, run
+
+from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.observe import read_events
+
+TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Language"
+CONFIG = (
+    "num_shards=4", "batch_size=16", "num_microbatches=8", "steps=8", "clip_norm=1.0", "lr=0.01",
+    "eval_every=3", "log_every=1", "checkpoint.every=4", "digest_every=2",
+)  # fmt: skip
+
+
+@pytest.fixture
+def train(lockstep):
+    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), cut=CONFIG):
+        return lockstep(
+            "train", TASK, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
+            *cut, *overrides, timeout=120, **to_env(faults, run_dir.with_suffix(".faults")),
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The result of one process that computes all shards."""
+    folder = tmp_path_factory.mktemp("reference")
+    ended = run(
+        [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"], folder
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return result(folder / "run")
+
+
+def same(run_dir, reference):
+    there = result(run_dir)
+    assert there["params_sha256"] == reference["params_sha256"]
+    assert there["metrics"] == reference["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks", "tp"),
+    [
+        ("mpi", 3, 3),
+        ("local", 5, 2),
+        pytest.param("torchrun", 4, 2, marks=pytest.mark.slow),
+        pytest.param("mpi", 8, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_gives_the_bits_of_one_process(
+    train, reference, tmp_path, launcher, num_ranks, tp
+):
+    ended = train(tmp_path / "run", num_ranks, f"mesh.tp={tp}", launcher=launcher)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+    assert ("1 fill none and are spares" in ended.stdout) == (num_ranks == 5)
+
+
+def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(run_dir, 4, "mesh.tp=2", "stop_at_step=3").returncode == 0
+    more = ("resume", run_dir, "--launcher", "local")
+    ended = lockstep(*more, "-n", 3, "mesh.tp=3", "stop_at_step=6")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert lockstep(*more, "-n", 1, "mesh.tp=1").returncode == 0
+    same(run_dir, reference)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "faults", "lost"),
+    [
+        ("mpi", [(2, 2, "shards_forward"), (0, 5, "committed")], 2),
+        ("local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2),
+        pytest.param("local", [(3, 2, "optimizer"), (1, 2, "catch_up")], 2, marks=pytest.mark.slow),
+        pytest.param("mpi", [(1, 4, "checkpoint"), (5, 6, "evaluate")], 1, marks=pytest.mark.slow),
+    ],
+)
+def test_survivors_go_on_where_each_shard_has_a_holder(
+    train, reference, tmp_path, launcher, faults, lost
+):
+    planned = [PlannedFault(*fault) for fault in faults]
+    ended = train(tmp_path / "run", 6, "mesh.tp=2", launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    assert sum(row["event"] == "RankLost" for row in rows) == lost
+
+
+def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
+    planned = [PlannedFault(1, 6, "compute"), PlannedFault(3, 6, "compute")]
+    ended = train(tmp_path / "run", 4, "mesh.tp=2", faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "all ranks that held shards 2 to 3 of the model have died" in ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+def test_an_exception_on_one_rank_is_one_on_all(train, reference, tmp_path, launcher):
+    planned = [PlannedFault(1, 3, "shards_forward", "raise")]
+    ended = train(tmp_path / "run", 4, "mesh.tp=2", launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 3 is done again: rank 1 raised an exception" in ended.stdout
+    same(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("mesh.tp=8",), "mesh.tp=8 is more than num_shards=4"),
+        (("mesh.tp=3",), "mesh.tp=3: a replica needs as many ranks, and world size is 2"),
+        (("num_shards=3",), "num_shards=3: blocks.0.attention.q has 16 features"),
+        (("mesh.tp=2", "optimizer.sharded=true"), "optimizer.sharded=True: is for replicas of one"),
+    ],
+)
+def test_impossible_meshes(train, tmp_path, overrides, words):
+    ended = train(tmp_path / "run", 2, *overrides)
+    assert ended.returncode == 2
+    assert words in ended.stderr + ended.stdout
+    assert "Traceback" not in ended.stderr + ended.stdout
+
+
+def test_a_plan_that_changes_what_the_model_computes(lockstep, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import torch, lockstep as ls\n"
+        "from torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 2)\n"
+        "    def forward(self, x):\n"
+        "        return self.down(self.up(x).softmax(-1))\n"
+        "class Wrong(ls.Task):\n"
+        "    def build_model(self):\n"
+        "        return ls.nn.shard(Net(), {'up': 'column', 'down': 'row'})\n"
+        "    def dataset(self, split):\n"
+        "        x = torch.linspace(-1, 1, 128).view(32, 4)\n"
+        "        return torch.utils.data.TensorDataset(x) if split == 'train' else None\n"
+        "    def loss(self, model, batch):\n"
+        "        return ls.Loss(model(batch[0]).square().sum(), len(batch[0]))\n"
+    )
+    target = f"{script}:Wrong"
+    ended = lockstep("train", target, "num_shards=2", "batch_size=8", "steps=2")
+    assert ended.returncode == 2
+    assert "the sum of the loss of the first microbatch is" in ended.stderr
+    assert "needs all features at once" in ended.stderr
+    assert lockstep("train", target, "batch_size=8", "steps=2", "--run-dir", "w").returncode == 0

@@ -1,0 +1,91 @@
+"""A transformer as users write them, with no thought of shards, and its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lockstep as ls
+
+TOKENS = 11
+PLAN: dict[str, Any] = {
+    "*.attention.[qkv]": ls.nn.Heads(divide=["num_heads"]),
+    "*.attention.out": "row",
+    "*.up": "column",
+    "*.down": "row",
+    "embedding": "vocabulary",
+    "head": "vocabulary",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.num_heads, self.head_width = num_heads, width // num_heads
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Any:
+        shape = (*x.shape[:-1], self.num_heads, self.head_width)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads, dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        hidden = self.dropout(F.gelu(self.up(self.norm2(x))))
+        y: Tensor = x + self.dropout(self.down(hidden))
+        return y
+
+
+class Transformer(nn.Module):
+    """Its embedding is its output layer too."""
+
+    def __init__(self, dropout: float = 0.1, width: int = 16, num_heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(2))
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Language(ls.Task):
+    """Next tokens of random sentences."""
+
+    def build_model(self) -> nn.Module:
+        return ls.nn.shard(Transformer(), PLAN)
+
+    def dataset(self, split: str) -> Any:
+        if split == "test":
+            return None
+        tokens = torch.randint(0, TOKENS, (60, 7), generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.TensorDataset(tokens[:48] if split == "train" else tokens[48:])
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        (tokens,) = batch
+        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        return ls.Loss(
+            F.cross_entropy(logits, targets, reduction="sum"),
+            len(targets),
+            {"accuracy": ((logits.argmax(-1) == targets).sum(), len(targets))},
+        )
