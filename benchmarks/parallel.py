@@ -1,0 +1,102 @@
+"""Layers in shards, beside torch's own tensor parallelism; writes `docs/benchmarks/parallel.md`.
+
+`--quick` shows that everything runs, and prints instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+
+from page import Section, duration, page, ratio
+from processes import Program, Result, Spread, alternate
+from run import DOCS, machine
+
+LAYERS, PEER = "sharded_layers.py", "peers/dtensor_layers.py"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    args = parser.parse_args()
+    facts = machine(("torch", "mpi4py"))
+    facts["command"] = f"`{shlex.join(['python', 'benchmarks/parallel.py', *sys.argv[1:]])}`"
+    rounds = 1 if args.quick else 7
+    sections = [shards_on_one_rank(args.quick, rounds), two_ranks(args.quick, rounds)]
+    text = page("Layers in shards", "parallel", facts, sections)
+    if args.quick:
+        print(text)
+        return
+    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
+    (DOCS / "parallel.md").write_text(text, encoding="utf-8")
+    (DOCS / "parallel.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+def shards_on_one_rank(quick: bool, rounds: int) -> Section:
+    """What invariance costs where one rank computes all shards."""
+    width = "128" if quick else "1024"
+    size = ("--model", "block", "--width", width, "--rows", "512")
+    programs = [Program(f"{n} shards", LAYERS, (*size, "--shards", str(n))) for n in (1, 2, 4, 8)]
+    results = alternate(programs, rounds)
+    section = Section(
+        "The cost of shards on one rank",
+        f"A block of a transformer, width {width}, 16 heads, 512 tokens, float32, forward and "
+        "backward. One rank computes all shards one after another; `1 shards` is the model as it "
+        "was written.",
+        ("", "time", "time / that of 1 shard"),
+        raw=dict(results),
+    )
+    base = times(results["1 shards"])
+    for name, found in results.items():
+        slower = Spread.of_ratios(times(found), base)
+        section.rows.append((name, duration(Spread.of(times(found))), ratio(slower)))
+        if name == "4 shards":
+            section.at_most("4 shards cost < 5 %", ratio(slower), slower.median < 1.05)
+    return section
+
+
+def two_ranks(quick: bool, rounds: int) -> Section:
+    """Two ranks that share two layers, beside one rank and beside DTensor."""
+    size = ("--width", "256" if quick else "4096", "--rows", "256")
+    shards = (*size, "--shards", "4")
+    programs = [
+        Program("one rank, whole", LAYERS, size),
+        Program("one rank, 4 shards", LAYERS, shards),
+        Program("two ranks, MPI", LAYERS, shards, "mpirun", 2),
+        Program("two ranks, gloo", LAYERS, shards, "torchrun", 2),
+        Program("DTensor, one rank", PEER, size, "torchrun", 1),
+        Program("DTensor, two ranks (gloo)", PEER, size, "torchrun", 2),
+    ]
+    results = alternate(programs, rounds)
+    section = Section(
+        "Two ranks share two layers",
+        f"Two dense layers of {size[1]}² with GELU between, batch 256, float32, forward and "
+        "backward. `bits` is a SHA-256 of output and input gradient: it is to be the same on one "
+        "rank and on two.",
+        ("", "time", "one rank, whole / this", "bits"),
+        raw=dict(results),
+    )
+    base = times(results["one rank, whole"])
+    for name, found in results.items():
+        faster = Spread.of_ratios(base, times(found))
+        digests = sorted({r["digest"] for r in found})
+        row = (name, duration(Spread.of(times(found))), ratio(faster), ", ".join(digests))
+        section.rows.append(row)
+    ours, theirs = times(results["two ranks, MPI"]), times(results["DTensor, two ranks (gloo)"])
+    section.at_least("two ranks over one", Spread.of_ratios(base, ours), 1.7)
+    section.at_least("DTensor / Lockstep, on MPI", Spread.of_ratios(theirs, ours), 1.0)
+    gloo = times(results["two ranks, gloo"])
+    section.at_least("DTensor / Lockstep, both on gloo", Spread.of_ratios(theirs, gloo), 1.0)
+    return section
+
+
+def times(results: list[Result]) -> list[float]:
+    """The median of each round, in seconds."""
+    return [statistics.median(result["seconds"]) for result in results]
+
+
+if __name__ == "__main__":
+    main()
