@@ -11,7 +11,10 @@ import pytest
 import lockstep as ls
 
 SLOW = {"torch", "numpy", "pydantic", "yaml", "mpi4py", "safetensors"}
-SCIENCE = {"lockstep.quantum", "lockstep.recipes.ufs", "lockstep.recipes.quantum"}
+SCIENCE = {
+    "lockstep.quantum", "lockstep.sketch", "lockstep.recipes.ufs", "lockstep.recipes.quantum",
+    "lockstep.recipes.sketched",
+}  # fmt: skip
 COMMAND = """
 import sys
 sys.argv = ["lockstep", *sys.argv[1:]]
@@ -65,7 +68,7 @@ def test_commands_of_recipes_are_imported_when_asked_for(
 def test_a_rank_imports_the_recipe_it_trains_only(tmp_path: Path) -> None:
     modules = imported(tmp_path, COMMAND, "train", "digits", "steps=1", "--run-dir", "r")
     assert "lockstep.recipes.digits" in modules
-    others = ("lockstep.quantum", "lockstep.recipes.ufs", "lockstep.recipes.quantum", "qiskit")
+    others = (*SCIENCE, "qiskit")
     assert not [name for name in modules if name.startswith(others)]
     unasked = ("verify", "chaos", "slurm", "doctor", "evaluate", "export")
     assert not [

@@ -14,7 +14,7 @@ from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_inte
 from lockstep.launchers.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
-    from lockstep import hooks, quantum
+    from lockstep import hooks, quantum, sketch
     from lockstep.config import (
         CheckpointConfig,
         ConvergenceConfig,
@@ -67,6 +67,7 @@ __all__ = [
     "main",
     "numpy_generator",
     "quantum",
+    "sketch",
     "train",
 ]
 
