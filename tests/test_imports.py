@@ -50,12 +50,20 @@ def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
     [
         [], ["--help"], ["--version"], ["recipes"], ["train", "-h"], ["doctor", "--help"],
         ["quantum"], ["quantum", "predict", "-h"], ["data", "ufs-synthetic", "-h"],
+        ["sketch", "-h"],
     ],
 )  # fmt: skip
 def test_asking_for_help_imports_nothing_slow(tmp_path: Path, arguments: list[str]) -> None:
     modules = imported(tmp_path, COMMAND, *arguments)
     assert "lockstep.cli" in modules
-    assert not modules & {"torch", "numpy", "mpi4py", "safetensors", "lockstep.quantum"}
+    assert not modules & {
+        "torch",
+        "numpy",
+        "mpi4py",
+        "safetensors",
+        "lockstep.quantum",
+        "lockstep.sketch",
+    }
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "-h"]])

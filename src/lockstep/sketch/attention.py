@@ -84,8 +84,8 @@ class RandomFeatureAttention(Sketched):
         self.num_features, self.orthogonal = num_features, orthogonal
         self.kernel: Kernel = kernel
         self.causal, self.chunk = causal, chunk
-        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias, device, dtype)
-        self.out = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
+        self.qkv: nn.Module = nn.Linear(embed_dim, 3 * embed_dim, bias, device, dtype)
+        self.out: nn.Module = nn.Linear(embed_dim, embed_dim, bias, device, dtype)
         self.keep_key(seed, layer, device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ class RandomFeatureAttention(Sketched):
             norms = drawn.norm(dim=-1, keepdim=True)
             blocks = torch.split(drawn, self.head_dim, 1)
             drawn = torch.cat([_orthogonal(block) for block in blocks], 1) * norms
-        weight = self.qkv.weight
-        return {"projections": drawn.to(weight.device, weight.dtype)}
+        like = next(self.parameters())  # `qkv` may have been sketched itself
+        return {"projections": drawn.to(like.device, like.dtype)}
 
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""

@@ -17,6 +17,9 @@ from lockstep.errors import ConfigError
 from lockstep.sketch.convert import Dense, put, sketched
 from lockstep.sketch.fits import Method
 
+_LEAST_S = 0.02
+"""Seconds for which short passes are repeated."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -71,7 +74,7 @@ def measure(
         num_terms: values of L to try with each.
         method: see `SKLinear.from_dense`.
         seed: seed of the signs.
-        repeats: passes, of which the fastest counts.
+        repeats: least number of passes, of which the fastest counts.
         name: what errors call the layer.
 
     Raises:
@@ -206,12 +209,16 @@ def _gain(one: Candidate, two: Candidate) -> float:
 
 
 def _seconds(layer: nn.Module, sample: Tensor, repeats: int) -> float:
-    """The fastest of some forward and backward passes, after one that does not count."""
+    """The fastest of some forward and backward passes, after one that does not count.
+
+    Short ones are repeated for `_LEAST_S`, since a single one may meet with anything.
+    """
     sample = sample.detach().clone().requires_grad_()
     parameters = list(layer.parameters())
     grad = torch.ones_like(layer(sample))
-    times = []
-    for _ in range(repeats + 1):
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) <= repeats or time.perf_counter() - begun < _LEAST_S:
         _synchronise(sample)
         started = time.perf_counter()
         torch.autograd.grad(layer(sample), [sample, *parameters], grad)
