@@ -90,6 +90,8 @@ def test_measured_errors_are_those_of_the_layers():
     ]  # fmt: skip
     assert found[0].parameters == 64 * 48 + 48
     assert found[1].parameters == 4 * (64 + 48) + 48
+    assert found[1].kept == 8 * (64 + 48) + 48  # U is made from the weight
+    assert measure(layer, x, [4], method="copy", repeats=1)[1].kept == found[1].parameters
     made = SKLinear.from_dense(layer, 4)
     with torch.no_grad():
         expected = (made(x) - layer(x)).norm() / (layer(x) - layer.bias).norm()
@@ -100,8 +102,8 @@ def test_measured_errors_are_those_of_the_layers():
 
 
 def ways(*rows):
-    dense = Candidate(0, 0, 0.0, 0.0, 1000, 1.0)
-    return [dense, *(Candidate(k, 1, error, error, n, t) for k, error, n, t in rows)]
+    dense = Candidate(0, 0, 0.0, 0.0, 1000, 1.0, 1000)
+    return [dense, *(Candidate(k, 1, error, error, n, t, 2 * n) for k, error, n, t in rows)]
 
 
 def test_the_fastest_way_that_is_accurate_enough_is_chosen():

@@ -89,6 +89,16 @@ def test_autocast_and_half_precision_work(sketch):
     torch.testing.assert_close(half(x.bfloat16()).float(), exact, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(("sketch", "packed"), KINDS)
+def test_it_can_be_exported_for_any_batch_size(sketch, packed):
+    own = layer(sketch=sketch, packed=packed, dtype=torch.float32)
+    with torch.no_grad():
+        batch = torch.export.Dim("batch")
+        exported = torch.export.export(own, (torch.randn(3, 37),), dynamic_shapes=({0: batch},))
+        x = torch.randn(7, 37)
+        torch.testing.assert_close(exported.module()(x), own(x))
+
+
 @pytest.mark.parametrize("sketch", ["signs", "fold"])
 def test_outputs_vary_at_the_start_as_those_of_a_dense_layer(sketch):
     x = torch.randn(64, 300)

@@ -54,7 +54,7 @@ def into_sketch(x: Tensor, U: Tensor, rank: int, first: int = 0) -> Tensor:
         return x @ U.t()
     before = first % rank
     padded = F.pad(x * U, (before, -(before + len(U)) % rank))
-    return padded.view(len(x), -1, rank).sum(1)
+    return padded.view(x.shape[0], -1, rank).sum(1)
 
 
 def out_of_sketch(h: Tensor, U: Tensor, first: int = 0) -> Tensor:

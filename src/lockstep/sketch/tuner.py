@@ -32,6 +32,7 @@ class Candidate:
         weight_error: relative error of the weight.
         parameters: numbers that are trained.
         seconds: of a forward and backward pass on the sample.
+        kept: numbers that a checkpoint keeps: the parameters, and a U that was made from data.
     """
 
     low_rank: int
@@ -40,6 +41,7 @@ class Candidate:
     weight_error: float
     parameters: int
     seconds: float
+    kept: int
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def measure(
         without = exact if layer.bias is None else exact - _spread(layer.bias, layer)
     weight = layer.weight.detach()
     found = [
-        Candidate(0, 0, 0.0, 0.0, _parameters(layer), _seconds(layer, sample, repeats)),
+        Candidate(0, 0, 0.0, 0.0, *_costs(layer, sample, repeats)),
     ]
     most = max(weight[0].numel(), len(weight))
     for terms in num_terms:
@@ -95,8 +97,8 @@ def measure(
             with torch.no_grad():
                 error = _ratio(made(sample) - exact, without)
                 weight_error = _ratio(made.weight() - weight, weight)
-            seconds = _seconds(made, sample, repeats)
-            found.append(Candidate(rank, terms, error, weight_error, _parameters(made), seconds))
+            costs = _costs(made, sample, repeats)
+            found.append(Candidate(rank, terms, error, weight_error, *costs))
     return found
 
 
@@ -208,13 +210,20 @@ def _gain(one: Candidate, two: Candidate) -> float:
     return (one.error**2 - two.error**2) / (two.parameters - one.parameters)
 
 
+def _costs(layer: nn.Module, sample: Tensor, repeats: int) -> tuple[int, float, int]:
+    """Parameters, seconds, and numbers that a checkpoint keeps."""
+    parameters = sum(p.numel() for p in layer.parameters())
+    kept = sum(t.numel() for t in layer.state_dict().values() if t.is_floating_point())
+    return parameters, _seconds(layer, sample, repeats), kept
+
+
 def _seconds(layer: nn.Module, sample: Tensor, repeats: int) -> float:
     """The fastest of some forward and backward passes, after one that does not count.
 
     Short ones are repeated for `_LEAST_S`, since a single one may meet with anything.
     """
     sample = sample.detach().clone().requires_grad_()
-    parameters = list(layer.parameters())
+    parameters = [p for p in layer.parameters() if p.requires_grad]
     grad = torch.ones_like(layer(sample))
     times: list[float] = []
     begun = time.perf_counter()
@@ -239,7 +248,3 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
 
 def _spread(bias: Tensor, layer: Dense) -> Tensor:
     return bias[:, None, None] if isinstance(layer, nn.Conv2d) else bias
-
-
-def _parameters(layer: nn.Module) -> int:
-    return sum(p.numel() for p in layer.parameters())

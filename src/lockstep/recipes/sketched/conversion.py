@@ -242,6 +242,7 @@ def _report(
                 **asdict(choice.chosen),
                 "dense_parameters": choice.dense.parameters,
                 "dense_seconds": choice.dense.seconds,
+                "dense_kept": choice.dense.kept,
                 "measured": [asdict(way) for way in measured[name]],
             }
             for name, choice in plan.items()

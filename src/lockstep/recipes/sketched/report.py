@@ -7,18 +7,23 @@ from typing import Any
 
 from lockstep.recipes.pictures import new_figure, save
 
-_HEADER = ("layer", "weight", "k", "L", "error", "parameters", "", "speed")
+_HEADER = ("layer", "weight", "k", "L", "error", "trained", "kept", "speed")
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """A line for each layer, one for all together, and the metrics before and after."""
+    """A line for each layer, one for all together, and the metrics before and after.
+
+    `trained` are parameters, `kept` is the part of the dense layer's numbers that a checkpoint has.
+    """
     rows = [_HEADER, *(_row(layer) for layer in report["layers"])]
     before = sum(layer["dense_parameters"] for layer in report["layers"])
     after = sum(layer["parameters"] for layer in report["layers"])
     seconds = [
         sum(layer[key] for layer in report["layers"]) for key in ("dense_seconds", "seconds")
     ]
-    total = ("together", "", "", "", "", f"{before:,} → {after:,}", f"{after / before:.0%}")
+    kept = [sum(layer[key] for layer in report["layers"]) for key in ("dense_kept", "kept")]
+    counts = (f"{before:,} → {after:,}", f"{kept[1] / kept[0]:.0%}")
+    total = ("together", "", "", "", "", *counts)
     rows.append((*total, f"{seconds[0] / seconds[1]:.2f}x"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines = [
@@ -46,7 +51,7 @@ def _row(layer: dict[str, Any]) -> tuple[str, ...]:
         str(layer["num_terms"]),
         f"{layer['error']:.3f}",
         counts,
-        f"{layer['parameters'] / layer['dense_parameters']:.0%}",
+        f"{layer['kept'] / layer['dense_kept']:.0%}",
         f"{layer['dense_seconds'] / layer['seconds']:.2f}x",
     )
 
