@@ -40,7 +40,12 @@ def test_the_page_is_up_to_date(tables: ModuleType) -> None:
 def test_no_section_and_no_recipe_is_left_out(tables: ModuleType) -> None:
     page = tables.PAGE.read_text(encoding="utf-8")
     subjects = re.findall(r"<!-- keys: (.+?) -->", page)
-    assert subjects == [f"core {name}".strip() for name in CORE] + ["digits", "ufs", "quantum"]
+    assert subjects == [f"core {name}".strip() for name in CORE] + [
+        "digits",
+        "ufs",
+        "sketched",
+        "quantum",
+    ]
     assert sorted(subjects[len(CORE) :]) == recipe_names()
 
 

@@ -11,7 +11,10 @@ import pytest
 import lockstep as ls
 
 SLOW = {"torch", "numpy", "pydantic", "yaml", "mpi4py", "safetensors"}
-SCIENCE = {"lockstep.quantum", "lockstep.recipes.ufs", "lockstep.recipes.quantum"}
+SCIENCE = {
+    "lockstep.quantum", "lockstep.sketch", "lockstep.recipes.ufs", "lockstep.recipes.quantum",
+    "lockstep.recipes.sketched",
+}  # fmt: skip
 COMMAND = """
 import sys
 sys.argv = ["lockstep", *sys.argv[1:]]
@@ -47,12 +50,20 @@ def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
     [
         [], ["--help"], ["--version"], ["recipes"], ["train", "-h"], ["doctor", "--help"],
         ["quantum"], ["quantum", "predict", "-h"], ["data", "ufs-synthetic", "-h"],
+        ["sketch", "-h"],
     ],
 )  # fmt: skip
 def test_asking_for_help_imports_nothing_slow(tmp_path: Path, arguments: list[str]) -> None:
     modules = imported(tmp_path, COMMAND, *arguments)
     assert "lockstep.cli" in modules
-    assert not modules & {"torch", "numpy", "mpi4py", "safetensors", "lockstep.quantum"}
+    assert not modules & {
+        "torch",
+        "numpy",
+        "mpi4py",
+        "safetensors",
+        "lockstep.quantum",
+        "lockstep.sketch",
+    }
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes"], ["train", "-h"]])
@@ -65,7 +76,7 @@ def test_commands_of_recipes_are_imported_when_asked_for(
 def test_a_rank_imports_the_recipe_it_trains_only(tmp_path: Path) -> None:
     modules = imported(tmp_path, COMMAND, "train", "digits", "steps=1", "--run-dir", "r")
     assert "lockstep.recipes.digits" in modules
-    others = ("lockstep.quantum", "lockstep.recipes.ufs", "lockstep.recipes.quantum", "qiskit")
+    others = (*SCIENCE, "qiskit")
     assert not [name for name in modules if name.startswith(others)]
     unasked = ("verify", "chaos", "slurm", "doctor", "evaluate", "export")
     assert not [

@@ -14,7 +14,7 @@ from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_inte
 from lockstep.launchers.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
-    from lockstep import hooks, nn, quantum
+    from lockstep import hooks, nn, quantum, sketch
     from lockstep.config import (
         CheckpointConfig,
         ConvergenceConfig,
@@ -70,6 +70,7 @@ __all__ = [
     "nn",
     "numpy_generator",
     "quantum",
+    "sketch",
     "train",
 ]
 

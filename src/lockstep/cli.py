@@ -10,7 +10,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.commands.groups import contributed, show_help, show_version
+from lockstep.commands.groups import (
+    contributed,
+    contributed_command,
+    show_help,
+    show_version,
+)
 from lockstep.commands.waiting import importing
 from lockstep.errors import LockstepError
 from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
@@ -21,9 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for _group in command_groups():
-    app.add_typer(contributed(_group))
-
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -299,6 +301,13 @@ def doctor(
         )
     console.print(command.render(checks))
     _exit(command.exit_code(checks))
+
+
+for _group in command_groups():
+    if _group.is_command:
+        app.command(_group.name, cls=contributed_command(_group), help=_group.summary)(lambda: None)
+    else:
+        app.add_typer(contributed(_group))
 
 
 def main() -> NoReturn:

@@ -15,7 +15,7 @@ import lockstep as ls
 COMMANDS = [
     "recipes", "config", "init", "train", "resume", "eval", "export", "verify", "chaos", "slurm",
     "doctor", "data", "data ufs-synthetic", "quantum", "quantum predict", "quantum draw",
-    "quantum export",
+    "quantum export", "sketch",
 ]  # fmt: skip
 
 

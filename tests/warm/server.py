@@ -27,7 +27,7 @@ _PRELOADED = (
     "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify",
     "lockstep.commands.chaos.command", "lockstep.commands.doctor.command",
     "lockstep.recipes.digits", "lockstep.recipes.quantum.commands", "lockstep.recipes.ufs.task",
-    "lockstep.recipes.ufs.cli",
+    "lockstep.recipes.ufs.cli", "lockstep.recipes.sketched.conversion",
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _FIRST_FREE_FD = 512

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep import __version__
 from lockstep.launchers.rank.early import ending_at_interrupt
@@ -28,6 +28,23 @@ def show_version(is_wanted: bool) -> None:
     if is_wanted:
         print(f"lockstep {__version__}")
         raise typer.Exit
+
+
+def contributed_command(group: CommandGroup) -> type[TyperCommand]:
+    """A command that is a recipe's own; its module is imported when it is parsed or called."""
+
+    class Contributed(TyperCommand):
+        @cached_property
+        def _imported(self) -> Any:
+            with ending_at_interrupt():
+                module = cast("HasCommands", importlib.import_module(group.module))
+            return typer.main.get_command(module.app)
+
+        # Click's initialiser assigns these, and they are not known before the import.
+        params = property(lambda self: self._imported.params, lambda _self, _value: None)
+        callback = property(lambda self: self._imported.callback, lambda _self, _value: None)
+
+    return Contributed
 
 
 def contributed(group: CommandGroup) -> typer.Typer:

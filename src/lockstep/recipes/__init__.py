@@ -27,11 +27,13 @@ class CommandGroup:
         name: the word after `lockstep`.
         summary: what they are for, in one line.
         module: keeps the protocol `lockstep.recipes.abilities.HasCommands`.
+        is_command: whether the word itself is the one subcommand that there is.
     """
 
     name: str
     summary: str
     module: str
+    is_command: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ _RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "digits": Recipe(
             "lockstep.recipes.digits:Digits",
             "Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN.",
+        ),
+        "sketched": Recipe(
+            "lockstep.recipes.sketched.task:Sketched",
+            "Handwritten digits with sketched layers: a perceptron or a transformer.",
+            CommandGroup(
+                "sketch",
+                "Convert a trained run's dense layers to sketched ones, and say what it costs.",
+                "lockstep.recipes.sketched.cli",
+                is_command=True,
+            ),
         ),
         "ufs": Recipe(
             "lockstep.recipes.ufs.task:Ufs",

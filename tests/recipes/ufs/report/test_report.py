@@ -13,8 +13,8 @@ import pytest
 from matplotlib.image import imread
 
 from lockstep.errors import ConfigError, DataError
+from lockstep.recipes.pictures import new_figure, save
 from lockstep.recipes.ufs.report.history import read_curves
-from lockstep.recipes.ufs.report.pictures import new_figure, save
 from lockstep.recipes.ufs.report.scores import inside, relative_error, score
 from lockstep.recipes.ufs.synthetic.truth import concentration, true_jacobian
 

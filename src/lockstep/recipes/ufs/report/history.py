@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.files import open_text
-from lockstep.recipes.ufs.report.pictures import new_figure, save
+from lockstep.recipes.pictures import new_figure, save
 from lockstep.recipes.ufs.report.scores import Score
 
 Floats = npt.NDArray[np.floating[Any]]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.recipes.pictures import new_figure, save
 from lockstep.recipes.ufs.fields.variables import VARIABLES
-from lockstep.recipes.ufs.report.pictures import new_figure, save
 from lockstep.recipes.ufs.report.scores import REGIONS, inside
 
 Floats = npt.NDArray[np.floating[Any]]

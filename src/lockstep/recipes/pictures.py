@@ -12,8 +12,14 @@ from lockstep.errors import ConfigError, DataError
 _DPI = 110
 
 
-def new_figure(width: float, height: float, title: str) -> Any:
+def new_figure(width: float, height: float, title: str, extra: str = "ufs") -> Any:
     """An empty figure of some inches.
+
+    Args:
+        width: width in inches.
+        height: height in inches.
+        title: title of the whole figure.
+        extra: extra of this package that brings matplotlib for the caller.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -21,7 +27,9 @@ def new_figure(width: float, height: float, title: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('pictures need matplotlib: pip install "lockstep-train[ufs]"') from error
+        raise ConfigError(
+            f'pictures need matplotlib: pip install "lockstep-train[{extra}]"'
+        ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title)
     return figure

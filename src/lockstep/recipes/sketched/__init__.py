@@ -1,0 +1,1 @@
+"""Sketched networks as a recipe."""
