@@ -27,6 +27,7 @@ from lockstep.nn.cutting import (
 from lockstep.nn.regions import Region
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
+from lockstep.sketch import SKLinear
 
 
 def pair(dropout: float = 0.0, num_shards: int = 4) -> tuple[nn.Module, nn.Module]:
@@ -206,8 +207,11 @@ def two_layers() -> nn.Module:
         ({"x.*": "column"}, "no module has such a name; there are 0, 1, 2, 3"),
         ({"0": "column"}, "the output of 0 is cut into shards, and no row layer"),
         ({"2": "row"}, "2 takes an input that is cut"),
-        ({"0": "columns", "2": "row"}, "'columns' is none of column, heads, row, vocabulary"),
-        ({"3": "column", "2": "row"}, "is a Conv1d; 'column' is for nn.Linear"),
+        (
+            {"0": "columns", "2": "row"},
+            "'columns' is none of column, heads, row, sketched, sketched_row, vocabulary",
+        ),
+        ({"3": "column", "2": "row"}, "is a Conv1d; 'column' is for Linear"),
         ({"0": "column", "[02]": "row"}, "is to be both 'column' and 'row'"),
         ({"0": Heads(["num_heads"]), "2": "row"}, "the model.num_heads is None, not a number"),
     ],
@@ -255,3 +259,58 @@ def test_a_sum_over_shards_is_along_the_tree_and_leaves_its_parts() -> None:
     assert torch.equal(axis.total(parts), expected)
     assert all(torch.equal(a, b) for a, b in zip(parts, before, strict=True))
     assert torch.equal(axis.maximum(parts), torch.stack(parts).amax(0))
+
+
+def sketched_chain(kind: Any) -> nn.Sequential:
+    torch.manual_seed(1)
+    keys: dict[str, Any] = {"seed": 3, "sketch": kind, "dtype": torch.float64}
+    return nn.Sequential(
+        SKLinear(8, 12, 2, 3, layer=0, **keys), nn.ReLU(), SKLinear(12, 8, 1, 4, layer=1, **keys),
+        nn.ReLU(), nn.Linear(8, 8, dtype=torch.float64), SKLinear(8, 3, 1, 2, layer=2, **keys),
+    )  # fmt: skip
+
+
+SKETCHED_PLAN = {"0": "sketched", "2": "sketched", "4": "row", "5": "sketched_row"}
+
+
+@pytest.mark.parametrize("kind", ["signs", "fold"])
+def test_sketched_layers_in_shards_compute_what_the_whole_ones_do(kind: str) -> None:
+    whole = sketched_chain(kind)
+    parts = shard(copy.deepcopy(whole), SKETCHED_PLAN)
+    cut(parts, 4)
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    outputs = [model(x) for model in (whole, parts)]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    (of_whole,) = torch.autograd.grad(outputs[0].square().sum(), x, retain_graph=True)
+    (of_parts,) = torch.autograd.grad(outputs[1].square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(of_parts, of_whole)
+    for output in outputs:
+        output.square().sum().backward()
+    gradients = {n: p.grad for n, p in parts.named_parameters() if p.grad is not None}
+    joined = dict(joined_by_name(gradients, shards_of(parts)))
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(joined[name], parameter.grad)
+    assert parts.state_dict().keys() == whole.state_dict().keys()
+
+
+def test_sketched_layers_give_the_same_bits_on_any_layout() -> None:
+    x = torch.randn(5, 8, dtype=torch.float64)
+    reference = shard(sketched_chain("signs"), SKETCHED_PLAN)
+    cut(reference, 4)
+    reference(x).square().sum().backward()
+    wanted = {n: p.grad for n, p in reference.named_parameters()}
+    start = {n: p.detach().clone() for n, p in reference.named_parameters()}
+
+    def body(transport: ThreadTransport) -> dict[str, Any]:
+        mine = copy.deepcopy(reference)
+        axis = ShardAxis(4, transport)
+        compute_in(mine, Region(axis))
+        mine.zero_grad()
+        keep(mine, axis.own)
+        mine(x).square().sum().backward()
+        return {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
+
+    for gradients in on_ranks(3, body):
+        assert len(gradients) < len(start)
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, wanted[name]), name

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.nn.layers import ColumnLinear, RowLinear
     from lockstep.nn.plan import Heads, shard
     from lockstep.nn.sharded_tensor import ShardedTensor
+    from lockstep.nn.sketched import SketchedColumn, SketchedRow
     from lockstep.nn.vocabulary import ShardedLogits, VocabularyEmbedding, VocabularyLinear
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "RowLinear",
     "ShardedLogits",
     "ShardedTensor",
+    "SketchedColumn",
+    "SketchedRow",
     "VocabularyEmbedding",
     "VocabularyLinear",
     "shard",
@@ -36,6 +39,8 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "RowLinear": "layers",
         "ShardedLogits": "vocabulary",
         "ShardedTensor": "sharded_tensor",
+        "SketchedColumn": "sketched",
+        "SketchedRow": "sketched",
         "VocabularyEmbedding": "vocabulary",
         "VocabularyLinear": "vocabulary",
         "shard": "plan",

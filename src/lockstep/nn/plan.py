@@ -12,8 +12,10 @@ from torch import nn
 
 from lockstep.errors import TaskError
 from lockstep.nn.layers import ColumnLinear, RowLinear, ShardedModule
+from lockstep.nn.sketched import SketchedColumn, SketchedRow
 from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
 from lockstep.parsing import shown
+from lockstep.sketch.linear import SKLinear
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -40,6 +42,8 @@ _KINDS: Mapping[tuple[type, str], type[ShardedModule]] = MappingProxyType(
         (nn.Linear, "row"): RowLinear,
         (nn.Linear, "vocabulary"): VocabularyLinear,
         (nn.Embedding, "vocabulary"): VocabularyEmbedding,
+        (SKLinear, "sketched"): SketchedColumn,
+        (SKLinear, "sketched_row"): SketchedRow,
     }
 )
 
@@ -60,7 +64,8 @@ def shard(model: _Model, plan: Mapping[str, str | Heads]) -> _Model:
         model: model with layers of torch; changed in place.
         plan: by glob pattern of module names, how layers are cut: `column` and `heads` by output
             features, `row` by input features, `vocabulary` by rows of an embedding or by classes
-            of an output layer.
+            of an output layer. A sketched layer (`lockstep.sketch.SKLinear`) is cut by input and
+            output features (`sketched`), or by input features alone (`sketched_row`).
 
     Returns:
         The model.
@@ -102,8 +107,7 @@ def _mark(module: nn.Module, name: str, kind: str) -> None:
             raise TaskError(f"shard: {name}: {shown(kind)} is none of {', '.join(words)}, Heads")
         kinds = sorted({k.__name__ for k, word in _KINDS if word == kind})
         raise TaskError(
-            f"shard: {name}: is a {type(module).__name__}; {kind!r} is for "
-            f"nn.{' and nn.'.join(kinds)}"
+            f"shard: {name}: is a {type(module).__name__}; {kind!r} is for {' and '.join(kinds)}"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         raise TaskError(f"shard: {name}: an embedding with max_norm or sparse cannot be cut")
@@ -129,8 +133,8 @@ def _check_regions(chosen: Mapping[str, str]) -> None:
     Raises:
         TaskError: naming the first layer for which it is not.
     """
-    rows = {name for name, kind in chosen.items() if kind == "row"}
-    columns = {name for name, kind in chosen.items() if kind in ("column", "heads")}
+    rows = {name for name, kind in chosen.items() if kind in ("row", "sketched_row")}
+    columns = {n for n, kind in chosen.items() if kind in ("column", "heads", "sketched")}
     for name in columns:
         if not any(_are_near(name, other) for other in rows):
             raise TaskError(
@@ -138,7 +142,8 @@ def _check_regions(chosen: Mapping[str, str]) -> None:
                 "them; name the layer that takes it as 'row'"
             )
     for name in rows:
-        if not any(_are_near(name, other) for other in columns):
+        # A sketched layer cuts what comes whole itself.
+        if chosen[name] == "row" and not any(_are_near(name, other) for other in columns):
             raise TaskError(
                 f"shard: {name} takes an input that is cut into shards, and no layer near it cuts "
                 "one; name the layer before it as 'column' or 'heads'"

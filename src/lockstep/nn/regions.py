@@ -81,6 +81,19 @@ class Region:
         joined: Tensor = _Join.apply(self, dim, tuple(widths), *parts)  # type: ignore[no-untyped-call]
         return joined
 
+    def slice(self, x: Tensor, widths: Sequence[int]) -> list[Tensor]:
+        """The parts of a replicated tensor's last dim for each shard of this rank.
+
+        Its gradient is put together from those of all shards.
+
+        Args:
+            x: [..., n].
+            widths: size of each shard's part, for all shards.
+        """
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return _sliced(x, widths, self.shards)
+        return list(_Slice.apply(self, tuple(widths), x))  # type: ignore[no-untyped-call]
+
     def sum(self, parts: Sequence[Tensor], moment: Moment) -> Tensor:
         """The sum over all shards, without a gradient; a collective."""
         self._at(moment)
@@ -141,24 +154,47 @@ class _Join(torch.autograd.Function):
         ctx: Any, region: Region, dim: int, widths: Sequence[int], *parts: Tensor
     ) -> Tensor:
         ctx.region, ctx.dim, ctx.widths = region, dim, widths
-        # Shards may differ in width, and what is exchanged has one shape: the widest shard's.
-        padded = []
-        for part in parts:
-            shape = list(part.shape)
-            shape[dim] = max(widths)
-            padded.append(part.new_zeros(shape))
-            padded[-1].narrow(dim, 0, part.shape[dim]).copy_(part)
         region._at("shards_forward")
-        everyone = region.axis.all(padded)
-        return torch.cat(
-            [part.narrow(dim, 0, width) for part, width in zip(everyone, widths, strict=True)], dim
-        )
+        return _joined(region, dim, widths, parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         pieces = gradient.split(ctx.widths, ctx.dim)  # type: ignore[no-untyped-call]
         return (None, None, None, *(pieces[shard].contiguous() for shard in ctx.region.shards))
+
+
+class _Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, region: Region, widths: Sequence[int], x: Tensor) -> tuple[Tensor, ...]:
+        ctx.region, ctx.widths = region, widths
+        return tuple(_sliced(x, widths, region.shards))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.region._at("shards_backward")
+        return None, None, _joined(ctx.region, -1, ctx.widths, gradients)
+
+
+def _sliced(x: Tensor, widths: Sequence[int], shards: range) -> list[Tensor]:
+    pieces = torch.split(x, list(widths), -1)
+    # Each of its own memory: strides may change which kernels run, and so what they round.
+    return [pieces[shard].clone(memory_format=torch.contiguous_format) for shard in shards]
+
+
+def _joined(region: Region, dim: int, widths: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+    # Shards may differ in width, and what is exchanged has one shape: the widest shard's.
+    padded = []
+    for part in parts:
+        shape = list(part.shape)
+        shape[dim] = max(widths)
+        padded.append(part.new_zeros(shape))
+        padded[-1].narrow(dim, 0, part.shape[dim]).copy_(part)
+    everyone = region.axis.all(padded)
+    return torch.cat(
+        [part.narrow(dim, 0, width) for part, width in zip(everyone, widths, strict=True)], dim
+    )
 
 
 def _devices() -> list[int]:

@@ -18,20 +18,20 @@ from torch.utils import _pytree as pytree
 from lockstep.errors import TaskError
 from lockstep.nn.regions import Region
 
-_RANDOM = frozenset(
+_DROPOUTS = frozenset(
     getattr(F, name)
     for name in (
-        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout",
-        "feature_alpha_dropout", "rrelu", "gumbel_softmax", "scaled_dot_product_attention",
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
     )
-) | frozenset(
+)  # fmt: skip
+_RANDOM = frozenset({F.rrelu, F.gumbel_softmax}) | frozenset(
     getattr(torch, name)
     for name in (
         "dropout", "alpha_dropout", "feature_dropout", "bernoulli", "rand_like", "randn_like",
         "randint_like", "multinomial", "normal", "poisson", "rrelu", "native_dropout",
     )
 )  # fmt: skip
-"""Functions that may draw random numbers."""
+"""Other functions that may draw random numbers."""
 
 
 class ShardedTensor:
@@ -77,7 +77,7 @@ class ShardedTensor:
             inner_args, inner_kwargs = pytree.tree_unflatten(own, spec)
             return func(*inner_args, **inner_kwargs)
 
-        draws = func in _RANDOM
+        draws = _may_draw(func, args, kwargs or {})
         before = None if draws else torch.default_generator.get_state()
         results = region.each(compute, draws)
         if before is not None and not torch.equal(before, torch.default_generator.get_state()):
@@ -158,6 +158,19 @@ def _entering(leaf: Any, region: Region) -> Any:
     if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
         return _Each(region.spread(leaf))
     return leaf
+
+
+def _may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may draw random numbers: the same on all ranks."""
+
+    def argument(name: str, place: int, default: Any) -> Any:
+        return kwargs.get(name, args[place] if len(args) > place else default)
+
+    if func in _DROPOUTS:
+        return bool(argument("training", 2, True)) and argument("p", 1, 0.5) > 0
+    if func is F.scaled_dot_product_attention:
+        return bool(argument("dropout_p", 4, 0.0) > 0)
+    return func in _RANDOM
 
 
 def _name(func: Callable[..., Any]) -> str:

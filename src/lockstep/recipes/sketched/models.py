@@ -159,3 +159,34 @@ class Transformer(nn.Module):
             x = block(x)
         logits: Tensor = self.classify(self.norm(x).mean(1))
         return logits
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """How a network of this module is cut into shards (`lockstep.nn.shard`).
+
+    The layers of a perceptron, and the feed-forward layers of a transformer, in turn cut features
+    and sum them again; sketched ones keep them cut. Attention is left whole.
+    """
+    if isinstance(model, Transformer):
+        chains = [
+            [(f"blocks.{n}.feed_forward.{i}", block.feed_forward[i]) for i in (0, 3)]
+            for n, block in enumerate(model.blocks)
+            if isinstance(block, Block)
+        ]
+    else:
+        chains = [
+            [(n, m) for n, m in model.named_children() if isinstance(m, nn.Linear | SKLinear)]
+        ]
+    plan: dict[str, str] = {}
+    for chain in chains:
+        is_cut = False
+        for position, (name, layer) in enumerate(chain, 1):
+            is_last = position == len(chain)
+            if isinstance(layer, SKLinear):
+                plan[name] = "sketched_row" if is_last else "sketched"
+                is_cut = not is_last
+            elif is_cut:
+                plan[name], is_cut = "row", False
+            elif not is_last:
+                plan[name], is_cut = "column", True
+    return plan
