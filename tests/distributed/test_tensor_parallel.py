@@ -92,6 +92,22 @@ def test_survivors_go_on_where_each_shard_has_a_holder(
     assert sum(row["event"] == "RankLost" for row in rows) == lost
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launcher):
+    long = (*CONFIG, "batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
+    assert lockstep("train", TASK, *long, "--run-dir", tmp_path / "alone").returncode == 0
+    planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
+    run_dir = tmp_path / "run"
+    ended = train(
+        run_dir, 4, "mesh.tp=2", "--replace", 3, launcher=launcher, faults=planned, cut=long
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, result(tmp_path / "alone"))
+    rows = read_events(run_dir / "events.jsonl")
+    assert sum(row["event"] == "Joined" and row["step"] > 0 for row in rows) == 2
+
+
 def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
     planned = [PlannedFault(1, 6, "compute"), PlannedFault(3, 6, "compute")]
     ended = train(tmp_path / "run", 4, "mesh.tp=2", faults=planned)

@@ -169,7 +169,8 @@ class ElasticTransport(GroupTransport):
             GenerationLost: a rank was lost.
         """
         former, self.group = [self.group, *self._let_go_of_subgroups()], None
-        self._generation = generation
+        # Counted anew, for those who join have made none of the earlier ones.
+        self._generation, self._num_subgroups = generation, 0
         # A prefix for each generation: the keys of one that was given up stay in the store.
         rank, size = members.index(self._slot), len(members)
         return self._connected(f"lockstep/{generation}", rank, size, self._connections, former)
