@@ -29,12 +29,19 @@ WARM = {}
 _ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
+_STARTING = {"lockstep", "ranks"}
+"""Fixtures by which tests in other folders start ranks."""
+
 
 def pytest_collection_modifyitems(items):
-    """Put tests that need the machine into one group, which one worker of pytest-xdist runs."""
+    """Put tests that need the machine into one group, which one worker of pytest-xdist runs.
+
+    Ranks under MPI wait busily: with twice as many of them as cores, each is slower than twice.
+    """
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group("ranks" if folder in _ALONE else item.path.name))
+        is_alone = folder in _ALONE or not _STARTING.isdisjoint(item.fixturenames)
+        item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
 
 
 @pytest.fixture(autouse=True, scope="session")
