@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,12 @@ _ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
 
 _STARTING = {"lockstep", "ranks"}
 """Fixtures by which tests in other folders start ranks."""
+
+
+def pytest_configure():
+    """Have Ctrl-C do what tests of it expect; a shell ignores it for `make test &`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
