@@ -40,6 +40,7 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Put tests that need the machine into one group, which one worker of pytest-xdist runs.
 
