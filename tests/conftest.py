@@ -30,8 +30,8 @@ WARM = {}
 _ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
-_STARTING = {"lockstep", "ranks"}
-"""Fixtures by which tests in other folders start ranks."""
+_STARTING, _ONE_PROCESS = {"lockstep", "ranks"}, "here"
+"""Fixtures by which tests start ranks, in any folder, and by which they start none."""
 
 
 def pytest_configure():
@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items):
     """
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        is_alone = folder in _ALONE or not _STARTING.isdisjoint(item.fixturenames)
+        is_alone = folder in _ALONE and _ONE_PROCESS not in item.fixturenames
+        is_alone |= not _STARTING.isdisjoint(item.fixturenames)
         item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
 
 
