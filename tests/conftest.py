@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,27 @@ WARM = {}
 _ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
+_STARTING, _ONE_PROCESS = {"lockstep", "ranks"}, "here"
+"""Fixtures by which tests start ranks, in any folder, and by which they start none."""
 
+
+def pytest_configure():
+    """Have Ctrl-C do what tests of it expect; a shell ignores it for `make test &`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
-    """Put tests that need the machine into one group, which one worker of pytest-xdist runs."""
+    """Put tests that need the machine into one group, which one worker of pytest-xdist runs.
+
+    Ranks under MPI wait busily: with twice as many of them as cores, each is slower than twice.
+    """
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        item.add_marker(pytest.mark.xdist_group("ranks" if folder in _ALONE else item.path.name))
+        is_alone = folder in _ALONE and _ONE_PROCESS not in item.fixturenames
+        is_alone |= not _STARTING.isdisjoint(item.fixturenames)
+        item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
 
 
 @pytest.fixture(autouse=True, scope="session")

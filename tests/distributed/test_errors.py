@@ -129,7 +129,8 @@ def test_a_split_that_is_none(here):
 
 def test_a_run_from_standard_input(here, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["-"])
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    # A worker of pytest-xdist has none.
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     ls.main(Everything(), EverythingConfig(steps=2), run_dir=tmp_path / "r")
     assert json.loads((tmp_path / "r" / "run.json").read_text())["target"] == ""
     for command in ("resume", "eval"):

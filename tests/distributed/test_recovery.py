@@ -372,11 +372,15 @@ LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=15
 @pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
 @SLOW_ON_LOCAL
 def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
-    """A rank is killed, then rank 0 when the new process takes part: its state is whole."""
+    """A rank is killed, then rank 0 when the new process takes part: its state is whole.
+
+    The process that replaces rank 0 takes longer to start than the others take to the end.
+    """
     run_dir = tmp_path / "run"
     options = ("--replace", 2)
-    faults = [PlannedFault(1, 10, "compute"), PlannedFault(0, 370, "reduced")]
-    slower = [PlannedFault(2, step, "compute", "slow") for step in range(20, 34)]
+    faults = [PlannedFault(1, 10, "compute"), PlannedFault(0, 396, "reduced")]
+    faults += [PlannedFault(4, 0, "join", "slow", sleep_s=3)]
+    slower = [PlannedFault(2, step, "compute", "slow") for step in range(20, 27)]
     done = train(run_dir, 3, *LONG, *overrides, *options, faults=[*faults, *slower])
     assert done.returncode == 0, done.stderr
     assert result(run_dir)["params_sha256"] == long_references(overrides)
