@@ -30,6 +30,9 @@ WARM = {}
 _ALONE = ("comm", "commands", "distributed", "launchers", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
+_PATIENT = {"local", "torchrun"}
+"""Launchers whose ranks sleep while they wait, by what tests are parametrized with."""
+
 _STARTING, _ONE_PROCESS = {"lockstep", "ranks"}, "here"
 """Fixtures by which tests start ranks, in any folder, and by which they start none."""
 
@@ -50,6 +53,8 @@ def pytest_collection_modifyitems(items):
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         is_alone = folder in _ALONE and _ONE_PROCESS not in item.fixturenames
         is_alone |= not _STARTING.isdisjoint(item.fixturenames)
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))
         item.add_marker(pytest.mark.xdist_group("ranks" if is_alone else item.path.name))
 
 

@@ -212,7 +212,7 @@ def verify(
 
         from lockstep.commands import verify as command
     console = Console()
-    _exit(command.verify(target, overrides or [], ranks, meshes, launchers, keep, console, quiet))
+    _exit(command.verify(target, overrides or [], ranks, launchers, keep, console, quiet, meshes))
 
 
 @app.command()

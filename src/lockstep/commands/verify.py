@@ -80,11 +80,11 @@ def verify(
     target: str,
     overrides: Sequence[str],
     ranks: str,
-    meshes: str,
     launchers: str,
     keep: Path | None,
     console: Console,
     quiet: bool = False,
+    meshes: str = "",
 ) -> int:
     """Train on each number of ranks under each launcher, and print a table of SHA-256s.
 
@@ -94,11 +94,11 @@ def verify(
         target: recipe, file or script to train.
         overrides: `key=value` items for the config.
         ranks: numbers of ranks, separated by commas.
-        meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
         launchers: names of launchers, separated by commas.
         keep: folder for the run directories; None deletes them.
         console: console to print on.
         quiet: whether to print only what has failed, and the verdict.
+        meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
 
     Returns:
         0 if all are equal, 1 if not.

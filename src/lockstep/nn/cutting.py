@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.layers import ShardedModule, is_held, let_go
-from lockstep.nn.plan import DIVIDED
+from lockstep.nn.layers import DIVIDED, ShardedModule, is_held, let_go
 from lockstep.nn.regions import Region
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.shard_axis import ShardAxis

@@ -20,6 +20,9 @@ from lockstep.nn.regions import Region
 from lockstep.nn.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import split
 
+DIVIDED = "_divided_by_num_shards"
+"""Attribute of a module: names of its attributes that are divided when the model is cut."""
+
 
 class ShardedModule(nn.Module):
     """A module with parameters that can be cut into shards; mixed into torch's layers.

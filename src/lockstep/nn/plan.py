@@ -11,16 +11,13 @@ from typing import TypeVar
 from torch import nn
 
 from lockstep.errors import TaskError
-from lockstep.nn.layers import ColumnLinear, RowLinear, ShardedModule
+from lockstep.nn.layers import DIVIDED, ColumnLinear, RowLinear, ShardedModule
 from lockstep.nn.sketched import SketchedColumn, SketchedRow
 from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
 from lockstep.parsing import shown
 from lockstep.sketch.linear import SKLinear
 
 _Model = TypeVar("_Model", bound=nn.Module)
-
-DIVIDED = "_divided_by_num_shards"
-"""Attribute of a module: names of its attributes that are divided when the model is cut."""
 
 
 @dataclass(frozen=True)

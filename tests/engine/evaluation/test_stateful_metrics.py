@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.thread_transport import on_ranks
+from tests.thread_transport import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.parallel.thread_transport import ThreadTransport, on_ranks
 from tests.quantum.circuits import circuits, ring, some_parameters
+from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, gate

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.parallel.thread_transport import ThreadTransport, on_ranks
 from tests.quantum.circuits import circuits, dense_state, ring, some_parameters
+from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
 from lockstep.errors import ConfigError
