@@ -232,6 +232,29 @@ def test_widths_that_do_not_divide() -> None:
         cut(heads, 4)
 
 
+def test_a_layer_that_is_used_in_two_places() -> None:
+    torch.manual_seed(0)
+    layer, row = nn.Linear(4, 8), nn.Linear(8, 4)
+    model = shard(
+        nn.Sequential(nn.Sequential(layer, row), nn.Sequential(layer, row)),
+        {"0.0": "column", "0.1": "row"},
+    )
+    cut(model, 2)
+    keep(model, Range(0, 1))
+    names = set(held_tensors(model))
+    assert {"0.0.weight_0", "1.0.weight_0"} < names
+    assert not any(t.is_meta for t in held_tensors(model).values())
+
+
+def test_a_parameter_of_two_layers_that_are_not_cut_alike() -> None:
+    model = two_layers()
+    model.append(nn.Linear(4, 8))
+    model[4].weight = model[0].weight
+    shard(model, {"0": "column", "2": "row"})
+    with pytest.raises(ConfigError, match=r"num_shards=2: 0.weight and 4.weight are one parameter"):
+        cut(model, 2)
+
+
 def test_layers_in_the_wrong_order() -> None:
     class Odd(nn.Module):
         def __init__(self, row_first: bool) -> None:

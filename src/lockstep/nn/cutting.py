@@ -47,6 +47,7 @@ def cut(model: nn.Module, num_shards: int) -> None:
             f"num_shards={num_shards}: the model has no layers that can be cut into shards; mark "
             "them in build_model with lockstep.nn.shard(model, plan), or leave num_shards at 1"
         )
+    _check_sharing(model, num_shards)
     made: dict[int, list[nn.Parameter]] = {}
     # Held while modules are cut: the id of a parameter that is gone may be another one's.
     wholes = list(model.parameters())
@@ -65,6 +66,29 @@ def cut(model: nn.Module, num_shards: int) -> None:
     compute_in(model, Region(ShardAxis(num_shards)))
 
 
+def _check_sharing(model: nn.Module, num_shards: int) -> None:
+    """Refuse a parameter of several modules of which not all cut it alike: they would part.
+
+    Raises:
+        ConfigError: naming the parameter.
+    """
+    ways: dict[int, dict[int | None, str]] = {}
+    for prefix, module in model.named_modules():
+        dims = module.cut_dims if isinstance(module, ShardedModule) else {}
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                ways.setdefault(id(parameter), {}).setdefault(dims.get(key), name)
+    for found in ways.values():
+        if len(found) > 1:
+            first, other = list(found.values())[:2]
+            raise ConfigError(
+                f"num_shards={num_shards}: {first} and {other} are one parameter, which is not cut "
+                "alike in both places; let the plan cut both layers along the same dimension, or "
+                "neither"
+            )
+
+
 def compute_in(model: nn.Module, region: Region) -> None:
     """Have a cut model compute the shards of a region from now on."""
     for module in model.modules():
@@ -75,7 +99,8 @@ def compute_in(model: nn.Module, region: Region) -> None:
 def shards_of(model: nn.Module) -> dict[str, Shard]:
     """What each parameter in shards is a part of, by its name in the cut model."""
     shards: dict[str, Shard] = {}
-    for prefix, module in model.named_modules():
+    # A module that is at two places has two names in the `state_dict` too.
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ShardedModule):
             dot = f"{prefix}." if prefix else ""
             for key, shape in getattr(module, "whole_shapes", {}).items():

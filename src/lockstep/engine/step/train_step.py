@@ -90,7 +90,12 @@ class TrainStep:
         self._summed: Summed | None = None
         self.workspace = self._lay_out(places.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
-            optimizer, flat, self.workspace.gradients, self.workspace.owned, self.sharded
+            optimizer,
+            flat,
+            self.workspace.gradients,
+            self.workspace.owned,
+            self.shares_state,
+            "optimizer.sharded=True" if self.sharded else f"mesh.tp={config.mesh.tp}",
         )
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
