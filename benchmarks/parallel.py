@@ -21,10 +21,11 @@ LAYERS, PEER = "sharded_layers.py", "peers/dtensor_layers.py"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each program runs")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
     facts["command"] = f"`{shlex.join(['python', 'benchmarks/parallel.py', *sys.argv[1:]])}`"
-    rounds = 1 if args.quick else 7
+    rounds = 1 if args.quick else args.rounds
     sections = [shards_on_one_rank(args.quick, rounds), two_ranks(args.quick, rounds)]
     text = page("Layers in shards", "parallel", facts, sections)
     if args.quick:

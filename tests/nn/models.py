@@ -76,8 +76,6 @@ class Language(ls.Task):
         return ls.nn.shard(Transformer(), PLAN)
 
     def dataset(self, split: str) -> Any:
-        if split == "test":
-            return None
         tokens = torch.randint(0, TOKENS, (60, 7), generator=torch.Generator().manual_seed(1))
         return torch.utils.data.TensorDataset(tokens[:48] if split == "train" else tokens[48:])
 

@@ -13,8 +13,9 @@ from lockstep.data.batch_source import BatchSource
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
+from lockstep.nn.cutting import joined_by_name, shards_of
 
-_TOLERANCE: Mapping[str, float] = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
+_TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative difference that rounding may make, by `precision.dtype`."""
 _FEW = 0.05
 """Part of a metric's weight by which it may differ: a rounding may flip what is counted."""
@@ -28,7 +29,7 @@ def check_cut_model(
     loader: BatchSource,
     device: torch.device,
 ) -> None:
-    """Compare loss and metrics of the first microbatch in evaluation mode; talks to nobody.
+    """Compare the first microbatch in evaluation mode: loss, metrics, gradients; talks to nobody.
 
     What needs all features at once, such as a softmax over them, is wrong in a region in which each
     shard is computed by itself, and nothing else would notice.
@@ -50,12 +51,39 @@ def check_cut_model(
     for name, (expected, weight) in there.items():
         found = here[name][0]
         allowed = tolerance * abs(expected) + (0.0 if name == "loss" else _FEW * abs(weight))
-        if not math.isclose(found, expected, rel_tol=tolerance, abs_tol=allowed + tolerance):
+        if not math.isclose(found, expected, rel_tol=tolerance, abs_tol=allowed + 1e-6):
             raise TaskError(
                 f"num_shards={config.num_shards}: the sum of the {name} of the first microbatch is "
-                f"{found:.6g} in shards and {expected:.6g} of the whole model: something between a "
-                "layer that cuts features and the one that sums them needs all features at once, "
-                "such as a softmax, a norm or a mean over them; leave these layers out of the plan"
+                f"{found:.6g} in shards and {expected:.6g} of the whole model: {_WHY}"
+            )
+    _check_gradients(whole, model, config, tolerance)
+
+
+_WHY = (
+    "something between a layer that cuts features and the one that sums them needs all features "
+    "at once, such as a softmax, a norm or a mean over them, or is no function of torch; leave "
+    "these layers out of the plan"
+)
+
+
+def _check_gradients(
+    whole: nn.Module, model: nn.Module, config: TrainConfig, tolerance: float
+) -> None:
+    """Compare the gradients that `_values` has left, and let go of them."""
+    expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    parts = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    missing = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in parts}
+    found = dict(joined_by_name(parts | missing, shards_of(model)))
+    largest = max((float(g.norm()) for g in expected.values()), default=0.0)
+    for name, gradient in expected.items():
+        gap = float((found[name] - gradient).norm())
+        # A gradient that cancels out has the rounding of those that do not.
+        if gap > 10 * tolerance * (float(gradient.norm()) + 0.01 * largest):
+            raise TaskError(
+                f"num_shards={config.num_shards}: the gradient of {name} in the first microbatch "
+                f"has norm {float(found[name].norm()):.6g} in shards and "
+                f"{float(gradient.norm()):.6g} of the whole model: {_WHY}"
             )
 
 
@@ -65,6 +93,8 @@ def _values(
     model.eval()
     try:
         loss: Loss = compute.forward(0, 0, loader.microbatch(0, 0))
+        model.zero_grad(set_to_none=True)
+        loss.sum.backward()  # type: ignore[no-untyped-call]
     finally:
         model.train()
     pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import check_fits, receive_model, receive_named
+from lockstep.engine.checkpoint.restore import check_fits, held, receive_model, receive_named
 from lockstep.engine.events import Warned
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
+from lockstep.nn.cutting import load_held
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def borrowed_state(
     tensors, buffers = receive_model(snapshot, train_step, model, transport, 0)
     named = receive_named(snapshot.task if snapshot else {}, train_step, transport, 0)
     values = transport.gather_json(snapshot.meta.get("task", {}) if snapshot else {})[0]
-    own_tensors = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    own_tensors = {n: t.detach().clone() for n, t in held(train_step, model).items()}
     own_buffers = {name: t.clone() for name, t in train_step.state.unsaved.items()}
     own_task = train_step.task_state.capture()
     try:
@@ -84,7 +85,7 @@ def _load(
     train_step: TrainStep, model: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> None:
     """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
-    model.load_state_dict(tensors)
+    load_held(model, tensors)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(buffers[name])
     train_step.state.mark()

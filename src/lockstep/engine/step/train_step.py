@@ -198,6 +198,8 @@ class TrainStep:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header tells them, and all raise the same error.
             error = caught
+            if self.places.is_split and not self._runtime.transport.can_regroup:
+                raise  # others wait for this rank's shards, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank's shards
         self._runtime.at("reduce", step)
         headers = self._reduce(error, counters)
