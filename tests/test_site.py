@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
-from lockstep import errors, quantum, sketch
+from lockstep import errors, nn, quantum, sketch
 
 pytestmark = pytest.mark.docs
 
@@ -82,10 +82,11 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
         for k in vars(errors).values()
         if isinstance(k, type) and k.__module__ == "lockstep.errors"
     ]
-    modules = {"hooks", "quantum", "sketch"}  # their names have places of their own
+    modules = {"hooks", "nn", "quantum", "sketch"}  # their names have places of their own
     names = {f"lockstep.{name}" for name in {*ls.__all__} - {"LockstepError"} - modules}
     names |= {"lockstep.hooks.EMA", "lockstep.hooks.EarlyStopping"}
     names |= {f"lockstep.quantum.{name}" for name in quantum.__all__}
+    names |= {f"lockstep.nn.{name}" for name in nn.__all__}
     names |= {f"lockstep.sketch.{name}" for name in sketch.__all__}
     names |= {f"lockstep.errors.{kind.__name__}" for kind in kinds}
     assert not names - anchors
