@@ -159,6 +159,22 @@ def test_two_ranks_at_once(train, tmp_path, reference):
 
 @ALWAYS
 @pytest.mark.slow
+def test_ranks_die_in_the_midst_of_large_transfers(lockstep, tmp_path, launcher):
+    """Connections close when parts of messages have come and others wait for room in a socket."""
+    tasks = Path(__file__).parent / "tasks.py"
+    command = ["train", f"{tasks}:Everything", "wide=60000", "steps=8", "checkpoint.every=100"]
+    faults = [PlannedFault(slot, 2 * slot, "reduce", delay_s=0.01 * slot) for slot in (1, 2, 3)]
+    for folder, ranks in ("one", ()), ("four", ("-n", "4", "--launcher", launcher)):
+        planned = to_env(faults) if ranks else {}
+        done = lockstep(*command, *ranks, "--run-dir", tmp_path / folder, timeout=120, **planned)
+        assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "four")["world_size"] == 1
+    digests = [result(tmp_path / folder)["params_sha256"] for folder in ("one", "four")]
+    assert digests[0] == digests[1]
+
+
+@ALWAYS
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["regroup", "catch_up"])
 @pytest.mark.parametrize("slot", [0, 3])
 def test_a_rank_dies_while_the_others_recover(train, tmp_path, reference, moment, slot):

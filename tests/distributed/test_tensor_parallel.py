@@ -76,9 +76,7 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference,
     ("launcher", "faults", "lost"),
     [
         ("mpi", [(2, 2, "shards_forward"), (0, 5, "committed")], 2),
-        pytest.param(
-            "local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2, marks=pytest.mark.slow
-        ),
+        ("local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2),
         pytest.param("local", [(3, 2, "optimizer"), (1, 2, "catch_up")], 2, marks=pytest.mark.slow),
         pytest.param("mpi", [(1, 4, "checkpoint"), (5, 6, "evaluate")], 1, marks=pytest.mark.slow),
     ],
@@ -110,7 +108,6 @@ def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launch
     assert sum(row["event"] == "Joined" and row["step"] > 0 for row in rows) == 2
 
 
-@pytest.mark.slow
 def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
     planned = [PlannedFault(1, 6, "compute"), PlannedFault(3, 6, "compute")]
     ended = train(tmp_path / "run", 4, "mesh.tp=2", faults=planned)

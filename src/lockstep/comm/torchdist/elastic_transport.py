@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _BUILD_S = 30.0
 _BUILD_TIME = timedelta(seconds=_BUILD_S)
 _NOTICE_S = 5.0
 """Seconds that the supervisor may take to notice a loss after connections have reported it."""
+_LOOK = timedelta(seconds=0.2)
+"""How long gloo is waited for before a look at whether a rank was lost."""
 _HOST = "127.0.0.1"
 
 
@@ -33,6 +36,11 @@ class ElasticTransport(GroupTransport):
     wakes whoever is blocked in a collective: over gloo, by shutting down the group's connections,
     since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
     The NCCL half of this has never run on more than one GPU.
+
+    Gloo tells nobody about a transfer of which a part has gone or come when its connection closes
+    (`Pair::signalException` of gloo/transport/tcp/pair.cc passes over both): who waits for it
+    waits until the timeout, and so does the destructor of its group. So waits are short here, and
+    a group with such a transfer is never destroyed.
 
     Args:
         backend: name of torch's backend, `gloo` or `nccl`.
@@ -63,6 +71,7 @@ class ElasticTransport(GroupTransport):
         self._connections = Connections(_HOST)
         self._subgroups: list[tuple[Subgroup, Connections]] = []
         self._generation = self._num_subgroups = 0
+        self._left_behind: Any = None
         self._builders: list[threading.Thread] = []
         self.group = None
         self._supervision = Supervision(supervisor_fd, self._cut)
@@ -134,8 +143,7 @@ class ElasticTransport(GroupTransport):
     def close(self) -> None:
         """Leave the group."""
         self._supervision.leave()
-        self.group = None
-        self._let_go_of_subgroups()
+        self._let_go().clear()
         # A thread that still waits for a rank that died would crash the exit of this process.
         for builder in self._builders:
             builder.join(_BUILD_S)
@@ -168,20 +176,25 @@ class ElasticTransport(GroupTransport):
         Raises:
             GenerationLost: a rank was lost.
         """
-        former, self.group = [self.group, *self._let_go_of_subgroups()], None
+        former = self._let_go()
         # Counted anew, for those who join have made none of the earlier ones.
         self._generation, self._num_subgroups = generation, 0
         # A prefix for each generation: the keys of one that was given up stay in the store.
         rank, size = members.index(self._slot), len(members)
         return self._connected(f"lockstep/{generation}", rank, size, self._connections, former)
 
-    def _let_go_of_subgroups(self) -> list[Any]:
-        """Forget all subgroups: their process groups."""
-        groups = [part.group for part, _ in self._subgroups]
+    def _let_go(self) -> list[Any]:
+        """Forget the present group and its subgroups: those that may be destroyed."""
+        groups = [self.group, *(part.group for part, _ in self._subgroups)]
+        self.group = None
         for part, connections in self._subgroups:
             connections.shut_down()  # somebody may wait in one of them
             part.close()
         self._subgroups = []
+        if self._left_behind is not None and not self._left_behind.is_completed():
+            for group in groups:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._left_behind = None
         return groups
 
     def _connected(
@@ -256,9 +269,25 @@ class ElasticTransport(GroupTransport):
                 connections.shut_down()
 
     def _finish(self, work: Any) -> None:
-        work.wait()
         if self.name == "nccl":
             # `wait` returns at once; and what was aborted ends as if all were well.
+            work.wait()
             torch.cuda.current_stream(self.device).synchronize()
             if self._supervision.is_lost():
                 raise GenerationLost("a rank died")
+            return
+        while not self._is_finished(work):
+            if self._supervision.is_lost():
+                self._left_behind = work
+                raise GenerationLost("a rank died")
+
+    @staticmethod
+    def _is_finished(work: Any) -> bool:
+        """Whether a transfer of gloo ends within `_LOOK`; its error is raised."""
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # the error may have been that of the time, and the work have ended since
+        return True
