@@ -21,6 +21,8 @@ from lockstep.launchers.rank.join import open_transport
 from lockstep.nn import Heads, shard
 from lockstep.nn.cutting import compute_in, cut, keep
 from lockstep.nn.regions import Region
+from lockstep.nn.units import Holding
+from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 
 
@@ -114,7 +116,7 @@ def main() -> None:
         cut(shard(model, plan), args.shards)
         axis = ShardAxis(args.shards, transport)
         compute_in(model, Region(axis))
-        keep(model, axis.own)
+        keep(model, Holding(Range(0, 1), axis.own))
     x.requires_grad_()
     outcome: list[Tensor] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Sending, Transport
 
 T = TypeVar("T")
 
@@ -21,6 +23,9 @@ class Meeting:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=30)
         self._values: list[Any] = [None] * size
+        self.messages = {
+            pair: queue.SimpleQueue[Tensor]() for pair in itertools.product(range(size), repeat=2)
+        }
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -71,6 +76,20 @@ class ThreadTransport(Transport):
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         tensor.copy_(self._swap("broadcast", tensor)[root])
+
+    def send(self, tensor: Tensor, to: int) -> Sending:
+        assert tensor.dim() == 1
+        assert tensor.is_contiguous()
+        self._meeting.messages[self.rank, to].put(tensor.clone())
+        return Sending(self, None, tensor)
+
+    def finish_sending(self, handle: Any) -> None:
+        pass
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        sent = self._meeting.messages[source, self.rank].get(timeout=30)
+        assert (sent.dtype, sent.shape) == (tensor.dtype, tensor.shape)
+        tensor.copy_(sent)
 
     def barrier(self) -> None:
         self._meeting.barrier.wait()

@@ -29,6 +29,7 @@ NO_OUTCOME = {
     "hang_timeout_s",
     "log_every",
     "min_ranks",
+    "mesh.pp",
     "mesh.tp",
     "tensorboard",
     "bucket_bytes",

@@ -87,3 +87,62 @@ class Language(ls.Task):
             len(targets),
             {"accuracy": ((logits.argmax(-1) == targets).sum(), len(targets))},
         )
+
+
+class Start(nn.Module):
+    """Passes the tokens on, as whole numbers, beside their vectors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, width)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedding(tokens), tokens
+
+
+class Layer(Block):
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__(width, num_heads, dropout)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x) * self.gain, tokens
+
+
+class Normed(nn.Module):
+    """Averages over samples: its buffers change in forward passes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2), tokens
+
+
+class End(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.head = nn.Linear(embedding.embedding_dim, TOKENS, bias=False)
+        self.head.weight = embedding.weight
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Any:
+        return self.head(x)
+
+
+class Deep(Language):
+    """`Language` with a model of seven blocks, of which the first and the last share a weight."""
+
+    def build_model(self) -> nn.Module:
+        width, start = 16, Start(16)
+        layers = [Layer(width, 4, 0.1) for _ in range(4)]
+        blocks = [start, *layers[:2], Normed(width), *layers[2:], End(start.embedding)]
+        plan = {
+            "*.attention.[qkv]": ls.nn.Heads(divide=["num_heads"]),
+            "*.attention.out": "row",
+            "*.up": "column",
+            "*.down": "row",
+            "0.embedding": "vocabulary",
+            "6.head": "vocabulary",
+        }
+        return ls.nn.shard(ls.nn.Pipeline(*blocks), plan)

@@ -25,6 +25,7 @@ from lockstep.nn.cutting import (
     shards_of,
 )
 from lockstep.nn.regions import Region
+from lockstep.nn.units import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 from lockstep.sketch import SKLinear
@@ -76,16 +77,17 @@ def test_a_state_dict_speaks_of_whole_tensors() -> None:
 
 def test_what_a_rank_lets_go_of_has_a_shape_and_no_content() -> None:
     whole, parts = pair()
-    keep(parts, Range(1, 3))
+    own = Holding(Range(0, 1), Range(1, 3))
+    keep(parts, own)
     assert parts.state_dict()["embedding.weight"].is_meta
     assert parts.state_dict()["embedding.weight"].shape == (TOKENS, 16)
-    held = held_tensors(parts)
+    held = held_tensors(parts, own)
     assert "blocks.0.up.weight_1" in held
     assert "blocks.0.up.weight_0" not in held
     assert sum(t.numel() for t in held.values()) < sum(p.numel() for p in whole.parameters())
     other = {name: torch.ones_like(tensor) for name, tensor in held.items()}
-    load_held(parts, other)
-    assert all(bool((t == 1).all()) for t in held_tensors(parts).values())
+    load_held(parts, own, other)
+    assert all(bool((t == 1).all()) for t in held_tensors(parts, own).values())
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -100,7 +102,7 @@ def test_any_layout_of_shards_gives_the_same_bits(size: int) -> None:
         cut(mine, 4)
         axis = ShardAxis(4, transport)
         compute_in(mine, Region(axis))
-        keep(mine, axis.own)
+        keep(mine, Holding(Range(0, 1), axis.own))
         loss = loss_of(mine)
         loss.backward()
         return loss.detach(), {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
@@ -240,10 +242,11 @@ def test_a_layer_that_is_used_in_two_places() -> None:
         {"0.0": "column", "0.1": "row"},
     )
     cut(model, 2)
-    keep(model, Range(0, 1))
-    names = set(held_tensors(model))
+    own = Holding(Range(0, 1), Range(0, 1))
+    keep(model, own)
+    names = set(held_tensors(model, own))
     assert {"0.0.weight_0", "1.0.weight_0"} < names
-    assert not any(t.is_meta for t in held_tensors(model).values())
+    assert not any(t.is_meta for t in held_tensors(model, own).values())
 
 
 def test_a_parameter_of_two_layers_that_are_not_cut_alike() -> None:
@@ -329,7 +332,7 @@ def test_sketched_layers_give_the_same_bits_on_any_layout() -> None:
         axis = ShardAxis(4, transport)
         compute_in(mine, Region(axis))
         mine.zero_grad()
-        keep(mine, axis.own)
+        keep(mine, Holding(Range(0, 1), axis.own))
         mine(x).square().sum().backward()
         return {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
 

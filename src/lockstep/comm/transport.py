@@ -40,6 +40,21 @@ class Observer(Protocol):
         """Note that from now on it works by itself again."""
 
 
+class Sending:
+    """A message under way; keeps the memory that it is read from."""
+
+    def __init__(self, transport: Transport, handle: Any, tensor: Tensor) -> None:
+        self._transport, self._handle, self._tensor = transport, handle, tensor
+
+    def wait(self) -> None:
+        """Return when the memory may be used again.
+
+        Raises:
+            GroupBroken: a rank was lost, or the group was given up.
+        """
+        self._transport.finish_sending(self._handle)
+
+
 class _Nobody:
     def wait(self) -> None:
         pass
@@ -132,6 +147,23 @@ class Transport(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite `tensor` with the one of rank `root`."""
+
+    def send(self, tensor: Tensor, to: int) -> Sending:
+        """Begin to send a tensor to a rank, which calls `receive` for each in the same order.
+
+        Nothing else is sent between these two ranks by anybody else meanwhile. The tensor must
+        stay as it is until what is returned has been waited for. So no order of sends and
+        receives can lock ranks up.
+        """
+        raise NotImplementedError(f"{self.name} sends nothing to a single rank")
+
+    def finish_sending(self, handle: Any) -> None:
+        """What `Sending.wait` calls, with what the library has returned for the message."""
+        raise NotImplementedError(f"{self.name} sends nothing to a single rank")
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Overwrite `tensor` with the next one of its size and dtype that a rank has sent here."""
+        raise NotImplementedError(f"{self.name} receives nothing from a single rank")
 
     @abstractmethod
     def barrier(self) -> None:

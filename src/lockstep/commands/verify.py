@@ -32,24 +32,29 @@ class Leg(NamedTuple):
 
     launcher: str
     num_ranks: int
-    tp: int | None = None
-    """Ranks that compute a microbatch together; None leaves it to the config."""
+    axes: tuple[int, int] | None = None
+    """Stages, and ranks that share out the shards of each; None leaves them to the config."""
 
     @property
     def name(self) -> str:
         """A name for people."""
-        mesh = "" if self.tp is None else f" ({self.mesh})"
+        mesh = "" if self.axes is None else f" ({self.mesh})"
         return f"{self.launcher} × {self.num_ranks}{mesh}"
 
     @property
     def mesh(self) -> str:
         """Sizes of the axes of data, depth and features."""
-        return "" if self.tp is None else f"{self.num_ranks // self.tp}x1x{self.tp}"
+        if self.axes is None:
+            return ""
+        pp, tp = self.axes
+        return f"{self.num_ranks // (pp * tp)}x{pp}x{tp}"
 
     @property
     def overrides(self) -> list[str]:
         """What it adds to the config."""
-        return [] if self.tp is None else [f"mesh.tp={self.tp}"]
+        if self.axes is None:
+            return []
+        return [f"mesh.pp={self.axes[0]}", f"mesh.tp={self.axes[1]}"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def verify(
         return 1
 
 
-def _numbers(ranks: str) -> list[tuple[int, int | None]]:
+def _numbers(ranks: str) -> list[tuple[int, tuple[int, int] | None]]:
     """Numbers of ranks, on meshes that the config says."""
     numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
     if min(numbers) < 1:
@@ -153,9 +158,9 @@ def _numbers(ranks: str) -> list[tuple[int, int | None]]:
     return [(number, None) for number in numbers]
 
 
-def _meshes(meshes: str) -> list[tuple[int, int | None]]:
-    """Number of ranks and ranks of a replica of each mesh."""
-    found: list[tuple[int, int | None]] = []
+def _meshes(meshes: str) -> list[tuple[int, tuple[int, int] | None]]:
+    """Number of ranks, stages and ranks of a stage of each mesh."""
+    found: list[tuple[int, tuple[int, int] | None]] = []
     for mesh in meshes.split(","):
         sizes = [int(n) if n.isdigit() else 0 for n in mesh.split("x")]
         if len(sizes) != 3 or min(sizes) < 1:
@@ -164,13 +169,11 @@ def _meshes(meshes: str) -> list[tuple[int, int | None]]:
                 "share layers, such as 2x1x2"
             )
         dp, pp, tp = sizes
-        if pp > 1:
-            raise ConfigError(f"--meshes {mesh}: models are not cut into stages; write {dp}x1x{tp}")
-        found.append((dp * tp, tp))
+        found.append((dp * pp * tp, (pp, tp)))
     return found
 
 
-def _legs(launchers: str, numbers: Sequence[tuple[int, int | None]]) -> Iterator[Leg]:
+def _legs(launchers: str, numbers: Sequence[tuple[int, tuple[int, int] | None]]) -> Iterator[Leg]:
     """All launchers and numbers of ranks; plain python runs one rank only."""
     names = launchers.split(",")
     for name in names:

@@ -149,6 +149,9 @@ class DataConfig(Section):
 class MeshConfig(Section):
     """Where a run is computed; it never decides what is computed."""
 
+    pp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
+    """Stages that compute a microbatch one after another, each some of the model's blocks
+    (`lockstep.nn.Pipeline`): pipeline parallelism. A replica has `mesh.pp` x `mesh.tp` ranks."""
     tp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Ranks that compute a microbatch together, each some of the shards (`num_shards`): tensor
     parallelism. All ranks are dealt out to such replicas, which share out the microbatches."""

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     BLOCK = 9
     HOOK = 10
     SHARD = 11
+    BLOCKS = 12
 
 
 _MASK = (1 << 64) - 1

@@ -32,11 +32,15 @@ from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
+from lockstep.engine.step.stages import check_pipeline, stages_of
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.cutting import cut, keep, shards_of
+from lockstep.nn.cutting import cut, keep, shards_of, units_of
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.layout import Range
 from lockstep.parsing import shown
 
 
@@ -87,14 +91,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
-    if config.mesh.tp > 1:
+    if config.mesh.tp * config.mesh.pp > 1:
         everywhere(transport, lambda: _check_whole_model(task_state, config))
     model, compute, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     shards = shards_of(model)
     flat = everywhere(
-        transport, lambda: FlatTensors(_groups(model, optimizer), "parameter", shards)
+        transport,
+        lambda: FlatTensors(_groups(model, optimizer), "parameter", shards, units_of(model)),
     )
     sampler, loader, order = everywhere(
         transport, lambda: training_data(task, config, runtime.device)
@@ -133,7 +138,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
             lambda: check_cut_model(whole, model, compute, config, loader, runtime.device),
         )
         del whole
-    places = Places(config, runtime, model)
+    stages = everywhere(transport, lambda: stages_of(model, compute, config, loader))
+    if isinstance(model, Pipeline):
+        model.untie()
+    places = Places(config, runtime, model, stages)
     if places.is_split and not transport.is_newcomer:  # who joins has no place yet
         places.arrange()
         flat = flat.restricted(places.own)
@@ -238,8 +246,9 @@ def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
     ]
     if looking:
         raise ConfigError(
-            f"mesh.tp={config.mesh.tp}: {type(looking[0]).__name__}.after_step would see the "
-            "shards of one rank, not the model; set mesh.tp=1"
+            f"mesh.tp={config.mesh.tp}, mesh.pp={config.mesh.pp}: "
+            f"{type(looking[0]).__name__}.after_step would see what one rank holds, not the model; "
+            "set both to 1"
         )
 
 
@@ -268,6 +277,10 @@ def _model(
     model = build_model(task, config, device)
     if config.num_shards > 1:
         cut(model, config.num_shards)
+    if isinstance(model, Pipeline):
+        model.axis = DepthAxis([Range(0, len(model))])
+        model.is_called_once = config.mesh.pp > 1
+    check_pipeline(model, config)
     recompute_activations(model, config.activation_checkpointing)
     compute = Compute(task, model, config, device)
     optimizer = compute.phases.optimizer(task.build_optimizer(model))

@@ -232,7 +232,9 @@ class Trainer:
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean."""
         parts = self._parts
-        means = mean_loss(parts.model, parts.compute, parts.loader)
+        means: list[str] = []
+        if not parts.places.are_staged:  # where the loss is on some ranks only
+            means = mean_loss(parts.model, parts.compute, parts.loader)
         for hint in (*ignored_methods(type(task)), *means):
             self._runtime.emit(Warned(step=0, message=hint))
 
@@ -275,11 +277,14 @@ def _check_size(config: TrainConfig, runtime: Runtime) -> None:
             ranks.
     """
     size = runtime.transport.size
-    if config.mesh.tp > size:
+    needed = config.mesh.tp * config.mesh.pp
+    if needed > size:
+        keys = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
+        said = ", ".join(f"{key}={value}" for key, value in keys.items() if value > 1)
         raise shared(
             ConfigError(
-                f"mesh.tp={config.mesh.tp}: a replica needs as many ranks, and world size is "
-                f"{size}; start more ranks or set mesh.tp to at most {size}"
+                f"{said}: a replica needs {needed} ranks, and world size is {size}; start more "
+                "ranks or set them lower"
             )
         )
     if config.min_ranks > runtime.transport.size:

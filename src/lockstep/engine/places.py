@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import REPLICATED
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
+from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.regions import Moment, Region
+from lockstep.nn.units import Holding, Unit
+from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.depth_axis import Moment as PipelineMoment
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
+from lockstep.parallel.pipeline_schedule import Pass, one_forward_one_backward
 from lockstep.parallel.shard_axis import ShardAxis
 
 T = TypeVar("T")
@@ -26,19 +30,28 @@ class Places:
     Attributes:
         world: transport between all ranks.
         data: transport between the ranks of this one's column, which hold the same parameters.
-        features: transport between the ranks of this one's replica.
+        replica: transport between the ranks of this one's replica, in the order of columns.
+        features: transport between those of them that are of the same stage.
+        depth: transport between those of them that hold the same shards.
         mesh: place of every rank.
         num_shards: number of shards of each layer that is cut.
+        stages: range of blocks of each stage; of a model that is no pipeline a single one.
         step: number of the step that is computed, for faults.
     """
 
-    def __init__(self, config: TrainConfig, runtime: Runtime, model: nn.Module) -> None:
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, model: nn.Module, stages: Sequence[Range]
+    ) -> None:
         """Compute everything in this process, until `arrange` is called."""
-        self.world = self.data = self.features = runtime.transport
+        self.world = self.data = self.replica = runtime.transport
+        self.features = self.depth = runtime.transport
         self._runtime = runtime
         self._model = model
         self._num_microbatches = config.num_microbatches
-        self._tp = config.mesh.tp
+        self._tp, self._pp = config.mesh.tp, config.mesh.pp
+        self._num_columns = self._tp * self._pp
+        self.stages = list(stages)
+        self._axes: list[DepthAxis] = []
         self.num_shards = config.num_shards
         self.mesh = Mesh.of(config.num_microbatches, self.world.size)
         self.step = 0
@@ -46,15 +59,21 @@ class Places:
     @property
     def is_split(self) -> bool:
         """Whether the model is shared out over several ranks."""
-        return self._tp > 1
+        return self._num_columns > 1
+
+    @property
+    def are_staged(self) -> bool:
+        """Whether a replica has several stages."""
+        return self._pp > 1
 
     @property
     def column(self) -> int:
         """The column of this rank; `NEW` before it has one."""
-        return self.mesh.columns[self.world.rank] if self.mesh.tp == self._tp else NEW
+        is_placed = self.mesh.num_columns == self._num_columns
+        return self.mesh.columns[self.world.rank] if is_placed else NEW
 
     @property
-    def replica(self) -> int:
+    def replica_number(self) -> int:
         """The number of this rank's replica; as many as there are for one that fills none."""
         for number, ranks in enumerate(self.mesh.replicas):
             if self.world.rank in ranks:
@@ -62,25 +81,38 @@ class Places:
         return len(self.mesh.replicas)
 
     @property
-    def own(self) -> Range:
-        """The shards that this rank holds."""
-        return self.shards(self.column) if self.column != NEW else Range(0, self.num_shards)
+    def own(self) -> Holding:
+        """The blocks and shards that this rank holds."""
+        if self.column == NEW:
+            return Holding(Range(0, self.stages[-1].last), Range(0, self.num_shards))
+        return self.held_by(self.column)
 
-    def shards(self, column: int) -> Range:
-        """The shards that the ranks of a column hold."""
-        return split(self.num_shards, self._tp)[column]
+    def held_by(self, column: int) -> Holding:
+        """The blocks and shards that the ranks of a column hold."""
+        stage, place = divmod(column, self._tp)
+        return Holding(self.stages[stage], split(self.num_shards, self._tp)[place])
 
-    def holder(self, shard: int) -> int:
-        """The rank among `features` that holds a shard."""
-        return next(c for c in range(self._tp) if shard in range(*self.shards(c)))
+    def unit_of(self, name: str) -> Unit:
+        """The unit of a buffer, by its name."""
+        return Unit(self._model.block_of(name)) if isinstance(self._model, Pipeline) else Unit()
 
-    def holders(self) -> dict[int, int]:
-        """The lowest rank that holds each shard; that of `REPLICATED` tensors is rank 0."""
-        lowest = {REPLICATED: 0}
-        for column in range(self._tp if self.mesh.tp == self._tp else 0):
-            for shard in range(*self.shards(column)):
-                lowest[shard] = self.mesh.members(column)[0]
-        return lowest
+    def holder(self, unit: Unit) -> int:
+        """The first column that holds a unit; the rank among `replica`, too."""
+        return next(c for c in range(self._num_columns) if self.held_by(c).has(unit))
+
+    def lowest_rank(self, unit: Unit) -> int:
+        """The lowest rank of the column that `holder` names."""
+        return 0 if self.column == NEW else self.mesh.members(self.holder(unit))[0]
+
+    @property
+    def are_scored(self) -> bool:
+        """Whether this rank, if it computes microbatches, computes their losses."""
+        return self.column // self._tp == self._pp - 1
+
+    @property
+    def scoring(self) -> int:
+        """The lowest rank of those that compute losses: of the last stage."""
+        return self.mesh.members(self._num_columns - 1)[0]
 
     def arrange(self, kept: Sequence[int] | None = None) -> None:
         """Give every rank of the present group a place; a collective.
@@ -98,10 +130,10 @@ class Places:
             return
         if kept is not None:
             self._check_columns(kept)
-        columns = None if kept is None else rearranged(kept, self._tp)
-        self.mesh = Mesh.of(self._num_microbatches, size, self._tp)
+        columns = None if kept is None else rearranged(kept, self._num_columns)
+        self.mesh = Mesh.of(self._num_microbatches, size, self._tp, self._pp)
         if columns is not None:
-            self.mesh = Mesh(self._num_microbatches, columns, self._tp)
+            self.mesh = Mesh(self._num_microbatches, columns, self._tp, self._pp)
         self.connect()
 
     def connect(self) -> None:
@@ -109,18 +141,49 @@ class Places:
         if not self.is_split:
             return
         mesh = self.mesh
-        self.data = self.world.subgroup([mesh.members(column) for column in range(mesh.tp)])
-        self.features = self.world.subgroup(
-            [*map(list, mesh.replicas), *([rank] for rank in mesh.incomplete)]
-        )
-        if self.replica < len(mesh.replicas):
-            region = Region(ShardAxis(self.num_shards, self.features), self._at)
-            compute_in(self._model, region)
+        columns = [mesh.members(column) for column in range(mesh.num_columns)]
+        alone = [[rank] for rank in mesh.incomplete]
+        stages = [r[i : i + mesh.tp] for r in mesh.replicas for i in range(0, len(r), mesh.tp)]
+        rows = [r[place :: mesh.tp] for r in mesh.replicas for place in range(mesh.tp)]
+        self.data = self.world.subgroup(columns)
+        self.replica = self.world.subgroup([*mesh.replicas, *alone])
+        self.features = self.depth = self.replica
+        if mesh.pp > 1:
+            self.features = self.world.subgroup([*stages, *alone])
+        if mesh.tp > 1:
+            self.depth = self.world.subgroup([*rows, *alone])
+        if isinstance(self._model, Pipeline):
+            self._model.axis = DepthAxis([Range(0, len(self._model))])
+        if self.replica_number < len(mesh.replicas):
+            self._compute_here()
+
+    def _compute_here(self) -> None:
+        """Have the model compute the blocks and shards of this rank."""
+        axis = ShardAxis(self.num_shards, self.features if self._tp > 1 else None)
+        if self.num_shards > 1:
+            compute_in(self._model, Region(axis, self._at))
+        if isinstance(self._model, Pipeline) and self._pp > 1:
+            device = self._runtime.device
+            self._model.axis = DepthAxis(self.stages, self.depth, device, self._at)
+            # Messages of a step that was given up may still be read from the memory they hold.
+            self._axes.append(self._model.axis)
+
+    def refresh(self) -> None:
+        """Have each stage have what it uses of other stages' parameters; a collective."""
+        if isinstance(self._model, Pipeline) and self.are_staged:
+            self._model.refresh()
+
+    def passes(self, microbatches: Range) -> Iterator[Pass]:
+        """The forward and backward passes of this rank, of its replica's microbatches."""
+        axis = self._model.axis if isinstance(self._model, Pipeline) else None
+        stage, num_stages = (axis.stage, len(axis.stages)) if axis is not None else (0, 1)
+        return one_forward_one_backward(microbatches, stage, num_stages)
 
     def give_up(self) -> None:
         """Have the other ranks of the replica notice that this one has failed."""
         if self.is_split:
-            self.features.give_up()
+            for transport in {id(t): t for t in (self.replica, self.features, self.depth)}.values():
+                transport.give_up()
 
     def together(self, compute: Callable[[], T]) -> T:
         """The result of what the ranks of a replica compute together.
@@ -146,15 +209,23 @@ class Places:
         return [of_ranks[rank] for rank in self.mesh.members(self.column)]
 
     def _check_columns(self, kept: Sequence[int]) -> None:
-        for column in range(self._tp):
+        for column in range(self._num_columns):
             if column not in kept:
-                first, last = self.shards(column)
                 raise shared(
                     RankFailure(
-                        f"all ranks that held shards {first} to {last - 1} of the model have died; "
+                        f"all ranks that held {self._described(column)} of the model have died; "
                         "go on from the newest checkpoint with `lockstep resume` or --resume"
                     )
                 )
 
-    def _at(self, moment: Moment) -> None:
+    def _described(self, column: int) -> str:
+        parts = []
+        for what, own, is_cut in zip(
+            ("blocks", "shards"), self.held_by(column), (self._pp > 1, self._tp > 1), strict=True
+        ):
+            if is_cut:
+                parts.append(f"{what} {own.first} to {own.last - 1}")
+        return " and ".join(parts)
+
+    def _at(self, moment: Moment | PipelineMoment) -> None:
         self._runtime.at(moment, self.step)

@@ -135,12 +135,12 @@ class Reporter:
         mesh = self._parts.places.mesh
         if mesh.incomplete:
             yield (
-                f"{transport.size} ranks for replicas of {mesh.tp} (mesh.tp): the last "
+                f"{transport.size} ranks for replicas of {mesh.num_columns} (mesh): the last "
                 f"{len(mesh.incomplete)} fill none and are spares with nothing to compute; start "
-                "a multiple of mesh.tp"
+                f"a multiple of {mesh.num_columns}"
             )
         elif mesh.num_spares:
-            first = used * mesh.tp
+            first = used * mesh.num_columns
             yield (
                 f"{transport.size} ranks for {used} microbatches: ranks {first} to "
                 f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "

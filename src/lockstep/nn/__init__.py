@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.nn.layers import ColumnLinear, RowLinear
+    from lockstep.nn.pipeline import Pipeline
     from lockstep.nn.plan import Heads, shard
     from lockstep.nn.sharded_tensor import ShardedTensor
     from lockstep.nn.sketched import SketchedColumn, SketchedRow
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColumnLinear",
     "Heads",
+    "Pipeline",
     "RowLinear",
     "ShardedLogits",
     "ShardedTensor",
@@ -36,6 +38,7 @@ _HOMES: Mapping[str, str] = MappingProxyType(
     {
         "ColumnLinear": "layers",
         "Heads": "plan",
+        "Pipeline": "pipeline",
         "RowLinear": "layers",
         "ShardedLogits": "vocabulary",
         "ShardedTensor": "sharded_tensor",

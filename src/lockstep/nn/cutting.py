@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.layers import DIVIDED, ShardedModule, is_held, let_go
+from lockstep.nn.layers import DIVIDED, ShardedModule, let_go
+from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.regions import Region
-from lockstep.parallel.layout import Range, split
+from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
+from lockstep.parallel.layout import split
 from lockstep.parallel.shard_axis import ShardAxis
 
 
@@ -112,39 +114,68 @@ def shards_of(model: nn.Module) -> dict[str, Shard]:
     return shards
 
 
-def keep(model: nn.Module, own: Range) -> None:
-    """Free the parameters of all shards but some."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, shard in shards_of(model).items():
-        if not own.first <= shard.number < own.last:
-            let_go(parameters[name])
+def units_of(model: nn.Module) -> dict[str, Unit]:
+    """The unit of each parameter that not every rank need hold, by its name in the cut model.
 
-
-def held_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank has, by name in the cut model.
-
-    Of a model that is not cut this is its `state_dict`.
+    A parameter of several blocks belongs to the first of them.
     """
     shards = shards_of(model)
-    if not shards:
-        return dict(model.state_dict())
+    if not isinstance(model, Pipeline):
+        return {name: Unit(shard=shard.number) for name, shard in shards.items()}
+    originals = {tie.name: tie.original for tie in model.ties}
+    firsts: dict[int, str] = {}
+    units = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = originals.get(name) or firsts.setdefault(id(parameter), name)
+        shard = shards[name].number if name in shards else WHOLE
+        units[name] = Unit(model.block_of(first), shard)
+    return units
+
+
+def keep(model: nn.Module, own: Holding) -> None:
+    """Free the parameters of all units but some."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    units = units_of(model)
+    copies = {tie.name for tie in model.ties} if isinstance(model, Pipeline) else set()
+    for name, unit in units.items():
+        if name not in copies and not own.has(unit):
+            let_go(parameters[name])
+    if isinstance(model, Pipeline):
+        model.tie(own, units)
+
+
+def every_tensor(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and persistent buffers by name in the cut model.
+
+    Those that this rank does not have are there with their shapes. Of a model that is not cut this
+    is its `state_dict`.
+    """
+    shards = shards_of(model)
     wholes = {shard.whole for shard in shards.values()}
     tensors = {name: t for name, t in model.state_dict().items() if name not in wholes}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return tensors | {
-        name: parameters[name].detach() for name in shards if is_held(parameters[name])
+    return tensors | {name: parameters[name].detach() for name in shards}
+
+
+def held_tensors(model: nn.Module, own: Holding) -> dict[str, Tensor]:
+    """Those of `every_tensor` that a rank which holds `own` has."""
+    units = units_of(model)
+    return {
+        name: tensor
+        for name, tensor in every_tensor(model).items()
+        if own.has(units.get(name, EVERYWHERE))
     }
 
 
-def load_held(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_held(model: nn.Module, own: Holding, tensors: Mapping[str, Tensor]) -> None:
     """Copy what `held_tensors` gave, or a `state_dict`, into the model."""
-    if not any(name in tensors for name in shards_of(model)):
+    here = held_tensors(model, own)
+    if not units_of(model) or not here.keys() >= tensors.keys():
         model.load_state_dict(tensors)
         return
-    own = held_tensors(model)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            here[name].copy_(tensor)
 
 
 def joined_by_name(

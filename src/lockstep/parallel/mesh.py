@@ -1,10 +1,10 @@
 """Where a run is computed: how many ranks there are, and what each of them holds.
 
-The mesh never decides what is computed. It has two axes: that of the data, whose unit is the
-microbatch, and that of features, whose unit is the shard. A column is the ranks that hold the same
-shards: they sum gradients. A replica has one rank of each column: together they compute a
-microbatch. Ranks that fill no replica are spares: they hold the shards of their column, and step
-them as the others do.
+The mesh never decides what is computed. It has three axes: that of the data, whose unit is the
+microbatch; that of depth, whose unit is the block; and that of features, whose unit is the shard. A
+column is the ranks that hold the same blocks and shards: they sum gradients. A replica has one rank
+of each column: together they compute a microbatch. Ranks that fill no replica are spares: they hold
+what their column holds, and step it as the others do.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ class Mesh:
 
     Attributes:
         num_microbatches: of each step, 1 or more.
-        columns: column of each rank, from 0.
-        tp: number of columns.
+        columns: column of each rank, from 0: those of the first stage, then of the second, ….
+        tp: number of ranks that share out the shards of a stage.
+        pp: number of stages.
     """
 
     num_microbatches: int
     columns: tuple[int, ...]
     tp: int = 1
+    pp: int = 1
 
     @classmethod
-    def of(cls, num_microbatches: int, size: int, tp: int = 1) -> Mesh:
+    def of(cls, num_microbatches: int, size: int, tp: int = 1, pp: int = 1) -> Mesh:
         """The mesh of ranks that start together: neighbours, who share hosts, make a replica."""
-        return cls(num_microbatches, tuple(rank % tp for rank in range(size)), tp)
+        return cls(num_microbatches, tuple(rank % (tp * pp) for rank in range(size)), tp, pp)
+
+    @property
+    def num_columns(self) -> int:
+        """How many ranks a replica has."""
+        return self.tp * self.pp
 
     @property
     def size(self) -> int:
@@ -49,7 +56,7 @@ class Mesh:
     @property
     def replicas(self) -> list[tuple[int, ...]]:
         """The ranks of each replica, in the order of columns."""
-        return list(zip(*map(self.members, range(self.tp)), strict=False))
+        return list(zip(*map(self.members, range(self.num_columns)), strict=False))
 
     @property
     def incomplete(self) -> list[int]:
@@ -60,7 +67,7 @@ class Mesh:
     @property
     def num_spares(self) -> int:
         """How many ranks have nothing to compute."""
-        idle = max(0, len(self.replicas) - self.num_microbatches) * self.tp
+        idle = max(0, len(self.replicas) - self.num_microbatches) * self.num_columns
         return idle + len(self.incomplete)
 
     @property
@@ -82,7 +89,7 @@ class Mesh:
         return ranges
 
 
-def rearranged(kept: Sequence[int], tp: int) -> tuple[int, ...]:
+def rearranged(kept: Sequence[int], num_columns: int) -> tuple[int, ...]:
     """Columns for a group that has lost or gained ranks, such that few ranks change theirs.
 
     Newcomers go where ranks are missing. A spare changes its column where that makes another
@@ -90,12 +97,12 @@ def rearranged(kept: Sequence[int], tp: int) -> tuple[int, ...]:
 
     Args:
         kept: column that each rank was in; `NEW` for one that was in none.
-        tp: number of columns, each of which some rank was in.
+        num_columns: number of columns, each of which some rank was in.
     """
     columns = list(kept)
 
     def counts() -> list[int]:
-        return [columns.count(column) for column in range(tp)]
+        return [columns.count(column) for column in range(num_columns)]
 
     for rank, column in enumerate(columns):
         if column == NEW:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,53 +58,56 @@ def sharded_block_norms(
 
 
 class ScatteredNorms:
-    """The blocks of all ranks of a model in shards, in the order of the whole model."""
+    """The blocks of all ranks of a model in units, in the order of the whole model."""
 
     def __init__(
-        self, parts: Sequence[tuple[int, int, int]], holders: Mapping[int, int], rank: int
+        self,
+        parts: Sequence[tuple[int, Hashable, int]],
+        holders: Mapping[Any, int],
+        rank: int,
     ) -> None:
         """Plan what each rank sends.
 
         Args:
-            parts: (segment, shard, number of blocks) of each part of the whole model, in order.
-            holders: for each shard, the rank that tells its norms.
+            parts: (segment, unit, number of blocks) of each part of the whole model, in order.
+            holders: for each unit, the rank that tells its norms.
             rank: rank of this process.
         """
         self._parts, self._holders, self._rank = list(parts), holders, rank
 
     def gather(
-        self, transport: Transport, own: Sequence[Tensor], holds: Callable[[int], bool]
+        self, transport: Transport, own: Sequence[Tensor], holds: Callable[[Any], bool]
     ) -> list[Tensor]:
         """Norms of the blocks of the whole model, for each segment; a collective.
 
         Args:
             transport: transport between all ranks.
             own: norms of this rank's blocks, for each segment.
-            holds: function from a shard to whether this rank holds it.
+            holds: function from a unit to whether this rank holds it.
         """
         return [self._of_segment(transport, s, norms, holds) for s, norms in enumerate(own)]
 
     def _of_segment(
-        self, transport: Transport, segment: int, own: Tensor, holds: Callable[[int], bool]
+        self, transport: Transport, segment: int, own: Tensor, holds: Callable[[Any], bool]
     ) -> Tensor:
-        parts = [(shard, blocks) for s, shard, blocks in self._parts if s == segment]
+        parts = [(unit, blocks) for s, unit, blocks in self._parts if s == segment]
         sent, first = [], 0
-        for shard, blocks in parts:
-            if not holds(shard):
+        for unit, blocks in parts:
+            if not holds(unit):
                 continue
-            if self._holders[shard] == self._rank:
+            if self._holders[unit] == self._rank:
                 sent.append(own[first : first + blocks])
             first += blocks
         counts = [0] * transport.size
-        for shard, blocks in parts:
-            counts[self._holders[shard]] += blocks
+        for unit, blocks in parts:
+            counts[self._holders[unit]] += blocks
         everyone = own.new_empty(sum(counts))
         mine = torch.cat(sent) if sent else own.new_empty(0)
         transport.all_gather(mine, everyone, counts)
         of_rank = list(torch.split(everyone, counts))
         ordered = []
-        for shard, blocks in parts:
-            holder = self._holders[shard]
+        for unit, blocks in parts:
+            holder = self._holders[unit]
             ordered.append(of_rank[holder][:blocks])
             of_rank[holder] = of_rank[holder][blocks:]
         return torch.cat(ordered)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 from lockstep.comm.torchdist.elastic_transport import ElasticTransport
 from lockstep.comm.torchdist.sockets import Connections
-from lockstep.comm.torchdist.supervision import GenerationLost
+from lockstep.comm.torchdist.waiting import LeftBehind
 
 HOST = "127.0.0.1"
 
@@ -30,7 +30,8 @@ class Bereaved:
 def transport(group: dist.ProcessGroup, rank: int) -> ElasticTransport:
     made = ElasticTransport.__new__(ElasticTransport)
     made.__dict__.update(name="gloo", group=group, rank=rank, _supervision=Bereaved())
-    made.__dict__.update(_subgroups=[], _builders=[], _left_behind=None)
+    made.__dict__.update(_connections=Connections(HOST))
+    made.__dict__.update(_subgroups=[], _builders=[], _is_left_behind=bool)
     return made
 
 
@@ -69,7 +70,7 @@ def main() -> None:
         try:
             made._finish(work)
             print("finished")
-        except GenerationLost:
+        except LeftBehind:
             print("given up")
         except RuntimeError:
             print("failed")

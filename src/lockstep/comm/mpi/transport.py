@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
-from lockstep.comm.transport import GroupBroken, LocalTransport, Transport, collective, offsets
+from lockstep.comm.transport import (
+    GroupBroken,
+    LocalTransport,
+    Sending,
+    Transport,
+    collective,
+    offsets,
+)
 
 # Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
 # which MPI does not have.
@@ -132,6 +139,22 @@ class MpiTransport(Transport):
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
         self.comm.Bcast([tensor.numpy(), _DATATYPES[tensor.itemsize]], root=root)
+
+    @collective
+    def send(self, tensor: Tensor, to: int) -> Sending:
+        """See `Transport.send`."""
+        buffer = [tensor.numpy(), _DATATYPES[tensor.itemsize]]
+        return Sending(self, self.comm.Isend(buffer, dest=to), tensor)
+
+    @collective
+    def finish_sending(self, handle: MPI.Request) -> None:
+        """See `Transport.finish_sending`."""
+        handle.Wait()
+
+    @collective
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """See `Transport.receive`."""
+        self.comm.Recv([tensor.numpy(), _DATATYPES[tensor.itemsize]], source=source)
 
     @collective
     def barrier(self) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
 from lockstep.comm.torchdist.sockets import Connections
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
+from lockstep.comm.torchdist.waiting import LeftBehind, finish, finish_message, never_destroy
 from lockstep.comm.transport import LocalTransport, Transport, collective
 
 _BUILD_S = 30.0
@@ -24,8 +24,6 @@ _BUILD_S = 30.0
 _BUILD_TIME = timedelta(seconds=_BUILD_S)
 _NOTICE_S = 5.0
 """Seconds that the supervisor may take to notice a loss after connections have reported it."""
-_LOOK = timedelta(seconds=0.2)
-"""How long gloo is waited for before a look at whether a rank was lost."""
 _HOST = "127.0.0.1"
 
 
@@ -36,11 +34,6 @@ class ElasticTransport(GroupTransport):
     wakes whoever is blocked in a collective: over gloo, by shutting down the group's connections,
     since its `abort` does not wake a receive from a peer that lives; over NCCL, by `abort`.
     The NCCL half of this has never run on more than one GPU.
-
-    Gloo tells nobody about a transfer of which a part has gone or come when its connection closes
-    (`Pair::signalException` of gloo/transport/tcp/pair.cc passes over both): who waits for it
-    waits until the timeout, and so does the destructor of its group. So waits are short here, and
-    a group with such a transfer is never destroyed.
 
     Args:
         backend: name of torch's backend, `gloo` or `nccl`.
@@ -71,7 +64,7 @@ class ElasticTransport(GroupTransport):
         self._connections = Connections(_HOST)
         self._subgroups: list[tuple[Subgroup, Connections]] = []
         self._generation = self._num_subgroups = 0
-        self._left_behind: Any = None
+        self._is_left_behind: Callable[[], bool] = bool
         self._builders: list[threading.Thread] = []
         self.group = None
         self._supervision = Supervision(supervisor_fd, self._cut)
@@ -106,6 +99,8 @@ class ElasticTransport(GroupTransport):
         group = self._connected(prefix, rank, size, connections, [])
         give_up = group.abort if self.name == "nccl" else connections.shut_down
         made = Subgroup(self, group, rank, size, give_up)
+        made._finish = lambda work: self._wait(work, finish, connections)  # type: ignore[method-assign]
+        made._finish_message = lambda work: self._wait(work, finish_message, connections)  # type: ignore[method-assign]
         self._subgroups.append((made, connections))
         self._agree()
         return made
@@ -191,10 +186,9 @@ class ElasticTransport(GroupTransport):
             connections.shut_down()  # somebody may wait in one of them
             part.close()
         self._subgroups = []
-        if self._left_behind is not None and not self._left_behind.is_completed():
-            for group in groups:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        self._left_behind = None
+        if self._is_left_behind():
+            never_destroy(groups)
+        self._is_left_behind = bool
         return groups
 
     def _connected(
@@ -269,6 +263,14 @@ class ElasticTransport(GroupTransport):
                 connections.shut_down()
 
     def _finish(self, work: Any) -> None:
+        self._wait(work, finish, self._connections)
+
+    def _finish_message(self, work: Any) -> None:
+        self._wait(work, finish_message, self._connections)
+
+    def _wait(
+        self, work: Any, finish: Callable[[Any, Callable[[], bool]], None], own: Connections
+    ) -> None:
         if self.name == "nccl":
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
@@ -276,18 +278,8 @@ class ElasticTransport(GroupTransport):
             if self._supervision.is_lost():
                 raise GenerationLost("a rank died")
             return
-        while not self._is_finished(work):
-            if self._supervision.is_lost():
-                self._left_behind = work
-                raise GenerationLost("a rank died")
-
-    @staticmethod
-    def _is_finished(work: Any) -> bool:
-        """Whether a transfer of gloo ends within `_LOOK`; its error is raised."""
         try:
-            work.wait(_LOOK)
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            work.wait()  # the error may have been that of the time, and the work have ended since
-        return True
+            finish(work, lambda: self._supervision.is_lost() or own.have_closed())
+        except LeftBehind as transfer:
+            self._is_left_behind = transfer.is_stuck
+            raise

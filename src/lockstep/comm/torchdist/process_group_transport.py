@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.torchdist.store import meet_at
-from lockstep.comm.transport import Transport, collective, offsets
+from lockstep.comm.transport import Sending, Transport, collective, offsets
 
 
 class GroupTransport(Transport):
@@ -69,6 +69,21 @@ class GroupTransport(Transport):
         options.rootRank = root
         self._finish(self.group.broadcast([tensor], options))
 
+    @collective
+    def send(self, tensor: Tensor, to: int) -> Sending:
+        """See `Transport.send`."""
+        return Sending(self, self.group.send([tensor], to, 0), tensor)
+
+    @collective
+    def finish_sending(self, handle: Any) -> None:
+        """See `Transport.finish_sending`."""
+        self._finish_message(handle)
+
+    @collective
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """See `Transport.receive`."""
+        self._finish_message(self.group.recv([tensor], source, 0))
+
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """See `Transport.gather_host`; staged where the backend moves device memory only."""
         out = torch.empty(sum(counts), dtype=own.dtype, device=self.device)
@@ -77,6 +92,9 @@ class GroupTransport(Transport):
 
     def _finish(self, work: Any) -> None:
         work.wait()
+
+    def _finish_message(self, work: Any) -> None:
+        self._finish(work)
 
 
 class Subgroup(GroupTransport):
@@ -105,6 +123,7 @@ class Subgroup(GroupTransport):
         self.can_regroup = give_up is not None
         self._give_up = give_up
         self._finish = whole._finish  # type: ignore[method-assign]
+        self._finish_message = whole._finish_message  # type: ignore[method-assign]
 
     @collective
     def barrier(self) -> None:

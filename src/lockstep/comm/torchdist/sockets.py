@@ -34,6 +34,10 @@ class Connections:
         """Count no connections that are opened from now on."""
         self._own = self._open() - self._before
 
+    def have_closed(self) -> bool:
+        """Whether some of them are there no longer."""
+        return self._own is not None and not self._own <= self._open()
+
     def shut_down(self) -> None:
         """Have both ends of the connections see them closed; threads that wait for data wake up."""
         present = self._open()

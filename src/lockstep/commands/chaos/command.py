@@ -102,9 +102,10 @@ def chaos(
         with shown_status(console, "training without faults", quiet):
             runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
+        keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
-            _keys(target, overrides).data.num_workers > 0, _keys(target, overrides).mesh.tp,
+            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -178,7 +179,7 @@ def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
     """The config, as far as it is known of a script: what overrides say."""
     if not is_script(target):
         return configured(target, overrides)[1]
-    known = ("data.num_workers=", "mesh.tp=", "num_shards=")
+    known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=")
     return override(TrainConfig(), [o for o in overrides if o.startswith(known)])
 
 

@@ -34,6 +34,7 @@ _MOMENTS: tuple[Moment, ...] = (
 )  # fmt: skip
 _IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
 """Where several ranks compute a microbatch together."""
+_BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 
@@ -73,6 +74,7 @@ class Draw:
     has_workers: bool
     source: random.Random
     tp: int = 1
+    pp: int = 1
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -82,9 +84,13 @@ class Draw:
     def sitting_starts(self) -> None:
         """All processes are there again."""
         self.alive = list(range(self.num_ranks))
-        self.columns = [rank % self.tp for rank in self.alive]
+        self.columns = [rank % self._num_columns for rank in self.alive]
         self.last_kill = self.last_exception = None
         self.is_edited = False
+
+    @property
+    def _num_columns(self) -> int:
+        return self.tp * self.pp
 
     def _what(self, step: int) -> What:
         """One of those that are possible now."""
@@ -112,7 +118,7 @@ class Draw:
         """The others go on; some may get the place of the one that is lost."""
         index = self.alive.index(slot)
         del self.alive[index], self.columns[index]
-        self.columns = list(rearranged(self.columns, self.tp))
+        self.columns = list(rearranged(self.columns, self._num_columns))
 
     def blow(self, step: int) -> Blow:
         """A blow at a step."""
@@ -150,11 +156,13 @@ class Draw:
 
     def _kill(self, slot: int, step: int) -> PlannedFault:
         source = self.source
-        many = self.columns.count(self.columns[self.alive.index(slot)]) > 2 or self.tp == 1
+        many = self.columns.count(self.columns[self.alive.index(slot)]) > 2
+        many = many or self._num_columns == 1
         if self.last_kill is not None and source.random() < 0.25 and many:
             # Strikes while the others recover from the one before.
             return PlannedFault(slot, self.last_kill, source.choice(_IN_RECOVERY))
-        moment = source.choice(_MOMENTS if self.tp == 1 else (*_MOMENTS, *_IN_SHARDS))
+        shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
+        moment = source.choice((*_MOMENTS, *shards, *stages))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -175,6 +183,7 @@ def draw(
     replacements: int = 0,
     has_workers: bool = False,
     tp: int = 1,
+    pp: int = 1,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -185,7 +194,8 @@ def draw(
         seed: seed that the plan is drawn with.
         replacements: greatest number of processes that join later in each sitting.
         has_workers: whether ranks have processes that fetch data for them.
-        tp: number of ranks that compute a microbatch together.
+        tp: number of ranks that share out the shards of a stage.
+        pp: number of stages.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -195,7 +205,7 @@ def draw(
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp)
+    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp)
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

@@ -85,7 +85,7 @@ def _load(
     train_step: TrainStep, model: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> None:
     """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
-    load_held(model, tensors)
+    load_held(model, train_step.places.own, tensors)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(buffers[name])
     train_step.state.mark()

@@ -250,6 +250,7 @@ class Checkpointer:
             "saved_at": time.time(),
             "layout": {
                 "world_size": transport.size,
+                "pp": self._parts.places.mesh.pp,
                 "tp": self._parts.places.mesh.tp,
                 "transport": transport.name,
             },

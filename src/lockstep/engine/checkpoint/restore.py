@@ -18,6 +18,7 @@ from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
 from lockstep.nn.cutting import (
     Shard,
+    every_tensor,
     found,
     held_tensors,
     joined_by_name,
@@ -66,7 +67,8 @@ def capture(
 
 def held(train_step: TrainStep, model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    return held_tensors(model) if train_step.places.is_split else dict(model.state_dict())
+    places = train_step.places
+    return held_tensors(model, places.own) if places.is_split else dict(model.state_dict())
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,7 +200,7 @@ def receive(
     """As `restore`, but returns the snapshot's `meta`."""
     received = _receive(snapshot, train_step, model, transport, root)
     transport.agree()
-    load_held(model, received.model)
+    load_held(model, train_step.places.own, received.model)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
     train_step.flat_optimizer.load_state(received.optimizer)
@@ -274,11 +276,7 @@ def receive_model(
     everyone = dict(own)
     shards: Mapping[str, Shard] = {}
     if _is_for_all(train_step, transport):
-        shards = shards_of(model)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        # In an order that is the same on all ranks.
-        everyone = {name: tensor for name, tensor in own.items() if name not in shards}
-        everyone |= {name: parameters[name].detach() for name in shards}
+        shards, everyone = shards_of(model), every_tensor(model)
     buffers = train_step.state.unsaved
     sources = snapshot.model | snapshot.buffers if snapshot else {}
     received = {}

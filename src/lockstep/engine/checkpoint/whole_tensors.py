@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.places import Places
 from lockstep.engine.step.flat import FlatTensors, model_digest, tensors_digest
-from lockstep.nn.cutting import Shard, held_tensors, joined_by_name, shards_of
+from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
+from lockstep.nn.units import Unit
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,17 @@ def whole_tensors(
         flat: its trainable parameters in flat memory.
         state: this rank's part of the optimizer's state, if that is wanted too.
     """
-    if places.replica != 0:
+    if places.replica_number != 0:
         return None
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    shards = shards_of(model)
-    likes = {name: parameters[name].detach() for name in shards}
-    tensors = dict(joined_by_name(_gathered(places, held_tensors(model), likes, shards), shards))
+    shards, units = shards_of(model), units_of(model)
+    here, everywhere = held_tensors(model, places.own), every_tensor(model)
+    tensors = dict(joined_by_name(_gathered(places, here, everywhere, units), shards))
     optimizer = {}
-    trained = {name: like for name, like in flat.everyone.items() if name in flat.shards}
-    for key, segments in sorted(state.flats.items()) if state else ():
-        everyone = _gathered(places, flat.named(segments), trained, flat.shards)
+    flats = state.flats if state else {}
+    # A rank that trains no parameter has no state of any.
+    for key in sorted({key for keys in places.replica.gather_json(list(flats)) for key in keys}):
+        here = flat.named(flats[key]) if key in flats else {}
+        everyone = _gathered(places, here, flat.everyone, flat.units)
         for name, tensor in joined_by_name(everyone, flat.shards):
             optimizer[f"{key}/{name}"] = tensor
     return WholeTensors(tensors, optimizer) if places.world.rank == 0 else None
@@ -68,24 +70,26 @@ def _gathered(
     places: Places,
     own: Mapping[str, Tensor],
     likes: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
+    units: Mapping[str, Unit],
 ) -> dict[str, Tensor]:
     """Tensors by name, on rank 0 those of all ranks of its replica, in host memory.
 
     Args:
         places: place of each rank on the mesh.
         own: tensors that this rank holds.
-        likes: tensors of the shapes and dtypes of all shards.
-        shards: what each tensor in shards is a part of.
+        likes: all tensors; those that this rank does not hold count with their shapes only.
+        units: unit of each tensor that not every rank need hold.
     """
     is_first = places.world.rank == 0
-    gathered = {n: t.detach().to("cpu", copy=True) for n, t in own.items() if n not in shards}
+    gathered = {n: t.detach().to("cpu", copy=True) for n, t in own.items() if n not in units}
     for name, like in likes.items():
+        if name not in units:
+            continue
         tensor = own.get(name)
         if tensor is None:
             tensor = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        places.features.broadcast(flat, places.holder(shards[name].number))
+        places.replica.broadcast(flat, places.holder(units[name]))
         if is_first:
             gathered[name] = flat.view(tensor.dtype).view(tensor.shape).to("cpu", copy=True)
     return gathered

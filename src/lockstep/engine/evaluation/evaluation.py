@@ -22,6 +22,7 @@ from lockstep.engine.step.buffers import KeptBuffers
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
+from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.exchange import add_up
 from lockstep.parallel.layout import Node, merges
 
@@ -69,12 +70,18 @@ class Evaluation:
         """
         data, number, num_replicas = transport, transport.rank, transport.size
         if places is not None and places.is_split:
-            data, number, num_replicas = places.data, places.replica, len(places.mesh.replicas)
+            data, number, num_replicas = (
+                places.data,
+                places.replica_number,
+                len(places.mesh.replicas),
+            )
         mine: Iterable[tuple[int, Any]] = ()
         if number < num_replicas:
             mine = self._batches.of_rank(number, num_replicas)
 
         def compute_leaves() -> list[tuple[Sums, Leaf]]:
+            if places is not None:
+                places.refresh()
             return self._computed(mine, model, compute, beat)
 
         together = compute_leaves
@@ -85,14 +92,38 @@ class Evaluation:
             leaves = everywhere(transport, together)
         finally:
             model.train()
+        if places is not None and not places.are_scored:
+            scored = _nothing
+        else:
+            scored = self._scored(data, num_replicas, leaves)
+        scores = everywhere(transport, scored)
+        if places is not None and places.are_staged:
+            theirs = transport.gather_json([scores.metrics, scores.arrays])[places.scoring]
+            scores = Scores(*theirs)
+        return scores
+
+    def _scored(
+        self, data: Transport, num_replicas: int, leaves: Sequence[tuple[Sums, Leaf]]
+    ) -> Callable[[], Scores]:
+        """What computes loss and metrics of all batches; a collective of those that have some.
+
+        Args:
+            data: group of ranks, of which the first `num_replicas` have computed batches.
+            num_replicas: number of these.
+            leaves: of each batch of this rank.
+        """
         known = data.gather_json([len(leaves), *(sorted(sums) for sums, _ in leaves[:1])])
         counts = [count for count, *_ in known[:num_replicas]]
         names = next(theirs for _, *theirs in known if theirs)[0]
         numbers = [self._batches.numbers(n, num_replicas, counts) for n in range(num_replicas)]
         numbers += [[] for _ in range(data.size - num_replicas)]
         means, finish = self._combined(data, leaves, names, numbers)
-        scalars, arrays = plain(everywhere(transport, finish))
-        return Scores(_united(means, scalars), arrays)
+
+        def scored() -> Scores:
+            scalars, arrays = plain(finish())
+            return Scores(_united(means, scalars), arrays)
+
+        return scored
 
     def first_batch(self, model: nn.Module, compute: Compute) -> dict[str, float]:
         """Loss and metrics of the first batch; talks to nobody."""
@@ -126,6 +157,9 @@ class Evaluation:
             beat()
             try:
                 sums, updates = compute.evaluate(number, batch)
+            except StageDone as done:
+                done.pass_on()
+                continue
             finally:
                 kept.restore()
             constants.check(f"evaluation of batch {number}")
@@ -177,3 +211,7 @@ def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, flo
             )
         )
     return means | scalars
+
+
+def _nothing() -> Scores:
+    return Scores({}, {})

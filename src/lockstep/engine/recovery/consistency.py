@@ -14,7 +14,8 @@ from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.step.flat import tensor_digest, tensors_digest
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
-from lockstep.nn.cutting import held_tensors, shards_of
+from lockstep.nn.cutting import held_tensors, units_of
+from lockstep.nn.units import EVERYWHERE
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:
@@ -76,17 +77,19 @@ def check_replicas(
     own = everywhere(transport, task_state.digests)
     if not places.is_split:
         tensors = model.state_dict() | dict(buffers)
-        digests = transport.gather_json([tensors_digest(tensors), own])
-        if all(d == digests[0] for d in digests):
+        everyone = transport.gather_json([tensors_digest(tensors), own])
+        if all(theirs == everyone[0] for theirs in everyone):
             return
     else:
-        tensors = held_tensors(model) | dict(buffers)
-        shards = shards_of(model)
-        replicated = {name: t for name, t in tensors.items() if name not in shards}
-        mine = [tensors_digest(replicated), own, places.column, tensors_digest(tensors)]
-        ranks = transport.gather_json(mine)
-        columns = {tuple(theirs[2:]) for theirs in ranks}
-        if all(r[:2] == ranks[0][:2] for r in ranks) and len(columns) == places.mesh.tp:
+        tensors = held_tensors(model, places.own) | dict(buffers)
+        units = units_of(model)
+        by_unit: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            by_unit.setdefault(str(units.get(name, EVERYWHERE)), {})[name] = tensor
+        digests = {unit: tensors_digest(of_unit) for unit, of_unit in by_unit.items()}
+        ranks = transport.gather_json([digests, own])
+        pairs = {pair for theirs, _ in ranks for pair in theirs.items()}
+        if all(r[1] == own for r in ranks) and len(pairs) == len(dict(pairs)):
             return
     which = _first_difference(transport, _digests(tensors) | own)
     raise shared(

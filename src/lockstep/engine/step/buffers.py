@@ -178,6 +178,16 @@ class ForwardState:
         self._committed = [b.clone() for b in self._buffers]
         self._committed_counters = [c.clone() for c in self._counters]
 
+    def lend(self) -> None:
+        """Give modules copies for a forward pass, which its backward pass may read much later.
+
+        `collect` takes them away.
+        """
+        for buffer in [*self._buffers, *self._counters]:
+            copy = buffer.clone()
+            for _, _, held_in, key in self._places[id(buffer)]:
+                held_in[key] = copy
+
     def collect(self) -> tuple[list[Tensor], list[Tensor]]:
         """What a forward pass has added to buffers, and what it has made of counters.
 

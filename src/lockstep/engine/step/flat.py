@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
+from lockstep.nn.units import EVERYWHERE, Holding, Unit
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.layout import Range
 
 _ALIGN = 16
 """Elements. Tensors start on a cache line, and no group ends inside a vector register."""
-
-REPLICATED = -1
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -44,16 +43,16 @@ class Entry:
 
 
 class Part(NamedTuple):
-    """The blocks of a segment that belong to one shard of the model, or to none.
+    """The blocks of a segment that belong to one unit of the model.
 
     Attributes:
         segment: number of the segment.
-        shard: number of the shard; `REPLICATED` for tensors that are not cut.
+        unit: unit; `EVERYWHERE` for tensors that every rank holds.
         num_blocks: number of blocks of `BLOCK` elements.
     """
 
     segment: int
-    shard: int
+    unit: Unit
     num_blocks: int
 
 
@@ -69,7 +68,7 @@ class Piece:
 class FlatTensors:
     """Tensors moved into flat memory, of which they become views.
 
-    Of a model in shards a rank may hold some shards only. The tensors of each shard are whole
+    Of a model in units a rank may hold some units only. The tensors of each unit are whole
     blocks, so that the norm of a block is the same whatever else a rank holds.
 
     Attributes:
@@ -78,7 +77,7 @@ class FlatTensors:
         segments: size and dtype of each flat tensor.
         flats: flat tensors, one for each segment, of one dimension.
         pieces: ranges of flat memory that each optimizer group takes.
-        parts: blocks of each shard in the order of flat memory, those that other ranks hold too.
+        parts: blocks of each unit in the order of flat memory, those that other ranks hold too.
         names: name of each tensor by its id, of those that other ranks hold too.
     """
 
@@ -87,7 +86,8 @@ class FlatTensors:
         groups: Sequence[Sequence[tuple[str, Tensor]]],
         what: str,
         shards: Mapping[str, Shard] | None = None,
-        own: Range | None = None,
+        units: Mapping[str, Unit] | None = None,
+        own: Holding | None = None,
     ) -> None:
         """Move tensors.
 
@@ -95,7 +95,8 @@ class FlatTensors:
             groups: lists of (name, tensor).
             what: what errors call a tensor.
             shards: what those tensors that are cut are parts of, by name.
-            own: shards to hold; None holds all.
+            units: unit of each tensor that not every rank need hold, by name.
+            own: blocks and shards to hold; None holds all.
 
         Raises:
             TaskError: a tensor's dtype is neither float32 nor float64.
@@ -106,6 +107,7 @@ class FlatTensors:
         self.pieces: list[Piece] = []
         self.parts: list[Part] = []
         self._groups, self._what, self._shards = groups, what, dict(shards or {})
+        self._units = dict(units or {})
         self._own = own
         self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
@@ -126,9 +128,9 @@ class FlatTensors:
             # By `data`, so that modules and optimizers keep the very objects they hold.
             tensor.data = view
 
-    def restricted(self, own: Range) -> FlatTensors:
-        """The same tensors in new memory, of some shards only; the others keep theirs."""
-        return FlatTensors(self._groups, self._what, self._shards, own)
+    def restricted(self, own: Holding) -> FlatTensors:
+        """The same tensors in new memory, of some units only; the others keep theirs."""
+        return FlatTensors(self._groups, self._what, self._shards, self._units, own)
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -151,10 +153,14 @@ class FlatTensors:
         """What those tensors that are cut are parts of, by name."""
         return self._shards
 
-    def holds(self, shard: int) -> bool:
-        """Whether the tensors of a shard are held here."""
-        own = self._own
-        return shard == REPLICATED or own is None or own.first <= shard < own.last
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        """The unit of each tensor that not every rank need hold, by name."""
+        return self._units
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the tensors of a unit are held here."""
+        return self._own is None or self._own.has(unit)
 
     def take_back(self) -> None:
         """Make tensors views of the flats again that were given memory of their own since.
@@ -191,14 +197,14 @@ class FlatTensors:
         offset = 0
         for index, group in enumerate(groups):
             first = offset
-            for shard in sorted({REPLICATED, *(s.number for s in self._shards.values())}):
-                named = [(n, t) for n, t in group if t.dtype == dtype and self._shard(n) == shard]
-                offset = self._place_part(named, segment, index, shard, offset)
+            for unit in sorted({EVERYWHERE, *self._units.values()}):
+                named = [(n, t) for n, t in group if t.dtype == dtype and self._unit(n) == unit]
+                offset = self._place_part(named, segment, index, unit, offset)
             if offset > first:
                 self.pieces.append(Piece(segment, index, Range(first, offset)))
         numel = max(1, -(-offset // BLOCK)) * BLOCK
-        if not self._shards:
-            self.parts.append(Part(segment, REPLICATED, numel // BLOCK))
+        if not self._units:
+            self.parts.append(Part(segment, EVERYWHERE, numel // BLOCK))
         self.segments.append(Segment(dtype, numel))
 
     def _place_part(
@@ -206,24 +212,24 @@ class FlatTensors:
         named: Sequence[tuple[str, Tensor]],
         segment: int,
         group: int,
-        shard: int,
+        unit: Unit,
         first: int,
     ) -> int:
-        """Place a group's tensors of one shard behind what is there: where the next ones begin."""
+        """Place a group's tensors of one unit behind what is there: where the next ones begin."""
         offset = first
         for name, tensor in named:
-            if self.holds(shard):
+            if self.holds(unit):
                 self.tensors.append(tensor)
                 self.entries.append(Entry(name, segment, group, offset, tensor.shape))
             offset += -(-tensor.numel() // _ALIGN) * _ALIGN
-        if self._shards and named:
+        if self._units and named:
             num_blocks = -(-(offset - first) // BLOCK)
-            self.parts.append(Part(segment, shard, num_blocks))
+            self.parts.append(Part(segment, unit, num_blocks))
             offset = first + num_blocks * BLOCK
-        return offset if self.holds(shard) else first
+        return offset if self.holds(unit) else first
 
-    def _shard(self, name: str) -> int:
-        return self._shards[name].number if name in self._shards else REPLICATED
+    def _unit(self, name: str) -> Unit:
+        return self._units.get(name, EVERYWHERE)
 
     def _device(self) -> torch.device:
         return next(tensor.device for group in self._groups for _, tensor in group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -19,6 +20,8 @@ from lockstep.engine.step.phases import Phases
 from lockstep.engine.step.precision import autocast
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import TaskError, shared
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.depth_axis import DepthAxis
 
 
 class Compute:
@@ -46,13 +49,16 @@ class Compute:
 
         Raises:
             TaskError: the loss did not return what it must.
+            StageDone: this rank does not compute the last block of a pipeline.
         """
         phase = self.phases.at(step)
+        self._begin()
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._autocast():
             loss = phase.loss(self._model, batch)
         self.watched.check()
         where = f"{phase.name}: the loss" if phase.name else "loss"
+        self._check_stage(where)
         _check(where, loss)
         if not loss.sum.requires_grad:
             raise TaskError(
@@ -66,6 +72,19 @@ class Compute:
             )
         return loss
 
+    def _begin(self) -> None:
+        if isinstance(self._model, Pipeline):
+            self._model.begin()
+
+    def _check_stage(self, where: str) -> None:
+        """Refuse a loss that was computed without the model on a stage that has no output."""
+        axis = self._model.axis if isinstance(self._model, Pipeline) else None
+        if axis is not None and not axis.is_last:
+            raise TaskError(
+                f"Task.{where}: did not call the model it was given, which is in stages (mesh.pp): "
+                "a stage has some of its blocks only, so call the whole model, once"
+            )
+
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the task's metrics; those of a phase once `forward` has been called in it."""
@@ -74,10 +93,17 @@ class Compute:
     def evaluate(
         self, chunk: int, batch: Any
     ) -> tuple[dict[str, tuple[float, float]], Mapping[str, Any]]:
-        """Loss and metrics of an evaluation batch, each as (sum, weight), and `Loss.updates`."""
+        """Loss and metrics of an evaluation batch, each as (sum, weight), and `Loss.updates`.
+
+        Raises:
+            TaskError: the loss did not return what it must.
+            StageDone: this rank does not compute the last block of a pipeline.
+        """
+        self._begin()
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
+        self._check_stage("evaluate")
         _check("evaluate", loss)
         pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = copied([v for pair in pairs.values() for v in pair])()
@@ -160,40 +186,120 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+@dataclass
+class Forwarded:
+    """What a forward pass leaves for its backward pass.
+
+    Attributes:
+        loss: loss; None on a stage that is not the last of a pipeline.
+        inputs: tensors that the stage before has sent, if there is one.
+        outputs: tensors that the next stage goes on with, if there is one.
+        deltas: changes of buffers.
+        fetch: gives scalars and counters.
+        num_scalars: number of scalars.
+    """
+
+    loss: Tensor | None
+    inputs: list[Tensor | None]
+    outputs: tuple[Tensor, ...]
+    deltas: list[Tensor]
+    fetch: Callable[[], list[float]]
+    num_scalars: int
+
+
 class Backward:
     """Gradients of microbatches, as leaves for the ordered reduction."""
 
-    def __init__(self, parameters: list[Tensor], state: ForwardState) -> None:
+    def __init__(self, model: nn.Module, parameters: list[Tensor], state: ForwardState) -> None:
+        self._pipeline = model if isinstance(model, Pipeline) else None
         self._parameters = parameters
         self._state = state
 
+    @property
+    def _axis(self) -> DepthAxis | None:
+        axis = self._pipeline.axis if self._pipeline is not None else None
+        return axis if axis is not None and len(axis.stages) > 1 else None
+
+    def begin(self) -> None:
+        """Prepare for a forward pass; others may come before its backward pass."""
+        if self._axis is not None:
+            self._state.lend()
+
+    def forwarded(
+        self, loss: Loss | None, outputs: tuple[Tensor, ...], scalars: list[Number]
+    ) -> Forwarded:
+        """Take what a forward pass has computed; the next stage gets `outputs`.
+
+        Args:
+            loss: loss that `Compute.forward` returned.
+            outputs: what the last block of this stage returned, instead of a loss.
+            scalars: sum and weight of the loss, then those of the metrics.
+        """
+        # Before the backward pass, since recomputed activations run forward passes again.
+        deltas, counters = self._state.collect()
+        fetch = copied([*scalars, *counters])
+        inputs: list[Tensor | None] = []
+        if self._axis is not None and self._pipeline is not None:
+            inputs, self._pipeline.inputs = self._pipeline.inputs, []
+            if not self._axis.is_last:
+                self._axis.send(outputs, self._axis.stage + 1)
+        total = loss.sum if loss is not None else None
+        return Forwarded(total, inputs, outputs, deltas, fetch, len(scalars))
+
     def leaf(
         self,
-        loss: Loss,
-        scalars: list[Number],
+        passed: Forwarded,
         loss_scale: float,
         inputs: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor | None], list[float], list[float]]:
         """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
 
         Args:
-            loss: loss that `Compute.forward` returned.
-            scalars: sum and weight of the loss, then those of the metrics.
+            passed: what its forward pass has left.
             loss_scale: factor of the loss in the backward pass, 1 for none.
             inputs: parameters that get gradients; all by default.
         """
-        # Before the backward pass, since recomputed activations run forward passes again.
-        deltas, counters = self._state.collect()
-        fetch = copied([*scalars, *counters])
-        scaled = loss.sum if loss_scale == 1.0 else loss.sum * loss_scale
-        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        weight: float | None = None
+        if passed.loss is not None:
+            scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        else:
+            weight = self._backward_from_next(passed.outputs)
+        if self._axis is not None and not self._axis.is_first:
+            self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
+        if self._pipeline is not None:
+            self._pipeline.collect_ties()
         gradients = [p.grad for p in self._parameters]
         self.restart()
-        numbers = fetch()
+        numbers = passed.fetch()
+        deltas = passed.deltas
         if deltas:
             # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
-            torch._foreach_mul_(deltas, numbers[1])
-        return [*gradients, *deltas], numbers[: len(scalars)], numbers[len(scalars) :]
+            torch._foreach_mul_(deltas, numbers[1] if weight is None else weight)
+        count = passed.num_scalars
+        return [*gradients, *deltas], numbers[:count], numbers[count:]
+
+    def _backward_from_next(self, outputs: tuple[Tensor, ...]) -> float:
+        """The backward pass of a stage that is not the last; returns the weight of the loss."""
+        assert self._axis is not None
+        *gradients, weight = self._axis.receive(self._axis.stage + 1)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        assert weight is not None
+        return float(weight)
+
+    def _send_back(self, inputs: Sequence[Tensor | None], weight: float) -> None:
+        """Send the gradients of what the stage before has sent, and the weight of the loss."""
+        assert self._axis is not None
+        gradients = [None if t is None else t.grad for t in inputs]
+        there = torch.tensor(weight, dtype=torch.float64)
+        self._axis.send([*gradients, there], self._axis.stage - 1)
+
+    def finish(self) -> None:
+        """Return when all that was sent to other stages has been."""
+        if self._axis is not None:
+            self._axis.finish()
 
     def restart(self) -> None:
         """Forget what a pass has left behind, also one that an exception has ended."""
@@ -204,6 +310,8 @@ class Backward:
         """Forget gradients: one that stays, of an evaluation too, would be added to."""
         for parameter in self._parameters:
             parameter.grad = None
+        if self._pipeline is not None:
+            self._pipeline.forget_ties()
 
 
 def copied(values: Sequence[Number]) -> Callable[[], list[float]]:

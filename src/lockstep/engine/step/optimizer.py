@@ -72,12 +72,19 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
             f"optimizer.sharded=True: {name} is not known to be element-wise, so it cannot step "
             "slices; set optimizer.sharded=false, or `elementwise = True` on its class"
         )
-    if config.mesh.tp > 1 and not is_elementwise(optimizer):
-        raise ConfigError(
-            f"mesh.tp={config.mesh.tp}: {name} is not known to be element-wise, so it cannot step "
-            "a model whose shards are on several ranks; set mesh.tp=1, or `elementwise = True` on "
-            "its class"
-        )
+    sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
+    for key, size in sizes.items():
+        if size > 1 and isinstance(optimizer, PhaseOptimizers):
+            raise ConfigError(
+                f"{key}={size}: a task with an optimizer for each phase steps the whole model; "
+                f"set {key}=1, or give one optimizer for all phases"
+            )
+        if size > 1 and not is_elementwise(optimizer):
+            raise ConfigError(
+                f"{key}={size}: {name} is not known to be element-wise, so it cannot step a model "
+                f"that is shared out over several ranks; set {key}=1, or `elementwise = True` on "
+                "its class"
+            )
     return optimizer
 
 

@@ -27,7 +27,7 @@ from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.step.microbatch import Backward, Compute, check_weight
+from lockstep.engine.step.microbatch import Backward, Compute, Forwarded, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import Schedule
@@ -35,6 +35,7 @@ from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
+from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.layout import Range
 
 
@@ -84,7 +85,7 @@ class TrainStep:
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
         self._constants = constants
-        self._backward = Backward(list(flat.tensors), state)
+        self._backward = Backward(model, list(flat.tensors), state)
         self._inside = FaultsInside(model, runtime.at)
         self._num_scalars = 2 + 2 * len(compute.metrics)
         self._summed: Summed | None = None
@@ -136,7 +137,7 @@ class TrainStep:
         own = self.places.own
         self.flat = self.flat.restricted(own)
         keep(self._model, own)
-        self._backward = Backward(list(self.flat.tensors), self.state)
+        self._backward = Backward(self._model, list(self.flat.tensors), self.state)
         self._constants.watch_anew()
         self._summed = None
         self.workspace = self._lay_out(self.places.mesh.microbatches)
@@ -173,7 +174,6 @@ class TrainStep:
         self._summed = None
         # What an evaluation or a hook has left in `grad` would be added to the first leaf.
         self._backward.clear_gradients()
-        self._constants.mark(step)
         self._inside.step = self.places.step = step
         losses: dict[int, float] = {}
         counters = [-math.inf] * self.state.num_counters
@@ -182,17 +182,24 @@ class TrainStep:
         try:
             # A task's own schedule may raise an exception: here, where all ranks hear of it.
             factors = self.schedule.factors(step, decays)
-            for microbatch in range(*self.workspace.microbatches):
-                *place, batch = next(batches)
-                # A rank that has caught up by a copy of the state has not read a step's data: a
-                # stream that is one step behind must not go unnoticed.
-                if place != [step, microbatch]:
-                    raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
-                watch.data_s += watch.lap()
-                counters = self._fold(step, microbatch, batch, counters, losses)
+            self.places.refresh()
+            self._constants.mark(step)
+            passed: dict[int, Forwarded | None] = {}
+            for kind, microbatch in self.places.passes(self.workspace.microbatches):
+                if kind == "forward":
+                    *place, batch = next(batches)
+                    # A rank that has caught up by a copy of the state has not read a step's data:
+                    # a stream that is one step behind must not go unnoticed.
+                    if place != [step, microbatch]:
+                        raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+                    watch.data_s += watch.lap()
+                    passed[microbatch] = self._forward(step, microbatch, batch)
+                    continue
+                counters = self._fold(step, microbatch, passed.pop(microbatch), counters, losses)
                 watch.compute_s += watch.lap()
                 self._runtime.pulse.beat()
                 self._runtime.at("compute", step)
+            self._backward.finish()
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
@@ -244,16 +251,27 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self._apply(step, factors, self._summed, lead.grad_norm)
 
+    def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | None:
+        """The forward pass of a microbatch; None if there is nothing in it."""
+        if batch is None:
+            return None
+        self._backward.begin()
+        try:
+            loss = self._compute.forward(step, microbatch, batch)
+        except StageDone as done:
+            return self._backward.forwarded(None, done.outputs, [0.0] * self._num_scalars)
+        return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))
+
     def _fold(
         self,
         step: int,
         microbatch: int,
-        batch: Any,
+        passed: Forwarded | None,
         counters: list[float],
         losses: dict[int, float],
     ) -> list[float]:
-        """One microbatch: forward, backward, and its leaf into the tree."""
-        if batch is None:
+        """The backward pass of a microbatch, and its leaf into the tree."""
+        if passed is None:
             # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
             # on whether a rank has other leaves to add it to.
             leaf: list[Tensor | None] = [None] * (
@@ -263,10 +281,8 @@ class TrainStep:
                 leaf, _float64([0.0] * self._num_scalars).to(self._runtime.device)
             )
             return counters
-        loss = self._compute.forward(step, microbatch, batch)
-        values = self._compute.scalars(step, loss)
         leaf, scalars, counted = self._backward.leaf(
-            loss, values, self.loss_scale.value, self._compute.phases.parameters(step)
+            passed, self.loss_scale.value, self._compute.phases.parameters(step)
         )
         # Kept for the message that names the microbatch, should the sum not be finite.
         losses[microbatch] = scalars[0]
@@ -292,6 +308,7 @@ class TrainStep:
                 return headers
         self.workspace.reduction.header.copy_(own)
         self.workspace.reduction.reduce()
+        self.workspace.spread_sums()
         if not self.places.is_split:
             # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
             values = self.workspace.reduction.headers().tolist()

@@ -85,6 +85,10 @@ class Workspace:
         num_segments = len(flat.segments)
         self.gradients = self.reduction.total.segments[:num_segments]
         self.buffer_sums = self.reduction.total.segments[num_segments:]
+        self._buffer_entries = [
+            [(e, places.unit_of(e.name)) for e in state.flat.entries if e.segment == s]
+            for s in range(len(state.flat.segments))
+        ]
         self.slices = self.reduction.slices[:num_segments]
         self.owned = [[Range(0, s.numel)] for s in flat.segments]
         if self._sharded:
@@ -93,7 +97,8 @@ class Workspace:
         self.own_gradients = [self.gradients[s][part.first : part.last] for s, part in parts]
         self._own = [flat.flats[s][part.first : part.last] for s, part in parts]
         self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
-        self._norms = ScatteredNorms(flat.parts, places.holders(), places.world.rank)
+        holders = {part.unit: places.lowest_rank(part.unit) for part in flat.parts}
+        self._norms = ScatteredNorms(flat.parts, holders, places.world.rank)
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
@@ -105,6 +110,25 @@ class Workspace:
         if self._places.is_split:
             norms = self._norms.gather(self._places.world, norms, self._flat.holds)
         return combined(norms)
+
+    def spread_sums(self) -> None:
+        """Send every rank the sums that the ranks of some stages have; a collective.
+
+        Losses and metrics are computed by the last stage alone, and what changes a buffer by the
+        stage of its block; every rank keeps all buffers.
+        """
+        places = self._places
+        if not places.are_staged:
+            return
+        places.world.broadcast(self.reduction.total.scalars, places.scoring)
+        for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
+            for column in range(0, places.mesh.num_columns, places.mesh.tp):
+                of_stage = sums.clone()
+                places.world.broadcast(of_stage, places.mesh.members(column)[0])
+                for entry, unit in entries:
+                    if places.held_by(column).has(unit):
+                        own = slice(*entry.range)
+                        sums[own] = of_stage[own]
 
     def exchange_slices(self) -> None:
         """Send every rank the gradients for its slices, and the sums of buffers; a collective."""

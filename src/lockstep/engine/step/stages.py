@@ -1,0 +1,93 @@
+"""Which blocks of a pipeline each stage computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.config import TrainConfig
+from lockstep.data.batch_source import BatchSource
+from lockstep.engine.step.buffers import KeptBuffers
+from lockstep.engine.step.microbatch import Compute
+from lockstep.errors import ConfigError, TaskError
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.depth_axis import balanced
+from lockstep.parallel.layout import Range
+
+
+def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
+    """Refuse more stages than a model has blocks, and blocks that cannot be parted.
+
+    Raises:
+        ConfigError: naming `mesh.pp`.
+        TaskError: a module is in several blocks.
+    """
+    pp = config.mesh.pp
+    if pp > 1 and not isinstance(model, Pipeline):
+        raise ConfigError(
+            f"mesh.pp={pp}: the model is a {type(model).__name__}, which is one block; build it as "
+            "a lockstep.nn.Pipeline of blocks, or set mesh.pp=1"
+        )
+    if isinstance(model, Pipeline) and pp > len(model):
+        raise ConfigError(
+            f"mesh.pp={pp}: the model has {len(model)} blocks, and each stage needs one; set "
+            f"mesh.pp to at most {len(model)}"
+        )
+    if isinstance(model, Pipeline):
+        _check_blocks(model)
+
+
+def _check_blocks(model: Pipeline) -> None:
+    homes: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not name or not (module._parameters or module._buffers):
+            continue
+        first = homes.setdefault(id(module), name)
+        if model.block_of(first) != model.block_of(name):
+            raise TaskError(
+                f"build_model: {first} and {name} are one module in two blocks of the Pipeline; "
+                "blocks may share parameters, but not modules: build two, and let one have the "
+                "other's parameters (`b.weight = a.weight`)"
+            )
+
+
+def stages_of(
+    model: nn.Module, compute: Compute, config: TrainConfig, loader: BatchSource
+) -> list[Range]:
+    """The range of blocks of each stage, such that they have about the same to compute.
+
+    What counts is the number of floating point operations of each block for the first microbatch,
+    which is the same on all ranks; of blocks without any, the number of their parameters.
+    """
+    if not isinstance(model, Pipeline):
+        return [Range(0, 1)]
+    if config.mesh.pp == 1:
+        return [Range(0, len(model))]
+    return balanced(_costs(model, compute, loader), config.mesh.pp)
+
+
+def _costs(model: Pipeline, compute: Compute, loader: BatchSource) -> list[float]:
+    counter = FlopCounterMode(display=False)
+    before, costs = [0], [float(sum(p.numel() for p in block.parameters())) for block in model]
+
+    def begin(block: nn.Module, inputs: Any) -> None:
+        before[0] = counter.get_total_flops()
+
+    handles = [block.register_forward_pre_hook(begin) for block in model]
+    for number, block in enumerate(model):
+
+        def end(block: nn.Module, inputs: Any, output: Any, number: int = number) -> None:
+            costs[number] += counter.get_total_flops() - before[0]
+
+        handles.append(block.register_forward_hook(end))
+    buffers = KeptBuffers(model)
+    try:
+        with counter:
+            compute.forward(0, 0, loader.microbatch(0, 0))
+    finally:
+        buffers.restore()
+        for handle in handles:
+            handle.remove()
+    return costs

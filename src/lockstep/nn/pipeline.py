@@ -1,0 +1,267 @@
+"""A model as a row of blocks, which ranks can share out among them by ranges: stages.
+
+Each stage runs the same `Task.loss`. Where the loss calls the model, all but the last leave it
+there: they send what their blocks have computed to the next stage, and only the last one, whose
+blocks give the model's output, computes the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.errors import TaskError
+from lockstep.nn.layers import is_held, let_go
+from lockstep.nn.units import Holding, Unit
+from lockstep.parallel.depth_axis import DepthAxis
+
+
+class StageDone(BaseException):
+    """Ends a forward pass on a stage that is not the last. Not an error, so nobody catches it.
+
+    Attributes:
+        outputs: what the stage's last block returned.
+    """
+
+    def __init__(self, outputs: tuple[Tensor, ...], axis: DepthAxis) -> None:
+        super().__init__("the rest of this forward pass is computed by the next stage")
+        self.outputs = outputs
+        self._axis = axis
+
+    def pass_on(self) -> None:
+        """Send the outputs to the next stage, and return when they are there."""
+        self._axis.send(self.outputs, self._axis.stage + 1)
+        self._axis.finish()
+
+
+class Tie(NamedTuple):
+    """A parameter that an earlier block has, too."""
+
+    original: str
+    """Its name in the first block that has it, whose stage trains it."""
+    name: str
+    """Its name in this block."""
+    block: int
+    """Number of this block."""
+
+
+class Pipeline(nn.Sequential):
+    """Blocks that are called one after another, as `torch.nn.Sequential`.
+
+    What goes from block to block is a tensor or a tuple of tensors, which is the next block's
+    arguments. `mesh.pp` ranks each compute a range of blocks. Random numbers that a block draws
+    depend on its number, so it does not matter which rank computes it.
+
+    A parameter of several blocks, such as the weight of an embedding and of the head, has one
+    gradient for each of them; they are added in the order of blocks.
+
+    Args:
+        blocks: modules.
+
+    Attributes:
+        axis: the blocks that this rank computes; None outside of a run, where the model is a plain
+            `Sequential`.
+        inputs: what the stage before has sent for the newest forward pass.
+        ties: parameters of several blocks, once `untie` was called.
+
+    Raises:
+        TaskError: something else than a tensor goes from a block to the next, or the loss calls
+            the model twice and `mesh.pp` is more than 1.
+    """
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__(*blocks)
+        self.axis: DepthAxis | None = None
+        self.is_called_once = False
+        self.inputs: list[Tensor | None] = []
+        self.ties: list[Tie] = []
+        self._num_calls = 0
+
+    def begin(self) -> None:
+        """Begin a forward pass of the task's loss."""
+        self._num_calls = 0
+
+    def forward(self, *inputs: Any) -> Any:
+        """What the last block returns.
+
+        Raises:
+            StageDone: this rank does not compute the last block.
+        """
+        if self.axis is None:
+            return self._through(range(len(self)), inputs)
+        self._check_calls()
+        key = torch.initial_seed()
+        if not self.axis.is_first:
+            self.inputs = self.axis.receive(self.axis.stage - 1)
+            inputs = tuple(self.inputs)
+        outputs = self._through(range(*self.axis.own), inputs, key)
+        if not self.axis.is_last:
+            raise StageDone(_state(outputs), self.axis)
+        # What the loss draws behind the model does not depend on what its blocks drew.
+        seed_all(random_key(key, Stream.BLOCKS, len(self)))
+        return outputs
+
+    def _through(self, numbers: range, inputs: Any, key: int | None = None) -> Any:
+        blocks = list(self._modules.items())
+        outputs: Any = inputs
+        for number in numbers:
+            name, block = blocks[number]
+            assert block is not None
+            if key is not None:
+                seed_all(random_key(key, Stream.BLOCKS, number))
+            outputs = block(*inputs)
+            if number < len(self) - 1:
+                inputs = self._passed_on(outputs, name, key is not None)
+                outputs = inputs
+        return outputs
+
+    def _passed_on(self, outputs: Any, name: str, is_in_run: bool) -> tuple[Tensor, ...]:
+        state = _state(outputs)
+        for value in state:
+            if not isinstance(value, Tensor):
+                raise TaskError(
+                    f"Pipeline: block {name} returned a {type(value).__name__}; what goes from "
+                    "block to block must be a tensor or a tuple of tensors"
+                )
+        # As it would arrive at another rank: strides and alignment may change what kernels round.
+        return tuple(_Boundary.apply(t) for t in state) if is_in_run else state  # type: ignore[no-untyped-call]
+
+    def _check_calls(self) -> None:
+        self._num_calls += 1
+        if self.is_called_once and self._num_calls > 1:
+            raise TaskError(
+                "Task.loss: calls the model twice, and a model in stages (mesh.pp) is computed "
+                "once for each microbatch; put both calls into one, or set mesh.pp=1"
+            )
+
+    def block_of(self, name: str) -> int:
+        """The number of the block that a parameter or buffer belongs to, by its name."""
+        return list(self._modules).index(name.partition(".")[0])
+
+    def untie(self) -> None:
+        """Give each block its own tensor for a parameter that an earlier block has, too.
+
+        It shares the memory of the first one, but has a gradient of its own.
+        """
+        firsts: dict[int, tuple[str, int]] = {}
+        copies: dict[tuple[int, int], nn.Parameter] = {}
+        for name, parameter in list(self.named_parameters(remove_duplicate=False)):
+            block = self.block_of(name)
+            original, first = firsts.setdefault(id(parameter), (name, block))
+            if block == first:
+                continue
+            if (id(parameter), block) not in copies:
+                copies[id(parameter), block] = nn.Parameter(parameter.data, parameter.requires_grad)
+            path, _, key = name.rpartition(".")
+            self.get_submodule(path)._parameters[key] = copies[id(parameter), block]
+            self.ties.append(Tie(original, name, block))
+
+    def tie(self, own: Holding, units: Mapping[str, Unit]) -> None:
+        """Have the copies of `untie` share the memory of the first tensor, where that is held.
+
+        A block whose first tensor is not held here gets memory of its own, for `refresh`.
+
+        Args:
+            own: blocks and shards that this rank holds.
+            units: unit of each parameter by name.
+        """
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for tie in self.ties:
+            original, copy = parameters[tie.original], parameters[tie.name]
+            unit = units[tie.original]
+            if own.has(unit):
+                copy.data = original.data
+            elif own.has(Unit(tie.block, unit.shard)):
+                copy.data = torch.zeros(copy.shape, dtype=copy.dtype, device=copy.device)
+            else:
+                let_go(copy)
+
+    def refresh(self) -> None:
+        """Bring what later stages have of earlier blocks' parameters up to date; a collective."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for tie, owner, user in self._ties_between_stages():
+            assert self.axis is not None
+            if self.axis.stage == owner:
+                self.axis.send([parameters[tie.original].detach()], user)
+            elif self.axis.stage == user:
+                received = self.axis.receive(owner)[0]
+                assert received is not None
+                parameters[tie.name].data.copy_(received)
+
+    def collect_ties(self) -> None:
+        """Add the gradients of copies to those of the first tensors, in the order of blocks.
+
+        A collective of the stages. Those of copies are gone afterwards.
+        """
+        if not self.ties:
+            return
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        between = {tie.name: (owner, user) for tie, owner, user in self._ties_between_stages()}
+        done: set[int] = set()
+        for tie in sorted(self.ties, key=lambda tie: tie.block):
+            original, copy = parameters[tie.original], parameters[tie.name]
+            if id(copy) in done:
+                continue
+            done.add(id(copy))
+            gradient = copy.grad
+            copy.grad = None
+            owner, user = between.get(tie.name, (None, None))
+            if owner is not None:
+                assert self.axis is not None
+                assert user is not None
+                if self.axis.stage == user:
+                    self.axis.send([gradient], owner)
+                    continue
+                if self.axis.stage != owner:
+                    continue
+                gradient = self.axis.receive(user)[0]
+            if gradient is not None and original.grad is None:
+                original.grad = gradient
+            elif gradient is not None and original.grad is not None:
+                original.grad = original.grad + gradient
+
+    def forget_ties(self) -> None:
+        """Forget the gradients that `collect_ties` would add up."""
+        if self.ties:
+            parameters = dict(self.named_parameters(remove_duplicate=False))
+            for tie in self.ties:
+                parameters[tie.name].grad = None
+
+    def _ties_between_stages(self) -> Iterator[tuple[Tie, int, int]]:
+        """Ties with the stage that trains the parameter and another stage that uses it."""
+        if self.axis is None or not (self.ties and len(self.axis.stages) > 1):
+            return
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        seen: set[int] = set()
+        for tie in self.ties:
+            copy = parameters[tie.name]
+            if id(copy) in seen or not is_held(copy):
+                continue
+            seen.add(id(copy))
+            owner = self.axis.stage_of(self.block_of(tie.original))
+            user = self.axis.stage_of(tie.block)
+            if owner != user:
+                yield tie, owner, user
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x) if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        plain = _is_plain(gradient)
+        return gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.storage_offset() == 0
+
+
+def _state(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)

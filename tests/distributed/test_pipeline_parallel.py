@@ -1,0 +1,168 @@
+"""A model in stages on several ranks: the bits of one process, through kills, failures, resumes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.conftest import result, run
+from tests.distributed.test_tensor_parallel import CONFIG, same
+
+from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.observe import read_events
+
+TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Deep"
+
+
+@pytest.fixture
+def train(lockstep):
+    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), target=TASK):
+        return lockstep(
+            "train", target, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
+            *CONFIG, *overrides, timeout=150, **to_env(faults, run_dir.with_suffix(".faults")),
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The result of one process that computes all blocks."""
+    folder = tmp_path_factory.mktemp("reference")
+    ended = run(
+        [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"], folder
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return result(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks", "pp", "tp"),
+    [
+        ("mpi", 3, 3, 1),
+        ("local", 5, 2, 2),  # and a spare
+        pytest.param("torchrun", 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param("local", 7, 7, 1, marks=pytest.mark.slow),  # the last trains no parameter
+        pytest.param("mpi", 8, 2, 2, marks=pytest.mark.slow),
+        pytest.param("mpi", 6, 3, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_any_mesh_gives_the_bits_of_one_process(
+    train, reference, tmp_path, launcher, num_ranks, pp, tp
+):
+    keys = (f"mesh.pp={pp}", f"mesh.tp={tp}")
+    ended = train(tmp_path / "run", num_ranks, *keys, launcher=launcher)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+
+
+def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference, tmp_path):
+    run_dir = tmp_path / "run"
+    assert train(run_dir, 4, "mesh.pp=4", "stop_at_step=3").returncode == 0
+    keys = ("mesh.pp=1", "mesh.tp=2", "stop_at_step=6")
+    assert lockstep("resume", run_dir, "-n", 2, *keys).returncode == 0
+    keys = ("mesh.pp=2", "mesh.tp=1", "stop_at_step=null")
+    assert lockstep("resume", run_dir, "-n", 2, "--launcher", "mpi", *keys).returncode == 0
+    same(run_dir, reference)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "faults"),
+    [
+        ("mpi", [(1, 2, "send"), (2, 5, "committed")]),
+        pytest.param("local", [(2, 3, "receive")], marks=pytest.mark.slow),
+        pytest.param("local", [(1, 1, "evaluate"), (2, 6, "reduced")], marks=pytest.mark.slow),
+        pytest.param("mpi", [(3, 3, "checkpoint"), (0, 5, "backward")], marks=pytest.mark.slow),
+    ],
+)
+def test_survivors_go_on_where_each_block_has_a_holder(
+    train, reference, tmp_path, launcher, faults
+):
+    planned = [PlannedFault(*fault) for fault in faults]
+    ended = train(tmp_path / "run", 4, "mesh.pp=2", launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launcher):
+    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
+    alone = lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0
+    planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
+    run_dir = tmp_path / "run"
+    keys = (*long, "mesh.pp=2", "--replace", 3)
+    ended = train(run_dir, 4, *keys, launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, result(tmp_path / "alone"))
+    rows = read_events(run_dir / "events.jsonl")
+    assert sum(row["event"] == "Joined" and row["step"] > 0 for row in rows) == 2
+
+
+@pytest.mark.slow
+def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
+    planned = [PlannedFault(1, 6), PlannedFault(3, 6)]
+    ended = train(tmp_path / "run", 4, "mesh.pp=2", faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "all ranks that held blocks" in ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+def test_an_exception_in_one_stage_is_one_on_all(train, reference, tmp_path, launcher):
+    planned = [PlannedFault(1, 3, "send", "raise")]
+    ended = train(tmp_path / "run", 3, "mesh.pp=3", launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step 3 is done again: rank 1 raised an exception" in ended.stdout
+    same(tmp_path / "run", reference)
+
+
+BAD = """
+import torch
+from torch import nn
+import lockstep as ls
+from tests.nn.models import Deep, Language
+
+class NoPipeline(Language): pass
+
+class Twice(Deep):
+    def loss(self, model, batch):
+        model(batch[0][:, :-1])
+        return super().loss(model, batch)
+
+class Around(Deep):
+    def loss(self, model, batch):
+        (tokens,) = batch
+        x, tokens = model[0](tokens[:, :-1])
+        return ls.Loss(x.square().sum(), len(tokens))
+
+class Shared(Deep):
+    def build_model(self):
+        layer = nn.Linear(3, 3)
+        return ls.nn.Pipeline(layer, nn.Tanh(), nn.Sequential(layer))
+
+class Ends(Deep):
+    def after_step(self, model, step): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "words"),
+    [
+        ("Deep", ("mesh.pp=8",), "mesh.pp=8: the model has 7 blocks"),
+        ("Deep", ("mesh.pp=3",), "mesh.pp=3: a replica needs 3 ranks, and world size is 2"),
+        ("Deep", ("mesh.pp=2", "optimizer.sharded=true"), "replicas of one rank, and mesh.pp=2"),
+        ("NoPipeline", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
+        ("Twice", ("mesh.pp=2",), "Task.loss: calls the model twice"),
+        ("Around", ("mesh.pp=2",), "did not call the model"),
+        ("Shared", ("num_shards=1",), "0 and 2.0 are one module in two blocks"),
+        ("Ends", ("mesh.pp=2",), "after_step would see what one rank holds"),
+    ],
+)
+def test_what_cannot_be_put_in_stages(train, tmp_path, task, keys, words):
+    script = tmp_path / "bad.py"
+    script.write_text(BAD)
+    ended = train(tmp_path / "run", 2, *keys, target=f"{script}:{task}")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr

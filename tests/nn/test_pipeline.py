@@ -1,0 +1,160 @@
+"""Blocks one after another: the bits of one process in any stages; tied weights; bad blocks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tests.nn.models import TOKENS, Attention, Deep
+from tests.thread_transport import ThreadTransport, on_ranks
+from torch import Tensor, nn
+
+from lockstep.errors import TaskError
+from lockstep.nn.cutting import every_tensor, held_tensors, keep, load_held, units_of
+from lockstep.nn.pipeline import Pipeline, StageDone
+from lockstep.nn.units import Holding, Unit
+from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.layout import Range
+
+TOKENS_IN = torch.randint(0, TOKENS, (4, 6), generator=torch.Generator().manual_seed(1))
+ONE_SHARD = Range(0, 1)
+
+
+def deep() -> Pipeline:
+    torch.manual_seed(0)
+    model = Deep().build_model()
+    assert isinstance(model, Pipeline)
+    # Ranks that are threads draw from one generator.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, Attention):
+            module.dropout = 0.0
+    return model
+
+
+def gradients_of(model: Pipeline) -> dict[str, Tensor]:
+    """Gradients of one microbatch on this rank's stage."""
+    axis = model.axis
+    assert axis is not None
+    model.refresh()
+    model.begin()
+    torch.manual_seed(5)
+    try:
+        model(TOKENS_IN).square().sum().backward()
+    except StageDone as done:
+        axis.send(done.outputs, axis.stage + 1)
+        gradients = axis.receive(axis.stage + 1)
+        pairs = [(o, g) for o, g in zip(done.outputs, gradients, strict=True) if g is not None]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    if not axis.is_first:
+        axis.send([None if t is None else t.grad for t in model.inputs], axis.stage - 1)
+    model.collect_ties()
+    axis.finish()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("cuts", [(3,), (1, 6), (2, 3, 4, 5)])
+def test_any_stages_give_the_same_bits(cuts: tuple[int, ...]) -> None:
+    whole = deep()
+    whole.axis = DepthAxis([Range(0, 7)])
+    whole.untie()
+    assert {(t.original, t.name) for t in whole.ties} == {("0.embedding.weight", "6.head.weight")}
+    start = copy.deepcopy(whole)
+    wanted = gradients_of(whole)
+    assert "6.head.weight" not in wanted
+    bounds = [0, *cuts, 7]
+    stages = [Range(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def body(transport: ThreadTransport) -> dict[str, Tensor]:
+        mine = copy.deepcopy(start)
+        mine.axis = DepthAxis(stages, transport)
+        own = Holding(mine.axis.own, ONE_SHARD)
+        keep(mine, own)
+        assert held_tensors(mine, own).keys() < every_tensor(mine).keys()
+        return gradients_of(mine)
+
+    everyone = on_ranks(len(stages), body)
+    assert sorted(name for theirs in everyone for name in theirs) == sorted(wanted)
+    for theirs in everyone:
+        for name, gradient in theirs.items():
+            assert torch.equal(gradient, wanted[name]), name
+
+
+def test_outside_of_a_run_it_is_a_sequential() -> None:
+    model = deep()
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+    piped = Pipeline(*plain)
+    torch.manual_seed(1)
+    there = plain(torch.ones(2, 3))
+    torch.manual_seed(1)
+    assert torch.equal(piped(torch.ones(2, 3)), there)
+    assert model.state_dict().keys() == copy.deepcopy(model).state_dict().keys()
+
+
+def test_units() -> None:
+    model = deep()
+    model.untie()
+    units = units_of(model)
+    assert units["0.embedding.weight"] == units["6.head.weight"] == Unit(0)
+    assert units["3.norm.weight"] == Unit(3)
+    assert "3.norm.running_mean" not in units
+    own = Holding(Range(5, 7), ONE_SHARD)
+    keep(model, own)
+    held = held_tensors(model, own)
+    assert "6.head.weight" not in held  # another stage trains it
+    assert "5.gain" in held
+    assert "4.gain" not in held  # a scalar, too
+    load_held(model, own, {name: torch.ones_like(t) for name, t in held.items()})
+    assert model.state_dict()["5.up.weight"].eq(1).all()
+
+
+def test_a_weight_of_three_blocks_has_a_gradient_of_each() -> None:
+    first, second, *third = (nn.Linear(3, 3, bias=False) for _ in range(4))
+    for layer in (second, *third):
+        layer.weight = first.weight
+    model = Pipeline(first, nn.Tanh(), second, nn.Sequential(*third))
+    plain = copy.deepcopy(model)
+    model.axis = DepthAxis([Range(0, 4)])
+    model.untie()
+    assert [(t.name, t.block) for t in model.ties] == [
+        ("2.weight", 2), ("3.0.weight", 3), ("3.1.weight", 3),
+    ]  # fmt: skip
+    x = torch.randn(2, 3)
+    model(x).sum().backward()
+    model.collect_ties()
+    plain(x).sum().backward()
+    torch.testing.assert_close(first.weight.grad, plain[0].weight.grad)
+    assert second.weight.grad is third[0].weight.grad is None
+    assert second.weight is not third[0].weight
+    assert third[0].weight is third[1].weight
+
+
+class Returns(nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, x: Tensor) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(("value", "kind"), [({"x": 1}, "dict"), ((torch.ones(1), 3), "int")])
+def test_what_is_no_tensor_cannot_go_to_the_next_block(value: Any, kind: str) -> None:
+    model = Pipeline(Returns(value), nn.Identity())
+    with pytest.raises(TaskError, match=f"block 0 returned a {kind}"):
+        model(torch.ones(1))
+
+
+def test_a_model_in_stages_is_called_once() -> None:
+    model = Pipeline(nn.Linear(2, 2))
+    model.axis, model.is_called_once = DepthAxis([Range(0, 1)]), True
+    model.begin()
+    model(torch.ones(1, 2))
+    with pytest.raises(TaskError, match="calls the model twice"):
+        model(torch.ones(1, 2))
+    model.begin()
+    model(torch.ones(1, 2))
