@@ -193,3 +193,44 @@ def test_a_plan_that_changes_what_the_model_computes(lockstep, tmp_path, hidden,
     assert words in ended.stderr
     assert "is no function of torch" in ended.stderr
     assert lockstep("train", target, "batch_size=8", "steps=2", "--run-dir", "w").returncode == 0
+
+
+HOOK = """
+    def hooks(self):
+        return [Looks()]
+
+
+class Looks(ls.Hook):
+    first_only = {first_only}
+
+    def {moment}:
+        print("it is", {expression}, flush=True)
+"""
+EVALUATED = "after_evaluation(self, run, split, metrics)"
+CALLS = "run.model(torch.ones(1, 4)).shape"
+READS = "run.model.state_dict()['up.weight'].sum()"
+
+
+@pytest.mark.parametrize(
+    ("first_only", "moment", "expression", "words"),
+    [
+        (True, EVALUATED, CALLS, "Looks.after_evaluation: calls the model, whose shards are on"),
+        (False, "on_start(self, run)", CALLS, "Looks.on_start: calls the model, whose shards are"),
+        (True, EVALUATED, READS, "state_dict: up.weight is cut into shards (num_shards)"),
+        (False, EVALUATED, CALLS, None),
+    ],
+)
+def test_hooks_that_call_or_read_a_model_on_several_ranks(
+    lockstep, tmp_path, first_only, moment, expression, words
+):
+    script = tmp_path / "hooked.py"
+    hook = HOOK.format(first_only=first_only, moment=moment, expression=expression)
+    script.write_text(SCRIPT.format("self.up(x)").replace('== "train"', '!= "test"') + hook)
+    ended = lockstep(
+        "train", f"{script}:Wrong", "-n", 2, "--launcher", "local", "num_shards=2", "mesh.tp=2",
+        "batch_size=8", "steps=1", timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == (2 if words else 0), ended.stdout + ended.stderr
+    assert (words or "") in ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert ended.stdout.count("it is torch.Size([1, 2])") == (0 if words else 2)

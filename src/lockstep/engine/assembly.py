@@ -135,7 +135,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         whole = everywhere(transport, lambda: build_model(task, config, runtime.device))
         everywhere(
             transport,
-            lambda: check_cut_model(whole, model, compute, config, loader, runtime.device),
+            lambda: check_cut_model(whole, model, compute, config, loader, splits, runtime.device),
         )
         del whole
     stages = everywhere(transport, lambda: stages_of(model, compute, config, loader))

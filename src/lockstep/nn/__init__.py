@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.nn.layers import ColumnLinear, RowLinear
+    from lockstep.nn.logits import ShardedLogits
     from lockstep.nn.pipeline import Pipeline
     from lockstep.nn.plan import Heads, shard
     from lockstep.nn.sharded_tensor import ShardedTensor
     from lockstep.nn.sketched import SketchedColumn, SketchedRow
-    from lockstep.nn.vocabulary import ShardedLogits, VocabularyEmbedding, VocabularyLinear
+    from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
 
 __all__ = [
     "ColumnLinear",
@@ -40,7 +41,7 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "Heads": "plan",
         "Pipeline": "pipeline",
         "RowLinear": "layers",
-        "ShardedLogits": "vocabulary",
+        "ShardedLogits": "logits",
         "ShardedTensor": "sharded_tensor",
         "SketchedColumn": "sketched",
         "SketchedRow": "sketched",

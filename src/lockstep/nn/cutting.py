@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.nn.layers import DIVIDED, ShardedModule, let_go
 from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.refusals import watch_backward_hooks
 from lockstep.nn.regions import Region
 from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.layout import split
@@ -56,6 +58,7 @@ def cut(model: nn.Module, num_shards: int) -> None:
     for name, module in layers:
         module.cut(num_shards, made, name)
     del wholes
+    watch_backward_hooks(model)
     for name, module in model.named_modules():
         for attribute in getattr(module, DIVIDED, ()):
             value = getattr(module, attribute)
@@ -91,8 +94,15 @@ def _check_sharing(model: nn.Module, num_shards: int) -> None:
             )
 
 
+def region_of(model: nn.Module) -> Region | None:
+    """The region that a cut model computes the shards of; None if it is not cut."""
+    modules = (module for module in model.modules() if isinstance(module, ShardedModule))
+    return next((m.region for m in modules if m.region is not None), None)
+
+
 def compute_in(model: nn.Module, region: Region) -> None:
     """Have a cut model compute the shards of a region from now on."""
+    region.model = weakref.ref(model)
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.region = region

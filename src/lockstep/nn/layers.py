@@ -16,12 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, TaskError
+from lockstep.nn.elsewhere import Elsewhere
+from lockstep.nn.refusals import check_layer
 from lockstep.nn.regions import Region
 from lockstep.nn.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import split
 
 DIVIDED = "_divided_by_num_shards"
 """Attribute of a module: names of its attributes that are divided when the model is cut."""
+
+
+class CutParameterError(TaskError, AttributeError):
+    """A layer's whole parameter was asked for after it was cut."""
 
 
 class ShardedModule(nn.Module):
@@ -49,8 +55,10 @@ class ShardedModule(nn.Module):
             name: name of the module, for messages.
 
         Raises:
-            ConfigError: a width is not divisible by `num_shards`.
+            ConfigError: a width is not divisible by `num_shards`, or other code counts on whole
+                parameters.
         """
+        check_layer(self, self.cut_dims, name, num_shards)
         self.whole_shapes: dict[str, torch.Size] = {}
         for key, dim in self.cut_dims.items():
             whole = getattr(self, key)
@@ -67,7 +75,7 @@ class ShardedModule(nn.Module):
             delattr(self, key)
             for shard, piece in enumerate(pieces):
                 self.register_parameter(f"{key}_{shard}", piece)
-        self.num_shards = num_shards
+        self.num_shards, self._cut_name = num_shards, name
 
     def _check_width(self, width: int, num_shards: int, name: str) -> None:
         if width < num_shards or (width % num_shards and not self.may_be_uneven):
@@ -83,11 +91,34 @@ class ShardedModule(nn.Module):
         assert self.region is not None
         return [getattr(self, f"{key}_{shard}") for shard in self.region.shards]
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what has become of a parameter that was cut.
+
+        Raises:
+            CutParameterError: it is such a parameter.
+        """
+        if name in self.__dict__.get("whole_shapes", ()):
+            raise CutParameterError(
+                f"{self._cut_name}.{name}: is cut into {name}_0 to "
+                f"{name}_{self.num_shards - 1} (num_shards), which may lie on several ranks; "
+                "compute with what the layer gives rather than with its parameter, or leave the "
+                "layer out of the plan of lockstep.nn.shard"
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        """As that of torch's layer; once it is cut, the shapes of whole parameters."""
+        shapes = getattr(self, "whole_shapes", None)
+        if not shapes:
+            return super().extra_repr()
+        of = ", ".join(f"{key}={tuple(shape)}" for key, shape in shapes.items())
+        return f"{of}, num_shards={self.num_shards}"
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for key, shape in getattr(self, "whole_shapes", {}).items():
             pieces = [destination.pop(f"{prefix}{key}_{k}") for k in range(self.num_shards)]
-            destination[prefix + key] = joined(pieces, self.cut_dims[key], shape)
+            destination[prefix + key] = joined(pieces, self.cut_dims[key], shape, prefix + key)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any
@@ -165,10 +196,10 @@ def pieces_of(whole: Tensor, dim: int, num_shards: int) -> list[Tensor]:
     return [whole.narrow(dim, r.first, len(r)) for r in split(whole.shape[dim], num_shards)]
 
 
-def joined(pieces: Sequence[Tensor], dim: int, shape: torch.Size) -> Tensor:
-    """The whole tensor of all shards; without content (`meta`) if this rank lacks some of them."""
+def joined(pieces: Sequence[Tensor], dim: int, shape: torch.Size, name: str) -> Tensor:
+    """The whole tensor of all shards; `Elsewhere` if this rank lacks some of them."""
     if not all(map(is_held, pieces)):
-        return torch.empty(shape, dtype=pieces[0].dtype, device="meta")
+        return Elsewhere.of(name, shape, pieces[0].dtype)
     return torch.cat(list(pieces), dim)
 
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lockstep.errors import TaskError
 from lockstep.nn.layers import DIVIDED, ColumnLinear, RowLinear, ShardedModule
@@ -97,6 +98,11 @@ def _mark(module: nn.Module, name: str, kind: str) -> None:
         if type(module) not in {made for (_, k), made in _KINDS.items() if k == kind}:
             raise TaskError(f"shard: {name} is a {type(module).__name__} already")
         return
+    if parametrize.is_parametrized(module):
+        raise TaskError(
+            f"shard: {name} is parametrized (torch.nn.utils.parametrize), so it cannot be cut; "
+            "leave the layer out of the plan, or the parametrization out of the layer"
+        )
     made = _KINDS.get((type(module), kind))
     if made is None:
         words = sorted({word for _, word in _KINDS})

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.data.random import Stream, random_key, seed_torch
@@ -29,15 +29,23 @@ def _nothing(moment: Moment) -> None:
     pass
 
 
+def _no_model() -> None:
+    return None
+
+
 class Region:
     """The axis of features as the layers of a model use it.
 
     Attributes:
         axis: which shards this rank computes, and their sums.
+        model: function that gives the model whose layers use it, for messages, or None.
+        calls: where functions were called on tensors in shards, by name, if that is noted.
     """
 
     def __init__(self, axis: ShardAxis, at: Callable[[Moment], None] = _nothing) -> None:
         self.axis = axis
+        self.model: Callable[[], nn.Module | None] = _no_model
+        self.calls: dict[str, str] | None = None
         self._at = at
         self._spread: tuple[weakref.ref[Tensor], bool, list[Tensor]] | None = None
 

@@ -7,16 +7,18 @@ a model's own code between the two layers (activations, attention by heads, drop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lockstep.errors import TaskError
+from lockstep.errors import LockstepError, TaskError
+from lockstep.nn.location import callers, location, name_of
 from lockstep.nn.regions import Region
+from lockstep.parsing import shown
 
 _DROPOUTS = frozenset(
     getattr(F, name)
@@ -32,6 +34,12 @@ _RANDOM = frozenset({F.rrelu, F.gumbel_softmax}) | frozenset(
     )
 )  # fmt: skip
 """Other functions that may draw random numbers."""
+_IN_PLACE = frozenset(
+    {
+        "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
+        "__ipow__", "__iand__", "__ior__", "__ixor__", "__setitem__",
+    }
+)  # fmt: skip
 
 
 class ShardedTensor:
@@ -43,7 +51,14 @@ class ShardedTensor:
     Attributes:
         parts: tensors of this rank's shards.
         region: region that they are in.
+        remedy: what to do about a function that does not work for each shard by itself.
     """
+
+    remedy: ClassVar[str] = (
+        "what needs all features at once, such as a norm or a softmax over them, belongs before "
+        "the layer that cuts them or behind the row layer that sums them; else leave these layers "
+        "out of the plan of lockstep.nn.shard"
+    )
 
     def __init__(self, parts: Sequence[Tensor], region: Region) -> None:
         self.parts = list(parts)
@@ -60,8 +75,9 @@ class ShardedTensor:
         """Apply a torch function to each shard of this rank.
 
         Raises:
-            TaskError: it draws random numbers that would depend on the rank, or gives shards
-                results that are no tensors and not the same.
+            TaskError: it does not work for each shard by itself, changes a tensor that is not in
+                shards, draws random numbers that would depend on the rank, or gives shards results
+                that are no tensors and not the same.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
         region = next(leaf.region for leaf in leaves if isinstance(leaf, ShardedTensor))
@@ -69,6 +85,11 @@ class ShardedTensor:
         instead = own._instead(func)
         if instead is not None:
             return instead(*args, **(kwargs or {}))
+        if region.calls is not None:
+            region.calls.setdefault(name_of_function(func), own._call(func))
+        own._check_unchanged(func, _changed_by(func, args, kwargs or {}))
+        others = [t for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
+        versions = [t._version for t in others]
         # What is replicated and enters here has a part of its gradient from every shard.
         leaves = [_entering(leaf, region) for leaf in leaves]
 
@@ -79,10 +100,13 @@ class ShardedTensor:
 
         draws = _may_draw(func, args, kwargs or {})
         before = None if draws else torch.default_generator.get_state()
-        results = region.each(compute, draws)
+        results = own._for_each(func, compute, draws)
+        own._check_unchanged(
+            func, [t for t, version in zip(others, versions, strict=True) if t._version != version]
+        )
         if before is not None and not torch.equal(before, torch.default_generator.get_state()):
             raise TaskError(
-                f"{_name(func)}: draws random numbers for features that are cut into shards "
+                f"{own._call(func)}: draws random numbers for features that are cut into shards "
                 "(num_shards), other ones on each rank; use torch.nn.functional.dropout, or draw "
                 "before the layer that cuts"
             )
@@ -96,6 +120,44 @@ class ShardedTensor:
         """The result of a function of this tensor."""
         return ShardedTensor(parts, self.region)
 
+    def _call(self, func: Callable[..., Any]) -> str:
+        """The present call of a function, with its place in the model's code, for messages."""
+        return name_of_function(func) + location(self.region.model(), callers())
+
+    def _for_each(
+        self, func: Callable[..., Any], compute: Callable[[int], Any], draws: bool
+    ) -> list[Any]:
+        """What a function gives for each shard.
+
+        Raises:
+            TaskError: it does not work for a shard by itself.
+        """
+        try:
+            return self.region.each(compute, draws)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if isinstance(error, LockstepError | torch.OutOfMemoryError):
+                raise
+            what = str(error).splitlines()[:1]
+            raise TaskError(
+                f"{self._call(func)}: does not work for each shard of features by itself "
+                f"(num_shards): {''.join(what)}; {self.remedy}"
+            ) from error
+
+    def _check_unchanged(self, func: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        """Refuse a change of a tensor that is not in shards: each rank would make another one.
+
+        Raises:
+            TaskError: there is such a tensor; naming it.
+        """
+        if tensors:
+            raise TaskError(
+                f"{self._call(func)}: changes {name_of(self.region.model(), tensors[0])} "
+                "by features that are cut into shards (num_shards), to other values on each rank; "
+                "change it by features that are whole, before the layer that cuts them or behind "
+                "the row layer that sums them, or leave these layers out of the plan of "
+                "lockstep.nn.shard"
+            )
+
     def _merged(self, func: Callable[..., Any], results: Sequence[Any]) -> Any:
         _, spec = pytree.tree_flatten(results[0])
         columns = list(zip(*(pytree.tree_flatten(r)[0] for r in results), strict=True))
@@ -103,10 +165,10 @@ class ShardedTensor:
         for column in columns:
             if isinstance(column[0], Tensor):
                 merged.append(self._like(func, column))
-            elif any(value != column[0] for value in column):
+            elif other := [value for value in column if not _equal(value, column[0])]:
                 raise TaskError(
-                    f"{_name(func)}: gives {column[0]!r} for one shard of features and "
-                    f"{next(v for v in column if v != column[0])!r} for another (num_shards)"
+                    f"{self._call(func)}: gives {shown(column[0])} for one shard of features and "
+                    f"{shown(other[0])} for another (num_shards); {self.remedy}"
                 )
             else:
                 merged.append(column[0])
@@ -134,6 +196,10 @@ class ShardedTensor:
         """Size of the first dimension."""
         return len(self.parts[0])
 
+    def __iter__(self) -> Iterator[Any]:
+        """Slices along the first dimension."""
+        return iter(self.unbind(0))
+
     def __bool__(self) -> bool:
         """Refuse: shards may differ.
 
@@ -160,6 +226,19 @@ def _entering(leaf: Any, region: Region) -> Any:
     return leaf
 
 
+def _changed_by(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """The tensors not in shards that a call is made to change."""
+    name, changed = name_of_function(func), [kwargs.get("out")]
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        changed += args[:1]
+    is_training = kwargs.get("training") or kwargs.get("use_input_stats")
+    if func in (F.batch_norm, F.instance_norm) and is_training:
+        changed += args[1:3]  # running mean and variance; kernels do not count it as a change
+    return [tensor for tensor in changed if isinstance(tensor, Tensor)]
+
+
 def _may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call may draw random numbers: the same on all ranks."""
 
@@ -173,8 +252,16 @@ def _may_draw(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return func in _RANDOM
 
 
-def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))
+def _equal(one: object, other: object) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # arrays
+        return False
+
+
+def name_of_function(func: Callable[..., Any]) -> str:
+    """The name of a function of torch, for messages."""
+    return str(getattr(func, "__name__", func))
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -192,6 +279,6 @@ for _op in (
     "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__pow__", "__rpow__", "__mod__",
     "__floordiv__", "__matmul__", "__rmatmul__", "__neg__", "__abs__", "__invert__", "__and__",
     "__or__", "__xor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
-    "__getitem__",
+    "__getitem__", "__setitem__",
 ):  # fmt: skip
     setattr(ShardedTensor, _op, _operator(_op))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range, leaves, merges, split
 
 
@@ -24,7 +25,10 @@ class ShardAxis:
         num_shards: number of shards of each layer.
         ranges: range of shards of each rank.
         own: range of shards of this rank.
+        closed: why there must be no sums now, as not all ranks take part; empty if they do.
     """
+
+    closed = ""
 
     def __init__(self, num_shards: int, transport: Transport | None = None) -> None:
         """Deal the shards out.
@@ -55,7 +59,9 @@ class ShardAxis:
 
         Raises:
             GroupBroken: a rank was lost.
+            TaskError: the axis is closed.
         """
+        self._check_open()
         nodes = _folded(parts, self._local)
         if not self.is_local:
             nodes = _folded(self._exchanged(nodes, self._counts), self._plan)
@@ -67,6 +73,7 @@ class ShardAxis:
         Args:
             parts: tensors of this rank's shards, of one shape and dtype on all ranks.
         """
+        self._check_open()
         greatest = functools.reduce(torch.maximum, parts)
         if self.is_local:
             return greatest
@@ -78,9 +85,14 @@ class ShardAxis:
         Args:
             parts: tensors of this rank's shards, of one shape and dtype on all ranks.
         """
+        self._check_open()
         if self.is_local:
             return list(parts)
         return self._exchanged(parts, [len(r) for r in self.ranges])
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise TaskError(self.closed)
 
     def _exchanged(self, tensors: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
         """Every rank's tensors, all of one shape, of which each rank has `counts[rank]`."""

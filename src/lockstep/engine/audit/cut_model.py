@@ -6,19 +6,31 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
+from lockstep.engine.audit.parameter_reads import check_parameter_reads, number
+from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.step.buffers import KeptBuffers
 from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
-from lockstep.nn.cutting import joined_by_name, shards_of
+from lockstep.nn.cutting import joined_by_name, region_of, shards_of
 
 _TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 """Relative difference that rounding may make, by `precision.dtype`."""
 _FEW = 0.05
 """Part of a metric's weight by which it may differ: a rounding may flip what is counted."""
+_MAY_NEED_ALL = frozenset(
+    {
+        "amax", "amin", "argmax", "argmin", "batch_norm", "cumprod", "cumsum", "group_norm",
+        "instance_norm", "layer_norm", "log_softmax", "logsumexp", "max", "mean", "median", "min",
+        "norm", "normalize", "prod", "rms_norm", "softmax", "softmin", "sort", "std", "sum", "topk",
+        "var", "var_mean", "vector_norm",
+    }
+)  # fmt: skip
+"""Functions that mix features if they are called along them."""
 
 
 def check_cut_model(
@@ -27,6 +39,7 @@ def check_cut_model(
     compute: Compute,
     config: TrainConfig,
     loader: BatchSource,
+    evaluations: Mapping[str, Evaluation],
     device: torch.device,
 ) -> None:
     """Compare the first microbatch in evaluation mode: loss, metrics, gradients; talks to nobody.
@@ -40,13 +53,45 @@ def check_cut_model(
         compute: loss of the task, of `model`.
         config: config of the run.
         loader: loader of the training samples.
+        evaluations: evaluations by split.
         device: device that both models are on.
 
     Raises:
-        TaskError: they differ by more than rounding.
+        TaskError: they differ by more than rounding, or the task reads parameters in shards.
     """
     there = _values(whole, Compute(compute.task, whole, config, device), loader)
-    here = _values(model, compute, loader)
+    buffers = KeptBuffers(model)
+    try:
+        here, calls = _noted(model, compute, loader)
+        why = _why(calls)
+        _check_values(here, there, config, why)
+        _check_gradients(whole, model, config, why)
+        check_parameter_reads(model, compute, loader, evaluations)
+    finally:
+        buffers.restore()
+
+
+def _noted(
+    model: nn.Module, compute: Compute, loader: BatchSource
+) -> tuple[Mapping[str, tuple[float, float]], Mapping[str, str]]:
+    """`_values` of a model in shards, and where it calls functions on features in shards."""
+    region = region_of(model)
+    assert region is not None, "the model is not cut"
+    calls: dict[str, str] = {}
+    region.calls = calls
+    try:
+        return _values(model, compute, loader), calls
+    finally:
+        region.calls = None
+
+
+def _check_values(
+    here: Mapping[str, tuple[float, float]],
+    there: Mapping[str, tuple[float, float]],
+    config: TrainConfig,
+    why: str,
+) -> None:
+    """Compare sums of loss and metrics in shards (`here`) and of the whole model (`there`)."""
     tolerance = _TOLERANCE[config.precision.dtype]
     for name, (expected, weight) in there.items():
         found = here[name][0]
@@ -54,22 +99,27 @@ def check_cut_model(
         if not math.isclose(found, expected, rel_tol=tolerance, abs_tol=allowed + 1e-6):
             raise TaskError(
                 f"num_shards={config.num_shards}: the sum of the {name} of the first microbatch is "
-                f"{found:.6g} in shards and {expected:.6g} of the whole model: {_WHY}"
+                f"{found:.6g} in shards and {expected:.6g} of the whole model: {why}"
             )
-    _check_gradients(whole, model, config, tolerance)
 
 
-_WHY = (
-    "something between a layer that cuts features and the one that sums them needs all features "
-    "at once, such as a softmax, a norm or a mean over them, or is no function of torch; leave "
-    "these layers out of the plan"
-)
+def _why(calls: Mapping[str, str]) -> str:
+    """What may be wrong.
+
+    Args:
+        calls: where functions were called on features in shards, by their names.
+    """
+    suspects = [call for name, call in calls.items() if name in _MAY_NEED_ALL]
+    return (
+        "something between a layer that cuts features and the one that sums them needs all "
+        "features at once, such as a softmax, a norm or a mean over them, or is no function of "
+        "torch; leave these layers out of the plan"
+    ) + (f". Look at {', '.join(suspects)}" if suspects else "")
 
 
-def _check_gradients(
-    whole: nn.Module, model: nn.Module, config: TrainConfig, tolerance: float
-) -> None:
+def _check_gradients(whole: nn.Module, model: nn.Module, config: TrainConfig, why: str) -> None:
     """Compare the gradients that `_values` has left, and let go of them."""
+    tolerance = _TOLERANCE[config.precision.dtype]
     expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     parts = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
@@ -83,7 +133,7 @@ def _check_gradients(
             raise TaskError(
                 f"num_shards={config.num_shards}: the gradient of {name} in the first microbatch "
                 f"has norm {float(found[name].norm()):.6g} in shards and "
-                f"{float(gradient.norm()):.6g} of the whole model: {_WHY}"
+                f"{float(gradient.norm()):.6g} of the whole model: {why}"
             )
 
 
@@ -98,8 +148,4 @@ def _values(
     finally:
         model.train()
     pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
-    return {name: (_number(total), _number(weight)) for name, (total, weight) in pairs.items()}
-
-
-def _number(value: Tensor | float) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    return {name: (number(total), number(weight)) for name, (total, weight) in pairs.items()}

@@ -21,6 +21,7 @@ from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import held_generators, held_state, module_globals
 from lockstep.engine.audit.reads import attributes_read
+from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.step.flat import FlatTensors, tensor_digest
@@ -99,7 +100,8 @@ class Trial:
             TaskError: as above.
         """
         metrics: dict[str, object] = {}
-        self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
+        with shards_explained(self._model):
+            self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
         return metrics
 
     def _check_after(self, other: Callable[[], object]) -> None:
@@ -173,7 +175,8 @@ class Trial:
         seed_all(0)  # a dataset of tensors is fetched without
         batch = self._loader.microbatch(step, 0)
         digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
-        loss = self._compute.forward(step, 0, batch)
+        with shards_explained(self._model):
+            loss = self._compute.forward(step, 0, batch)
         drawn.append(global_state())
         inputs = self._compute.phases.parameters(step)
         loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]

@@ -100,7 +100,8 @@ class Hook:
     What it keeps between steps is saved in checkpoints by `state_dict`. With `first_only` it runs
     on rank 0 alone, may print, write and send, and keeps nothing. Should rank 0 die, it runs on its
     successor, which may see the newest moment once more or not at all. An exception in a hook ends
-    the run.
+    the run. Where the model is on several ranks (`mesh.tp`), it can be called in `after_evaluation`
+    and `on_end` of a hook that runs on every rank, and nowhere else.
 
     Attributes:
         first_only: whether the hook runs on rank 0 alone.

@@ -20,6 +20,10 @@ from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
+from lockstep.nn.cutting import region_of
+
+_CALLED_BY_SOME = ("on_start", "after_checkpoint")
+"""Methods that not all ranks call at once: newcomers begin later, rank 0 writes checkpoints."""
 
 
 class Hooks:
@@ -181,7 +185,8 @@ class Hooks:
             where = f"{type(hook).__name__}.{name}"
             # What is set at the start is set in each process, unless on the first rank alone.
             is_everywhere = name == "on_start" and not hook.first_only
-            with nullcontext() if is_everywhere else modes_kept(self._parts.model, where):
+            modes = nullcontext() if is_everywhere else modes_kept(self._parts.model, where)
+            with modes, self._not_computed(hook, name):
                 getattr(hook, name)(self._run, *arguments)
             if not may_change:
                 self._constants.check(where, changed_by_hook)
@@ -190,6 +195,30 @@ class Hooks:
                     f"{where}: the optimizer was changed, on the first rank only; let the hook run "
                     "on every rank"
                 )
+
+    @contextmanager
+    def _not_computed(self, hook: Hook, name: str) -> Iterator[None]:
+        """Refuse calls of a model whose shards are on several ranks that do not all call it.
+
+        Without it this rank would wait for the shards of others, and they for its next message.
+        """
+        places, region = self._parts.places, region_of(self._parts.model)
+        is_alone = hook.first_only or name in _CALLED_BY_SOME
+        is_spare = places.replica == len(places.mesh.replicas)
+        if region is None or not places.is_split or not (is_alone or is_spare):
+            yield
+            return
+        who = "runs on some ranks only" if is_alone else "runs on a spare rank too, with no replica"
+        region.axis.closed = (
+            f"{type(hook).__name__}.{name}: calls the model, whose shards are on several ranks "
+            f"(mesh.tp), but {who}; compute it in Task.evaluate, or in after_evaluation of a hook "
+            "that runs on every rank (with a number of ranks that mesh.tp divides), or set "
+            "mesh.tp=1"
+        )
+        try:
+            yield
+        finally:
+            region.axis.closed = ""
 
     def _look_at(self, progress: Progress, result: StepResult | None = None) -> None:
         """Show hooks what the run has come to."""

@@ -11,16 +11,22 @@ from lockstep.comm.transport import Transport
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.errors import NonFiniteError, shared
 
+_OTHERS = (
+    ". A loss that reads parameters itself sees NaN for those in shards of other ranks (mesh.tp)"
+)
 _UNCHANGED = "parameters and checkpoints are as after the step before"
 
 
-def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]) -> NonFiniteError:
+def non_finite_loss(
+    transport: Transport, step: int, losses: Mapping[int, float], is_split: bool = False
+) -> NonFiniteError:
     """Name the microbatches; a collective.
 
     Args:
         transport: the group of ranks.
         step: number of the step.
         losses: loss sums of this rank's microbatches by number.
+        is_split: whether a rank has a part of the parameters only.
     """
     bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
     everyone = transport.gather_json(bad)
@@ -33,7 +39,7 @@ def non_finite_loss(transport: Transport, step: int, losses: Mapping[int, float]
     return shared(
         NonFiniteError(
             f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
-            "set clip_norm, or look at the data of this step"
+            f"set clip_norm, or look at the data of this step{_OTHERS if is_split else ''}"
         )
     )
 

@@ -397,7 +397,8 @@ class TrainStep:
             raise failure
         # The sum tells of any microbatch: NaN and infinity do not cancel in it.
         if not math.isfinite(scalars[0]):
-            raise non_finite_loss(self._runtime.transport, step, losses)
+            is_split = self.places.is_split
+            raise non_finite_loss(self._runtime.transport, step, losses, is_split)
         check_weight(scalars[1], step)
 
 
