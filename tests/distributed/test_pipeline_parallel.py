@@ -38,7 +38,7 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "pp", "tp"),
     [
-        ("mpi", 3, 3, 1),
+        pytest.param("mpi", 3, 3, 1, marks=pytest.mark.slow),
         ("local", 5, 2, 2),  # and a spare
         pytest.param("torchrun", 2, 2, 1, marks=pytest.mark.slow),
         pytest.param("local", 7, 7, 1, marks=pytest.mark.slow),  # the last trains no parameter
@@ -55,6 +55,7 @@ def test_any_mesh_gives_the_bits_of_one_process(
     same(tmp_path / "run", reference)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference, tmp_path):
     run_dir = tmp_path / "run"
     assert train(run_dir, 4, "mesh.pp=4", "stop_at_step=3").returncode == 0
@@ -117,42 +118,13 @@ def test_an_exception_in_one_stage_is_one_on_all(train, reference, tmp_path, lau
     same(tmp_path / "run", reference)
 
 
-BAD = """
-import torch
-from torch import nn
-import lockstep as ls
-from tests.nn.models import Deep, Language
-
-class NoPipeline(Language): pass
-
-class Twice(Deep):
-    def loss(self, model, batch):
-        model(batch[0][:, :-1])
-        return super().loss(model, batch)
-
-class Around(Deep):
-    def loss(self, model, batch):
-        (tokens,) = batch
-        x, tokens = model[0](tokens[:, :-1])
-        return ls.Loss(x.square().sum(), len(tokens))
-
-class Shared(Deep):
-    def build_model(self):
-        layer = nn.Linear(3, 3)
-        return ls.nn.Pipeline(layer, nn.Tanh(), nn.Sequential(layer))
-
-class Ends(Deep):
-    def after_step(self, model, step): pass
-"""
-
-
 @pytest.mark.parametrize(
     ("task", "keys", "words"),
     [
-        ("Deep", ("mesh.pp=8",), "mesh.pp=8: the model has 7 blocks"),
+        ("Few", ("mesh.pp=2", "num_shards=1"), "mesh.pp=2: the Pipeline has len 1, and"),
         ("Deep", ("mesh.pp=3",), "mesh.pp=3: a replica needs 3 ranks, and world size is 2"),
         ("Deep", ("mesh.pp=2", "optimizer.sharded=true"), "replicas of one rank, and mesh.pp=2"),
-        ("NoPipeline", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
+        ("Language", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
         ("Twice", ("mesh.pp=2",), "Task.loss: calls the model twice"),
         ("Around", ("mesh.pp=2",), "did not call the model"),
         ("Shared", ("num_shards=1",), "0 and 2.0 are one module in two blocks"),
@@ -160,9 +132,8 @@ class Ends(Deep):
     ],
 )
 def test_what_cannot_be_put_in_stages(train, tmp_path, task, keys, words):
-    script = tmp_path / "bad.py"
-    script.write_text(BAD)
-    ended = train(tmp_path / "run", 2, *keys, target=f"{script}:{task}")
+    target = TASK.replace(":Deep", f":{task}")
+    ended = train(tmp_path / "run", 2, *keys, target=target)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr

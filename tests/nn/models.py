@@ -146,3 +146,42 @@ class Deep(Language):
             "6.head": "vocabulary",
         }
         return ls.nn.shard(ls.nn.Pipeline(*blocks), plan)
+
+
+class Twice(Deep):
+    """Calls the model twice, which stages cannot."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        model(batch[0][:, :-1])
+        return super().loss(model, batch)
+
+
+class Around(Deep):
+    """Calls a block past the model."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        assert isinstance(model, nn.Sequential)
+        x, tokens = model[0](batch[0][:, :-1])
+        return ls.Loss(x.square().sum(), len(tokens))
+
+
+class Shared(Deep):
+    """A module in two blocks."""
+
+    def build_model(self) -> nn.Module:
+        layer = nn.Linear(3, 3)
+        return ls.nn.Pipeline(layer, nn.Tanh(), nn.Sequential(layer))
+
+
+class Ends(Deep):
+    """Looks at the whole model."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        pass
+
+
+class Few(Deep):
+    """A single block."""
+
+    def build_model(self) -> nn.Module:
+        return ls.nn.Pipeline(Transformer())

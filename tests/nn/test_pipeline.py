@@ -41,10 +41,11 @@ def gradients_of(model: Pipeline) -> dict[str, Tensor]:
     axis = model.axis
     assert axis is not None
     model.refresh()
-    model.begin()
     torch.manual_seed(5)
     try:
-        model(TOKENS_IN).square().sum().backward()
+        with model.open():
+            loss = model(TOKENS_IN).square().sum()
+        loss.backward()
     except StageDone as done:
         axis.send(done.outputs, axis.stage + 1)
         gradients = axis.receive(axis.stage + 1)
@@ -152,9 +153,18 @@ def test_what_is_no_tensor_cannot_go_to_the_next_block(value: Any, kind: str) ->
 def test_a_model_in_stages_is_called_once() -> None:
     model = Pipeline(nn.Linear(2, 2))
     model.axis, model.is_called_once = DepthAxis([Range(0, 1)]), True
-    model.begin()
-    model(torch.ones(1, 2))
-    with pytest.raises(TaskError, match="calls the model twice"):
+    with model.open():
         model(torch.ones(1, 2))
-    model.begin()
-    model(torch.ones(1, 2))
+        with pytest.raises(TaskError, match="calls the model twice"):
+            model(torch.ones(1, 2))
+    with model.open():
+        model(torch.ones(1, 2))
+
+
+def test_a_stage_is_called_by_the_loss_alone() -> None:
+    model = Pipeline(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.axis = DepthAxis([Range(0, 1), Range(1, 2)])
+    with pytest.raises(TaskError, match=r"only Task.loss and Task.evaluate may call"):
+        model(torch.ones(1, 2))
+    with model.open(), pytest.raises(StageDone):
+        model(torch.ones(1, 2))

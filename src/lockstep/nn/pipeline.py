@@ -8,6 +8,7 @@ blocks give the model's output, computes the loss.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,11 +80,16 @@ class Pipeline(nn.Sequential):
         self.is_called_once = False
         self.inputs: list[Tensor | None] = []
         self.ties: list[Tie] = []
-        self._num_calls = 0
+        self._num_calls, self._is_open = 0, False
 
-    def begin(self) -> None:
-        """Begin a forward pass of the task's loss."""
-        self._num_calls = 0
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Within it the task's loss is computed, on all stages; else stages refuse to be called."""
+        self._num_calls, self._is_open = 0, True
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def forward(self, *inputs: Any) -> Any:
         """What the last block returns.
@@ -131,6 +137,12 @@ class Pipeline(nn.Sequential):
         return tuple(_Boundary.apply(t) for t in state) if is_in_run else state  # type: ignore[no-untyped-call]
 
     def _check_calls(self) -> None:
+        assert self.axis is not None
+        if len(self.axis.stages) > 1 and not self._is_open:
+            raise TaskError(
+                "the model is in stages (mesh.pp), which only Task.loss and Task.evaluate may "
+                "call; compute it there, or set mesh.pp=1"
+            )
         self._num_calls += 1
         if self.is_called_once and self._num_calls > 1:
             raise TaskError(

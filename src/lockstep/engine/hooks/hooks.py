@@ -204,7 +204,7 @@ class Hooks:
         """
         places, region = self._parts.places, region_of(self._parts.model)
         is_alone = hook.first_only or name in _CALLED_BY_SOME
-        is_spare = places.replica == len(places.mesh.replicas)
+        is_spare = places.replica_number == len(places.mesh.replicas)
         if region is None or not places.is_split or not (is_alone or is_spare):
             yield
             return

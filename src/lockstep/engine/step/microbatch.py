@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -52,9 +52,8 @@ class Compute:
             StageDone: this rank does not compute the last block of a pipeline.
         """
         phase = self.phases.at(step)
-        self._begin()
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
-        with self._autocast():
+        with self._open(), self._autocast():
             loss = phase.loss(self._model, batch)
         self.watched.check()
         where = f"{phase.name}: the loss" if phase.name else "loss"
@@ -72,9 +71,8 @@ class Compute:
             )
         return loss
 
-    def _begin(self) -> None:
-        if isinstance(self._model, Pipeline):
-            self._model.begin()
+    def _open(self) -> AbstractContextManager[None]:
+        return self._model.open() if isinstance(self._model, Pipeline) else nullcontext()
 
     def _check_stage(self, where: str) -> None:
         """Refuse a loss that was computed without the model on a stage that has no output."""
@@ -99,9 +97,8 @@ class Compute:
             TaskError: the loss did not return what it must.
             StageDone: this rank does not compute the last block of a pipeline.
         """
-        self._begin()
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._open(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
         self._check_stage("evaluate")
         _check("evaluate", loss)

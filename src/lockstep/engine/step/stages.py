@@ -32,7 +32,7 @@ def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
         )
     if isinstance(model, Pipeline) and pp > len(model):
         raise ConfigError(
-            f"mesh.pp={pp}: the model has {len(model)} blocks, and each stage needs one; set "
+            f"mesh.pp={pp}: the Pipeline has len {len(model)}, and each stage needs a block; set "
             f"mesh.pp to at most {len(model)}"
         )
     if isinstance(model, Pipeline):
