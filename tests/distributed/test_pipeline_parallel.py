@@ -122,13 +122,23 @@ def test_an_exception_in_one_stage_is_one_on_all(train, reference, tmp_path, lau
     ("task", "keys", "words"),
     [
         ("Few", ("mesh.pp=2", "num_shards=1"), "mesh.pp=2: the Pipeline has len 1, and"),
-        ("Deep", ("mesh.pp=3",), "mesh.pp=3: a replica needs 3 ranks, and world size is 2"),
+        pytest.param(
+            "Deep",
+            ("mesh.pp=3",),
+            "mesh.pp=3: a replica needs 3 ranks, and world size is 2",
+            marks=pytest.mark.slow,
+        ),
         ("Deep", ("mesh.pp=2", "optimizer.sharded=true"), "replicas of one rank, and mesh.pp=2"),
         ("Language", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
         ("Twice", ("mesh.pp=2",), "Task.loss: calls the model twice"),
         ("Around", ("mesh.pp=2",), "did not call the model"),
         ("Shared", ("num_shards=1",), "0 and 2.0 are one module in two blocks"),
-        ("Ends", ("mesh.pp=2",), "after_step would see what one rank holds"),
+        pytest.param(
+            "Ends",
+            ("mesh.pp=2",),
+            "after_step would see what one rank holds",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_put_in_stages(train, tmp_path, task, keys, words):

@@ -47,7 +47,7 @@ def same(run_dir, reference):
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "tp"),
     [
-        ("mpi", 3, 3),
+        pytest.param("mpi", 3, 3, marks=pytest.mark.slow),
         ("local", 5, 2),
         pytest.param("torchrun", 4, 2, marks=pytest.mark.slow),
         pytest.param("mpi", 8, 4, marks=pytest.mark.slow),
