@@ -124,12 +124,6 @@ class TrainConfig(Section):
                 f"replica needs at least one shard; raise num_shards or set mesh.tp to at most "
                 f"{self.num_shards}"
             )
-        for key, size in {"mesh.tp": self.mesh.tp, "mesh.pp": self.mesh.pp}.items():
-            if size > 1 and self.optimizer.sharded:
-                raise ValueError(
-                    f"optimizer.sharded=True: is for replicas of one rank, and {key}={size}; "
-                    "set one of them back"
-                )
         return self
 
     @property

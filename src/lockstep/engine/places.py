@@ -114,27 +114,23 @@ class Places:
         """The lowest rank of those that compute losses: of the last stage."""
         return self.mesh.members(self._num_columns - 1)[0]
 
-    def arrange(self, kept: Sequence[int] | None = None) -> None:
-        """Give every rank of the present group a place; a collective.
+    def arrange(self) -> None:
+        """Give every rank a place, and connect them, as all begin; a collective."""
+        self.mesh = Mesh.of(self._num_microbatches, self.world.size, self._tp, self._pp)
+        self.connect()
+
+    def assign(self, kept: Sequence[int]) -> None:
+        """Give every rank of a new group a place on the mesh; `connect` must follow.
 
         Args:
-            kept: column that each rank was in, `NEW` for newcomers; None if all begin.
+            kept: column that each rank was in, `NEW` for newcomers.
 
         Raises:
             RankFailure: all ranks of a column are gone; on all ranks.
-            GroupBroken: a rank was lost.
         """
-        size = self.world.size
-        if not self.is_split:
-            self.mesh = Mesh.of(self._num_microbatches, size)
-            return
-        if kept is not None:
-            self._check_columns(kept)
-        columns = None if kept is None else rearranged(kept, self._num_columns)
-        self.mesh = Mesh.of(self._num_microbatches, size, self._tp, self._pp)
-        if columns is not None:
-            self.mesh = Mesh(self._num_microbatches, columns, self._tp, self._pp)
-        self.connect()
+        self._check_columns(kept)
+        columns = rearranged(kept, self._num_columns)
+        self.mesh = Mesh(self._num_microbatches, columns, self._tp, self._pp)
 
     def connect(self) -> None:
         """Make the transports of the axes, where they were given up too; a collective."""

@@ -12,11 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
-from lockstep.engine.recovery.positions import NOWHERE, find_origin
+from lockstep.engine.recovery.positions import NOWHERE, Held, find_origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Loss, Task
-from lockstep.parallel.mesh import NEW
 
 
 class Classify(Task):
@@ -103,14 +102,14 @@ class Gathered(LocalTransport):
 
 
 def test_newcomers_are_compared_with_ranks_that_have_trained() -> None:
-    names = ("former", "member", "num_members", "column", "row", "facts")
+    names = ("former", "held", "row", "facts")
     ranks = [
-        (1, 1, 3, 0, {}, {"data": "a", "loss": "b"}),
-        (2, 2, 3, 0, {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, NOWHERE, 0, NEW, {}, {"data": "a", "loss": "c"}),
-        (NOWHERE, NOWHERE, 0, NEW, {}, {"data": "a", "loss": "b"}),
-        (NOWHERE, NOWHERE, 0, NEW, {}, {"loss": "c"}),
+        (1, Held(0, 1, 3), {}, {"data": "a", "loss": "b"}),
+        (2, Held(0, 2, 3), {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, Held(), {}, {"data": "a", "loss": "c"}),
+        (NOWHERE, Held(), {}, {"data": "a", "loss": "b"}),
+        (NOWHERE, Held(), {}, {"loss": "c"}),
     ]
     rows = [dict(zip(names, rank, strict=True)) for rank in ranks]
-    origin = find_origin(Gathered(rows), 1, 1, 3, 0, {}, {})
+    origin = find_origin(Gathered(rows), 1, Held(0, 1, 3), {}, {})
     assert origin.strangers == {2: ["loss"], 4: ["data", "loss"]}

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.engine.recovery.positions import Held
 from lockstep.engine.recovery.sharded_state import holders
 from lockstep.errors import RankFailure
 from lockstep.parallel.arena import BLOCK, Segment, slice_up
@@ -25,15 +26,30 @@ def test_a_holder_has_stepped_the_slice(group, with_buddy):
     slices = slice_up([Segment(torch.float32, 7 * BLOCK)], size)[0]
     gone = [r for r in range(size) if r not in members]
     is_lost = any(not with_buddy or (r + 1) % size in gone for r in gone)
+    held = held_by(size, members)
     if is_lost:
         with pytest.raises(RankFailure, match=r"last copy .* resume from the newest checkpoint"):
-            holders(size, members, with_buddy)
+            holders(0, held, with_buddy)
         return
-    for part, new_rank in zip(slices, holders(size, members, with_buddy), strict=True):
+    for part, new_rank in zip(slices, holders(0, held, with_buddy), strict=True):
         assert part in stepped_slices(slices, members[new_rank], with_buddy)
 
 
 def test_the_owner_is_preferred():
-    assert holders(3, [0, 1, 2], True) == [0, 1, 2]
-    assert holders(3, [1, 2], True) == [0, 0, 1]
-    assert holders(1, [0, -1], True) == [0]
+    assert holders(0, held_by(3, [0, 1, 2]), True) == [0, 1, 2]
+    assert holders(0, held_by(3, [1, 2]), True) == [0, 0, 1]
+    assert holders(0, held_by(1, [0, -1]), True) == [0]
+
+
+def test_each_column_of_a_mesh_has_slices_of_its_own():
+    # Columns 0 and 1 had three ranks and two; rank 1 of the first is lost, and a newcomer is there.
+    held = [Held(1, 0, 2), Held(0, 2, 3), Held(0, 0, 3), Held(), Held(1, 1, 2)]
+    assert holders(0, held, True) == [2, 1, 1]
+    assert holders(1, held, True) == [0, 4]
+    with pytest.raises(RankFailure, match="slice 1 "):
+        holders(0, held, False)
+
+
+def held_by(size: int, members: list[int]) -> list[Held]:
+    """What ranks hold of one column, by their former ranks; -1 for newcomers."""
+    return [Held(0, member, size) if member >= 0 else Held() for member in members]

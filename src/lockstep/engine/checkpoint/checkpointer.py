@@ -96,7 +96,7 @@ class Checkpointer:
         parts, is_first = self._parts, self._runtime.is_first
         # A whole optimizer is on rank 0 already; slices and shards of one are with everyone.
         if is_first or parts.train_step.shares_state:
-            state = whole_state(self._transport, parts.train_step)
+            state = whole_state(parts.train_step)
         whole: WholeTensors | None = None
         if parts.places.is_split:
             whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)

@@ -13,7 +13,6 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
 from lockstep.engine.checkpoint.whole_tensors import WholeTensors
 from lockstep.engine.progress import Progress
-from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
 from lockstep.nn.cutting import (
@@ -196,14 +195,16 @@ def receive(
     model: nn.Module,
     transport: Transport,
     root: int,
+    with_optimizer: bool = True,
 ) -> dict[str, Any]:
-    """As `restore`, but returns the snapshot's `meta`."""
+    """As `restore`, but returns the snapshot's `meta`; may leave the optimizer as it is."""
     received = _receive(snapshot, train_step, model, transport, root)
     transport.agree()
     load_held(model, train_step.places.own, received.model)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
-    train_step.flat_optimizer.load_state(received.optimizer)
+    if with_optimizer:
+        train_step.flat_optimizer.load_state(received.optimizer)
     train_step.loss_scale.load_state_dict(received.meta["loss_scale"])
     train_step.state.mark()
     train_step.task_state.restore(received.task, received.meta.get("task", {}))
@@ -221,17 +222,18 @@ def copy_state(
 ) -> dict[str, Any]:
     """Bring all ranks into the state rank `root` is in, as `restore` does.
 
-    The state of a sharded optimizer is left out, and lost.
+    A sharded optimizer keeps its state, of which no rank has all.
 
     Returns:
         The root's `meta`, and its progress.
     """
-    snapshot = None
+    snapshot, with_optimizer = None, not train_step.sharded
     if transport.rank == root:
-        nothing = OptimizerState({}, {}, {}, {})
-        state = nothing if train_step.sharded else whole_state(transport, train_step)
+        state = OptimizerState({}, {}, {}, {})
+        if with_optimizer:
+            state = train_step.flat_optimizer.state()
         snapshot = capture(train_step, model, progress, meta, state)()
-    return receive(snapshot, train_step, model, transport, root)
+    return receive(snapshot, train_step, model, transport, root, with_optimizer)
 
 
 def _receive(

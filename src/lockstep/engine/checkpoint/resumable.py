@@ -297,11 +297,11 @@ def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
     own, flat = train_step.flat_optimizer.optimizer, train_step.flat
     layout = _Layout(set(), {})
     attributes: dict[str, Any] = {}
-    for piece in flat.pieces:
-        parameter = nn.Parameter(torch.zeros_like(flat.flats[piece.segment][:2]))
+    for segment, index in flat.kinds:
+        parameter = nn.Parameter(torch.zeros_like(flat.flats[segment][:2]))
         parameter.grad = torch.zeros_like(parameter)
         trial = type(own)([parameter], lr=1e-3)  # type: ignore[call-arg]
-        hyper = own.param_groups[piece.group]
+        hyper = own.param_groups[index]
         trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
         trial.step()
         attributes |= {k: v for k, v in vars(trial).items() if isinstance(v, bool)}
@@ -310,7 +310,7 @@ def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
             if is_whole:
                 layout.tensors.add(key)
             kind = _TENSOR if is_whole else _kind(to_json(value))
-            layout.scalars.setdefault(str(piece.group), {})[key] = kind
+            layout.scalars.setdefault(str(index), {})[key] = kind
     return layout, attributes
 
 

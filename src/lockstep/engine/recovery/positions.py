@@ -12,9 +12,21 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.errors import RankFailure, shared
+from lockstep.parallel.mesh import NEW
 
 NOWHERE = -1
 """The rank that a newcomer had."""
+
+
+class Held(NamedTuple):
+    """The part of parameters and optimizer state that a rank holds; by default nothing."""
+
+    column: int = NEW
+    """Its column of the mesh."""
+    place: int = NOWHERE
+    """Its place among the ranks of the column when slices were dealt out."""
+    num_places: int = 0
+    """How many ranks the column had then."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +35,14 @@ class Origin:
 
     Attributes:
         former: rank before the loss, for each rank of the new group; `NOWHERE` for newcomers.
-        members: rank when state was dealt out, for each rank of the new group; `NOWHERE` for
-            newcomers.
-        num_members: number of ranks at that time.
-        columns: column of the mesh whose shards each rank of the new group holds; `NEW` for none.
+        held: what each rank of the new group holds.
         rows: fields of the `Joined` event of each rank.
         strangers: names of the facts that differ, by rank of a newcomer that would train something
             else.
     """
 
     former: list[int]
-    members: list[int]
-    num_members: int
-    columns: list[int]
+    held: list[Held]
     rows: list[dict[str, Any]]
     strangers: dict[int, list[str]]
 
@@ -43,9 +50,7 @@ class Origin:
 def find_origin(
     transport: Transport,
     former: int,
-    member: int,
-    num_members: int,
-    column: int,
+    held: Held,
     row: dict[str, Any],
     facts: dict[str, Any],
 ) -> Origin:
@@ -54,12 +59,9 @@ def find_origin(
     Raises:
         RankFailure: they are all newcomers.
     """
-    own = {
-        "former": former, "member": member, "num_members": num_members, "column": column,
-        "row": row, "facts": facts,
-    }  # fmt: skip
+    own = {"former": former, "held": held, "row": row, "facts": facts}
     ranks = transport.gather_json(own)
-    if max(theirs["num_members"] for theirs in ranks) == 0:
+    if all(theirs["former"] == NOWHERE for theirs in ranks):
         raise shared(
             RankFailure(
                 "all ranks that had begun have died; go on from the newest checkpoint with "
@@ -73,9 +75,7 @@ def find_origin(
     }
     return Origin(
         former=[theirs["former"] for theirs in ranks],
-        members=[theirs["member"] for theirs in ranks],
-        num_members=max(theirs["num_members"] for theirs in ranks),
-        columns=[theirs["column"] for theirs in ranks],
+        held=[Held(*theirs["held"]) for theirs in ranks],
         rows=[theirs["row"] for theirs in ranks],
         strangers={rank: names for rank, names in differences.items() if names},
     )
@@ -132,6 +132,7 @@ class Lead:
         scores: scores of the validation splits.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.
+        have_committed: for each rank, whether it has committed that step.
     """
 
     rank: int
@@ -141,6 +142,7 @@ class Lead:
     result: StepResult | None
     scores: dict[str, Scores]
     is_ahead: bool
+    have_committed: list[bool]
 
 
 def find_lead(
@@ -187,4 +189,5 @@ def find_lead(
         result=StepResult.from_json(known["result"]) if known["result"] else None,
         scores={name: Scores(values, arrays.get(name, {})) for name, values in metrics.items()},
         is_ahead=any((p.step, p.committed) < (lead.step, lead.committed) for p in positions),
+        have_committed=[p.committed == lead.step for p in positions],
     )

@@ -20,6 +20,7 @@ from lockstep.engine.microbatches import Microbatches
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import (
     NOWHERE,
+    Held,
     Lead,
     Origin,
     find_lead,
@@ -30,7 +31,6 @@ from lockstep.engine.recovery.sharded_state import collect
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, on_first
-from lockstep.parallel.mesh import NEW
 
 TOO_FEW_RANKS = "too few ranks left"
 
@@ -62,11 +62,8 @@ class Recovery:
         self._checkpointer = checkpointer
         self._reporter = reporter
         self.is_new = is_new
-        transport = runtime.transport
-        # Where this rank was, and in a group of which size, when slices were last dealt out.
-        self._dealt = (NOWHERE, 0) if is_new else (transport.rank, transport.size)
-        # The column of the mesh whose shards this rank holds, and whether it waits for another's.
-        self._column = NEW if is_new else parts.places.column
+        self._held = Held() if is_new else self._dealt()
+        # Whether it has given up what it held, and waits for what the ranks of its column hold.
         self._is_moved = False
 
     def run(self) -> None:
@@ -85,7 +82,7 @@ class Recovery:
                 origin = self._regroup(former, row)
                 lead = self._agree_on_lead()
                 optimizer = self._finish_interrupted_step(origin, lead)
-                self._take_place(origin)
+                self._take_place()
                 near = self._lead_in_column(lead)
                 self._copy_from(near)
                 self._commit_like(near)
@@ -94,9 +91,8 @@ class Recovery:
             except GroupBroken:
                 continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
-        self._dealt = (self._transport.rank, self._transport.size)
+        self._held = self._dealt()
         self.is_new = self._is_moved = False
-        self._column = self._parts.places.column
         self._checkpointer.regroup()
         if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
             self._state.is_save_overdue = True
@@ -106,11 +102,17 @@ class Recovery:
         if self._transport.size < self._config.min_ranks:
             self._state.stop_reason = TOO_FEW_RANKS
 
+    def _dealt(self) -> Held:
+        """What this rank holds of a group that trains."""
+        places = self._parts.places
+        return Held(places.column, places.data.rank, places.data.size)
+
     def _regroup(self, former: int, row: dict[str, Any]) -> Origin:
         """Meet those that are left and those that are new; the latter only with the same facts.
 
         Raises:
             GroupBroken: somebody was lost, or was refused.
+            RankFailure: the last rank that held some blocks or shards is lost; on all ranks.
         """
         step = self._state.progress.step
         self._runtime.at("regroup", step)
@@ -118,10 +120,9 @@ class Recovery:
         # Rank 0 may be another process now. It needs the lock and the log files before any event.
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
-        origin = find_origin(
-            self._transport, former, *self._dealt, self._column, row, self._parts.facts
-        )
+        origin = find_origin(self._transport, former, self._held, row, self._parts.facts)
         refuse_strangers(self._runtime, origin, step)
+        self._parts.places.assign([held.column for held in origin.held])
         return origin
 
     def _agree_on_lead(self) -> Lead:
@@ -151,25 +152,16 @@ class Recovery:
         if not train_step.sharded:
             return None
         # Who has committed has whole parameters, changed by the task since they were stepped.
-        return collect(
-            self._transport,
-            train_step,
-            origin.members,
-            origin.num_members,
-            with_parameters=lead.committed < lead.step,
-        )
+        pairs = zip(origin.held, lead.have_committed, strict=True)
+        return collect(train_step, origin.held, {h.column for h, is_done in pairs if is_done})
 
-    def _take_place(self, origin: Origin) -> None:
-        """Give every rank a place on the mesh; few hold other shards than before.
-
-        Raises:
-            RankFailure: the last rank that held some shards is lost; on all ranks.
-        """
+    def _take_place(self) -> None:
+        """Connect every rank to those beside it on the mesh; few hold other units than before."""
         places = self._parts.places
-        places.arrange(origin.columns)
-        if places.is_split and places.column != self._column:
+        places.connect()
+        if places.is_split and places.column != self._held.column:
             # What it held is gone from here on, also if a further loss breaks this off.
-            self._column, self._is_moved = NEW, True
+            self._held, self._is_moved = Held(), True
             self._parts.train_step.take_place()
 
     def _lead_in_column(self, lead: Lead) -> Lead:

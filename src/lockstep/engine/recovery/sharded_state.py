@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: each slice is on its owner and on the next rank.
+"""The state of a sharded optimizer: each slice is on its owner and on the next rank of its column.
 
 Every rank steps the slice it owns and, as a buddy, that of the rank before it, from the same
 gradient to the same bits. So a slice is lost only if its owner and the next rank die at once.
@@ -6,109 +6,130 @@ gradient to the same bits. So a slice is lost only if its owner and the next ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState, Scalars
+from lockstep.engine.recovery.positions import Held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
-from lockstep.parallel.arena import slice_up
+from lockstep.parallel.arena import BLOCK
+from lockstep.parallel.layout import split
+from lockstep.parallel.mesh import NEW
 
 
-def holders(num_slices: int, members: Sequence[int], with_buddy: bool) -> list[int]:
-    """For each slice, a rank that holds it.
+def holders(column: int, held: Sequence[Held], with_buddy: bool) -> list[int]:
+    """For each slice of a column, a rank that holds it.
 
     Args:
-        num_slices: number of slices, one for each rank that there was.
-        members: former rank of each rank that there is; -1 for newcomers.
-        with_buddy: whether the next rank holds a slice too.
+        column: column of the mesh.
+        held: what each rank holds.
+        with_buddy: whether the next rank of the column holds a slice too.
 
     Raises:
         RankFailure: some slice has been lost.
     """
+    ranks = {there.place: rank for rank, there in enumerate(held) if there.column == column}
+    num_slices = max(there.num_places for there in held if there.column == column)
     roots = []
     for owner in range(num_slices):
         there = [owner, (owner + 1) % num_slices] if with_buddy else [owner]
-        left = [members.index(rank) for rank in there if rank in members]
+        left = [ranks[place] for place in there if place in ranks]
         if not left:
             raise shared(
                 RankFailure(
-                    f"rank {owner} has died, and with it the last copy of its part of the "
-                    "optimizer's state (optimizer.sharded=true); resume from the newest checkpoint"
+                    f"the rank that owned slice {owner} of the optimizer's state has died, and "
+                    "with it the last copy (optimizer.sharded=true); resume from the newest "
+                    "checkpoint"
                 )
             )
         roots.append(left[0])
     return roots
 
 
-def collect(
-    transport: Transport,
-    train_step: TrainStep,
-    members: Sequence[int],
-    num_members: int,
-    with_parameters: bool = True,
-) -> OptimizerState:
-    """Put together all parameters, in place, and all optimizer state; a collective.
+def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> OptimizerState:
+    """Put together all optimizer state, and parameters in place; a collective of all ranks.
 
     A broadcast that is interrupted leaves a holder's slice as it was: who receives what it holds
-    itself receives the same bits.
-
-    May be done again, with fewer members, if it is interrupted.
+    itself receives the same bits. So it may be done again, with fewer ranks, if it is interrupted.
 
     Args:
-        transport: the group of ranks.
         train_step: training step with parameters and optimizer.
-        members: rank when slices were dealt out, for each rank of the present group; -1
-            for newcomers.
-        num_members: number of ranks at that time.
-        with_parameters: whether to put the parameters together; otherwise they stay as they are.
+        held: what each rank of the group holds.
+        complete: columns of which some rank has all parameters; those stay as they are.
+
+    Returns:
+        The state of the column that this rank is in by now, laid out as that column's parameters.
 
     Raises:
         RankFailure: some slice has been lost.
     """
-    roots = holders(num_members, members, train_step.with_buddy)
-    slices = slice_up(train_step.flat.segments, num_members)
-    state = _joined(transport, train_step, members)
-    parameters = [train_step.flat.flats] if with_parameters else []
-    for segments in [*parameters, *state.flats.values()]:
-        for flat, parts in zip(segments, slices, strict=True):
-            for part, root in zip(parts, roots, strict=True):
-                if len(part):
-                    transport.broadcast(flat[part.first : part.last], root)
+    places, flat = train_step.places, train_step.flat
+    own = held[places.world.rank].column
+    mine, state = _joined(train_step, held)
+    for column in range(places.mesh.num_columns):
+        roots = holders(column, held, train_step.with_buddy)
+        numels = flat.numels(places.held_by(column))
+        for key in ([] if column in complete else [None]) + sorted(state.flats):
+            if column == own:
+                segments = flat.flats if key is None else mine[key]
+            else:
+                segments = [f.new_empty(n) for f, n in zip(flat.flats, numels, strict=True)]
+            for memory in segments:
+                _broadcast_slices(train_step, memory, roots)
+            if key is not None and column == places.column:
+                state.flats[key] = segments
     return state
 
 
-def whole_state(transport: Transport, train_step: TrainStep) -> OptimizerState:
-    """Copies of the state of an optimizer; a collective if it is sharded."""
-    if not train_step.sharded:
+def _broadcast_slices(train_step: TrainStep, memory: Tensor, roots: Sequence[int]) -> None:
+    for part, root in zip(split(len(memory) // BLOCK, len(roots)), roots, strict=True):
+        if len(part):
+            own = memory[part.first * BLOCK : part.last * BLOCK]
+            train_step.places.world.broadcast(own, root)
+
+
+def whole_state(train_step: TrainStep) -> OptimizerState:
+    """Copies of the state of an optimizer, of this rank's column; a collective if it is shared.
+
+    Numbers, which belong to groups, are those of all columns.
+    """
+    if not train_step.shares_state:
         return train_step.flat_optimizer.state()
-    state = _joined(transport, train_step, range(transport.size))
-    for segments in state.flats.values():
-        for segment, flat in enumerate(segments):
-            train_step.workspace.reduction.gather(segment, flat)
+    world = train_step.places.world
+    mine, state = _joined(train_step, [Held(0)] * world.size)
+    state.flats.update(mine)
+    if train_step.sharded:
+        for segments in mine.values():
+            for segment, flat in enumerate(segments):
+                train_step.workspace.reduction.gather(segment, flat)
     return state
 
 
-def _joined(transport: Transport, train_step: TrainStep, members: Sequence[int]) -> OptimizerState:
-    """All ranks' state, but for the flats: of these the part of this rank.
+def _joined(
+    train_step: TrainStep, held: Sequence[Held]
+) -> tuple[dict[str, list[Tensor]], OptimizerState]:
+    """The flats of this rank, in which what others hold is zero; and all ranks' state without them.
 
-    Newcomers, whose member is -1, have none yet.
+    The latter has their keys. Those who hold nothing have no state yet.
     """
     mine = train_step.flat_optimizer.state()
     own = {"keys": sorted(mine.flats), "scalars": mine.scalars, "shared": mine.shared}
-    ranks = transport.gather_json(own)
-    flats: dict[str, list[torch.Tensor]] = {}
+    ranks = train_step.places.world.gather_json(own)
+    known = [theirs for theirs, there in zip(ranks, held, strict=True) if there.column != NEW]
     scalars: Scalars = {}
-    for key in sorted({key for theirs in ranks for key in theirs["keys"]}):
-        flats[key] = mine.flats.get(key) or [torch.zeros_like(f) for f in train_step.flat.flats]
-    known = [theirs for theirs, member in zip(ranks, members, strict=True) if member >= 0]
     for theirs in known:
         # A slice need not hold a piece of every group.
         scalars |= theirs["scalars"]
-    return OptimizerState(flats, {}, scalars, _shared([theirs["shared"] for theirs in known]))
+    keys = sorted({key for theirs in known for key in theirs["keys"]})
+    is_new = held[train_step.places.world.rank].column == NEW
+    like = [] if is_new else train_step.flat.flats
+    flats = {key: mine.flats.get(key) or [torch.zeros_like(f) for f in like] for key in keys}
+    shared_by_all = _shared([theirs["shared"] for theirs in known])
+    return flats, OptimizerState({key: [] for key in keys}, {}, scalars, shared_by_all)
 
 
 def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class FlatTensors:
         segments: size and dtype of each flat tensor.
         flats: flat tensors, one for each segment, of one dimension.
         pieces: ranges of flat memory that each optimizer group takes.
+        kinds: segment and optimizer group of the tensors, those that other ranks hold too.
         parts: blocks of each unit in the order of flat memory, those that other ranks hold too.
         names: name of each tensor by its id, of those that other ranks hold too.
     """
@@ -105,6 +106,7 @@ class FlatTensors:
         self.entries: list[Entry] = []
         self.segments: list[Segment] = []
         self.pieces: list[Piece] = []
+        self.kinds: list[tuple[int, int]] = []
         self.parts: list[Part] = []
         self._groups, self._what, self._shards = groups, what, dict(shards or {})
         self._units = dict(units or {})
@@ -158,6 +160,14 @@ class FlatTensors:
         """The unit of each tensor that not every rank need hold, by name."""
         return self._units
 
+    def numels(self, own: Holding) -> list[int]:
+        """Number of elements of each flat tensor of a rank that holds `own`."""
+        numels = []
+        for segment in range(len(self.segments)):
+            blocks = [p.num_blocks for p in self.parts if p.segment == segment and own.has(p.unit)]
+            numels.append(max(1, sum(blocks)) * BLOCK)
+        return numels
+
     def holds(self, unit: Unit) -> bool:
         """Whether the tensors of a unit are held here."""
         return self._own is None or self._own.has(unit)
@@ -197,6 +207,8 @@ class FlatTensors:
         offset = 0
         for index, group in enumerate(groups):
             first = offset
+            if any(tensor.dtype == dtype for _, tensor in group):
+                self.kinds.append((segment, index))
             for unit in sorted({EVERYWHERE, *self._units.values()}):
                 named = [(n, t) for n, t in group if t.dtype == dtype and self._unit(n) == unit]
                 offset = self._place_part(named, segment, index, unit, offset)

@@ -217,6 +217,7 @@ class TrainStep:
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
+        self.workspace.spread_buffers()
         if self.shares_state:
             # From here on each rank holds what it takes to apply this step. Should one die, the
             # others can follow (`follow`), whichever of them had applied it.
@@ -308,7 +309,7 @@ class TrainStep:
                 return headers
         self.workspace.reduction.header.copy_(own)
         self.workspace.reduction.reduce()
-        self.workspace.spread_sums()
+        self.workspace.spread_scalars()
         if not self.places.is_split:
             # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
             values = self.workspace.reduction.headers().tolist()

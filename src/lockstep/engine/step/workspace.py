@@ -111,16 +111,22 @@ class Workspace:
             norms = self._norms.gather(self._places.world, norms, self._flat.holds)
         return combined(norms)
 
-    def spread_sums(self) -> None:
-        """Send every rank the sums that the ranks of some stages have; a collective.
+    def spread_scalars(self) -> None:
+        """Send every rank the sums of loss and metrics, which the last stage has; a collective."""
+        if self._places.are_staged:
+            self._places.world.broadcast(self.reduction.total.scalars, self._places.scoring)
 
-        Losses and metrics are computed by the last stage alone, and what changes a buffer by the
-        stage of its block; every rank keeps all buffers.
+    def spread_buffers(self) -> None:
+        """Send every rank the sums of all buffers; a collective if sharded or in stages.
+
+        What changes a buffer is computed by the stage of its block; every rank keeps all buffers.
         """
         places = self._places
+        if self._sharded:
+            for segment, sums in enumerate(self.buffer_sums, start=len(self.slices)):
+                self.reduction.gather(segment, sums)
         if not places.are_staged:
             return
-        places.world.broadcast(self.reduction.total.scalars, places.scoring)
         for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
             for column in range(0, places.mesh.num_columns, places.mesh.tp):
                 of_stage = sums.clone()
@@ -131,12 +137,10 @@ class Workspace:
                         sums[own] = of_stage[own]
 
     def exchange_slices(self) -> None:
-        """Send every rank the gradients for its slices, and the sums of buffers; a collective."""
+        """Send every rank the gradients for its slices; a collective."""
         if self._with_buddy and self._transport.size > 1:
             for segment in range(len(self.slices)):
                 self.reduction.copy_to_next(segment)
-        for segment, sums in enumerate(self.buffer_sums, start=len(self.slices)):
-            self.reduction.gather(segment, sums)
 
     def gather_parameters(self) -> None:
         """Send every rank the slices that others have stepped; a collective.
