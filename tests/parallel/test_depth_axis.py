@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
+from lockstep.errors import TaskError
 from lockstep.parallel.depth_axis import DepthAxis, balanced
 from lockstep.parallel.layout import Range
 from lockstep.parallel.pipeline_schedule import one_forward_one_backward
@@ -113,5 +114,5 @@ def test_tensors_arrive_as_they_are() -> None:
 
 def test_what_cannot_be_sent() -> None:
     axis = DepthAxis([Range(0, 1)])
-    with pytest.raises(TypeError, match="of 9 dims cannot go to another stage"):
+    with pytest.raises(TaskError, match="of 9 dims, which cannot go to another stage"):
         axis.send([torch.zeros([1] * 9)], 0)
