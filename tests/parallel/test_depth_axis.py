@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
@@ -19,6 +19,7 @@ from lockstep.parallel.pipeline_schedule import one_forward_one_backward
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 9))
 def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -33,6 +34,7 @@ def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -
     assert max(sum(costs[slice(*stage)]) for stage in stages) == least
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))
 def test_stages_never_wait_for_one_another_in_a_circle(
     first: int, count: int, num_stages: int

@@ -124,9 +124,10 @@ class DepthAxis:
 
     def finish(self) -> None:
         """Return when all that this rank has sent is under way no longer."""
-        sent, self._under_way = self._under_way, []
-        for message in sent:
+        for message in self._under_way:
             message.wait()
+        # Not earlier: what an error leaves under way may still be read from the memory it holds.
+        self._under_way.clear()
 
     def _received(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
