@@ -1,38 +1,15 @@
 """A model in stages on several ranks: the bits of one process, through kills, failures, resumes."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import result, run
-from tests.distributed.test_tensor_parallel import CONFIG, same
+from tests.conftest import result
+from tests.distributed.conftest import CONFIG, same
 
-from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
 
 TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Deep"
-
-
-@pytest.fixture
-def train(lockstep):
-    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), target=TASK):
-        return lockstep(
-            "train", target, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
-            *CONFIG, *overrides, timeout=150, **to_env(faults, run_dir.with_suffix(".faults")),
-        )  # fmt: skip
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The result of one process that computes all blocks."""
-    folder = tmp_path_factory.mktemp("reference")
-    ended = run(
-        [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"], folder
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return result(folder / "run")
 
 
 @pytest.mark.parametrize(
@@ -47,18 +24,18 @@ def reference(tmp_path_factory):
     ],
 )
 def test_any_mesh_gives_the_bits_of_one_process(
-    train, reference, tmp_path, launcher, num_ranks, pp, tp
+    train_on, reference, tmp_path, launcher, num_ranks, pp, tp
 ):
     keys = (f"mesh.pp={pp}", f"mesh.tp={tp}")
-    ended = train(tmp_path / "run", num_ranks, *keys, launcher=launcher)
+    ended = train_on(tmp_path / "run", num_ranks, *keys, launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference, tmp_path):
+def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, reference, tmp_path):
     run_dir = tmp_path / "run"
-    assert train(run_dir, 4, "mesh.pp=4", "stop_at_step=3").returncode == 0
+    assert train_on(run_dir, 4, "mesh.pp=4", "stop_at_step=3").returncode == 0
     keys = ("mesh.pp=1", "mesh.tp=2", "stop_at_step=6")
     assert lockstep("resume", run_dir, "-n", 2, *keys).returncode == 0
     keys = ("mesh.pp=2", "mesh.tp=1", "stop_at_step=null")
@@ -76,24 +53,24 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference,
     ],
 )
 def test_survivors_go_on_where_each_block_has_a_holder(
-    train, reference, tmp_path, launcher, faults
+    train_on, reference, tmp_path, launcher, faults
 ):
     planned = [PlannedFault(*fault) for fault in faults]
-    ended = train(tmp_path / "run", 4, "mesh.pp=2", launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 4, "mesh.pp=2", launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launcher):
+def test_newcomers_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
     long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
     alone = lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "alone")
     assert alone.returncode == 0
     planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
     run_dir = tmp_path / "run"
     keys = (*long, "mesh.pp=2", "--replace", 3)
-    ended = train(run_dir, 4, *keys, launcher=launcher, faults=planned)
+    ended = train_on(run_dir, 4, *keys, launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(run_dir, result(tmp_path / "alone"))
     rows = read_events(run_dir / "events.jsonl")
@@ -101,18 +78,18 @@ def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launch
 
 
 @pytest.mark.slow
-def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
+def test_without_a_holder_the_ranks_are_started_again(train_on, reference, tmp_path):
     planned = [PlannedFault(1, 6), PlannedFault(3, 6)]
-    ended = train(tmp_path / "run", 4, "mesh.pp=2", faults=planned)
+    ended = train_on(tmp_path / "run", 4, "mesh.pp=2", faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "all ranks that held blocks" in ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
-def test_an_exception_in_one_stage_is_one_on_all(train, reference, tmp_path, launcher):
+def test_an_exception_in_one_stage_is_one_on_all(train_on, reference, tmp_path, launcher):
     planned = [PlannedFault(1, 3, "send", "raise")]
-    ended = train(tmp_path / "run", 3, "mesh.pp=3", launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 3, "mesh.pp=3", launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 3 is done again: rank 1 raised an exception" in ended.stdout
     same(tmp_path / "run", reference)
@@ -141,9 +118,59 @@ def test_an_exception_in_one_stage_is_one_on_all(train, reference, tmp_path, lau
         ),
     ],
 )
-def test_what_cannot_be_put_in_stages(train, tmp_path, task, keys, words):
+def test_what_cannot_be_put_in_stages(train_on, tmp_path, task, keys, words):
     target = TASK.replace(":Deep", f":{task}")
-    ended = train(tmp_path / "run", 2, *keys, target=target)
+    ended = train_on(tmp_path / "run", 2, *keys, target=target)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+HOOKED = """import torch, lockstep as ls
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Hooked(ls.Task):
+    def build_model(self):
+        return ls.nn.shard(ls.nn.Pipeline(Block(), Block()), {"*.up": "column", "*.down": "row"})
+
+    def dataset(self, split):
+        x = torch.linspace(-1, 1, 128).view(32, 4)
+        return torch.utils.data.TensorDataset(x) if split != "test" else None
+
+    def loss(self, model, batch):
+        return ls.Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+    def hooks(self):
+        return [Looks()]
+
+
+class Looks(ls.Hook):
+    first_only = True
+
+    def after_evaluation(self, run, split, metrics):
+        print("it is", run.model[0](torch.ones(1, 4)).shape, flush=True)
+        run.model.state_dict()["1.up.weight"].sum()
+"""
+
+
+@pytest.mark.slow
+def test_a_hook_may_call_a_block_whose_shards_are_all_here(train_on, tmp_path):
+    script = tmp_path / "hooked.py"
+    script.write_text(HOOKED)
+    keys = ("mesh.pp=2", "num_shards=2", "steps=1")
+    ended = train_on(tmp_path / "run", 2, *keys, target=f"{script}:Hooked")
+    assert "it is torch.Size([1, 4])" in ended.stdout
+    assert ended.returncode == 2  # the other block's are not
+    assert (
+        "1.up.weight is cut into shards (num_shards), and where mesh.tp or mesh.pp" in ended.stderr
+    )

@@ -1,47 +1,15 @@
 """A model in shards on several ranks: the bits of one process, through kills, failures, resumes."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import result, run
+from tests.conftest import result
+from tests.distributed.conftest import CONFIG, same
 
-from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
 
 TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Language"
-CONFIG = (
-    "num_shards=4", "batch_size=16", "num_microbatches=8", "steps=8", "clip_norm=1.0", "lr=0.01",
-    "eval_every=3", "log_every=1", "checkpoint.every=4", "digest_every=2",
-)  # fmt: skip
-
-
-@pytest.fixture
-def train(lockstep):
-    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), cut=CONFIG):
-        return lockstep(
-            "train", TASK, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
-            *cut, *overrides, timeout=120, **to_env(faults, run_dir.with_suffix(".faults")),
-        )  # fmt: skip
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    """The result of one process that computes all shards."""
-    folder = tmp_path_factory.mktemp("reference")
-    ended = run(
-        [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"], folder
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return result(folder / "run")
-
-
-def same(run_dir, reference):
-    there = result(run_dir)
-    assert there["params_sha256"] == reference["params_sha256"]
-    assert there["metrics"] == reference["metrics"]
 
 
 @pytest.mark.parametrize(
@@ -54,17 +22,17 @@ def same(run_dir, reference):
     ],
 )
 def test_any_mesh_gives_the_bits_of_one_process(
-    train, reference, tmp_path, launcher, num_ranks, tp
+    train_on, reference, tmp_path, launcher, num_ranks, tp
 ):
-    ended = train(tmp_path / "run", num_ranks, f"mesh.tp={tp}", launcher=launcher)
+    ended = train_on(tmp_path / "run", num_ranks, f"mesh.tp={tp}", launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
     assert ("1 fill none and are spares" in ended.stdout) == (num_ranks == 5)
 
 
-def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference, tmp_path):
+def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, reference, tmp_path):
     run_dir = tmp_path / "run"
-    assert train(run_dir, 4, "mesh.tp=2", "stop_at_step=3").returncode == 0
+    assert train_on(run_dir, 4, "mesh.tp=2", "stop_at_step=3").returncode == 0
     more = ("resume", run_dir, "--launcher", "local")
     ended = lockstep(*more, "-n", 3, "mesh.tp=3", "stop_at_step=6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -82,10 +50,10 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train, lockstep, reference,
     ],
 )
 def test_survivors_go_on_where_each_shard_has_a_holder(
-    train, reference, tmp_path, launcher, faults, lost
+    train_on, reference, tmp_path, launcher, faults, lost
 ):
     planned = [PlannedFault(*fault) for fault in faults]
-    ended = train(tmp_path / "run", 6, "mesh.tp=2", launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 6, "mesh.tp=2", launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
     rows = read_events(tmp_path / "run" / "events.jsonl")
@@ -94,14 +62,14 @@ def test_survivors_go_on_where_each_shard_has_a_holder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launcher):
-    long = (*CONFIG, "batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
-    assert lockstep("train", TASK, *long, "--run-dir", tmp_path / "alone").returncode == 0
+def test_newcomers_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
+    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
+    alone = lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0
     planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
     run_dir = tmp_path / "run"
-    ended = train(
-        run_dir, 4, "mesh.tp=2", "--replace", 3, launcher=launcher, faults=planned, cut=long
-    )
+    keys = (*long, "mesh.tp=2", "--replace", 3)
+    ended = train_on(run_dir, 4, *keys, launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(run_dir, result(tmp_path / "alone"))
     rows = read_events(run_dir / "events.jsonl")
@@ -109,18 +77,18 @@ def test_newcomers_take_the_places_of_the_dead(train, lockstep, tmp_path, launch
 
 
 @pytest.mark.slow
-def test_without_a_holder_the_ranks_are_started_again(train, reference, tmp_path):
+def test_without_a_holder_the_ranks_are_started_again(train_on, reference, tmp_path):
     planned = [PlannedFault(1, 6, "compute"), PlannedFault(3, 6, "compute")]
-    ended = train(tmp_path / "run", 4, "mesh.tp=2", faults=planned)
+    ended = train_on(tmp_path / "run", 4, "mesh.tp=2", faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "all ranks that held shards 2 to 3 of the model have died" in ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
-def test_an_exception_on_one_rank_is_one_on_all(train, reference, tmp_path, launcher):
+def test_an_exception_on_one_rank_is_one_on_all(train_on, reference, tmp_path, launcher):
     planned = [PlannedFault(1, 3, "shards_forward", "raise")]
-    ended = train(tmp_path / "run", 4, "mesh.tp=2", launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 4, "mesh.tp=2", launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step 3 is done again: rank 1 raised an exception" in ended.stdout
     same(tmp_path / "run", reference)
@@ -135,8 +103,8 @@ def test_an_exception_on_one_rank_is_one_on_all(train, reference, tmp_path, laun
         (("mesh.tp=2", "optimizer.sharded=true"), "optimizer.sharded=True: is for replicas of one"),
     ],
 )
-def test_impossible_meshes(train, tmp_path, overrides, words):
-    ended = train(tmp_path / "run", 2, *overrides)
+def test_impossible_meshes(train_on, tmp_path, overrides, words):
+    ended = train_on(tmp_path / "run", 2, *overrides)
     assert ended.returncode == 2
     assert words in ended.stderr + ended.stdout
     assert "Traceback" not in ended.stderr + ended.stdout

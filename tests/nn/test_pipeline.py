@@ -70,7 +70,9 @@ def test_any_stages_give_the_same_bits(cuts: tuple[int, ...]) -> None:
     whole = deep()
     whole.axis = DepthAxis([Range(0, 7)])
     whole.untie()
-    assert {(t.original, t.name) for t in whole.ties} == {("0.embedding.weight", "6.head.weight")}
+    assert [(t.original, t.names) for t in whole.ties] == [
+        ("0.embedding.weight", ["6.head.weight"])
+    ]
     start = copy.deepcopy(whole)
     [wanted] = gradients_of([whole])
     assert "6.head.weight" not in wanted
@@ -127,8 +129,8 @@ def test_a_weight_of_three_blocks_has_a_gradient_of_each() -> None:
     plain = copy.deepcopy(model)
     model.axis = DepthAxis([Range(0, 4)])
     model.untie()
-    assert [(t.name, t.block) for t in model.ties] == [
-        ("2.weight", 2), ("3.0.weight", 3), ("3.1.weight", 3),
+    assert [(t.names, t.block) for t in model.ties] == [
+        (["2.weight"], 2), (["3.0.weight", "3.1.weight"], 3),
     ]  # fmt: skip
     x = torch.randn(2, 3)
     model(x).sum().backward()
@@ -154,6 +156,39 @@ def test_what_is_no_tensor_cannot_go_to_the_next_block(value: Any, kind: str) ->
     model = Pipeline(Returns(value), nn.Identity())
     with pytest.raises(TaskError, match=f"block 0 returned a {kind}"):
         model(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.ones([1] * 9), "a tensor of 9 dims, which cannot go to another stage"),
+        (torch.ones(2, dtype=torch.uint16), "a tensor of dtype torch.uint16, which"),
+        (torch.ones(2, 2).to_sparse(), "a tensor of layout torch.sparse_coo, which"),
+    ],
+)
+def test_what_no_message_can_tell_of_cannot_go_to_another_stage(value: Tensor, words: str) -> None:
+    model = Pipeline(Returns(value), nn.Identity())
+    assert model(torch.ones(1)) is value  # a plain Sequential
+    model.axis = DepthAxis([Range(0, 2)])  # on any mesh alike
+    with pytest.raises(TaskError, match=f"Pipeline: block 0 returned {words}"):
+        model(torch.ones(1))
+
+
+def test_a_shared_parameter_that_no_message_can_tell_of() -> None:
+    first, second = Returns(None), Returns(None)
+    first.weight = second.weight = nn.Parameter(torch.ones([2] * 9))
+    model = Pipeline(first, second)
+    with pytest.raises(TaskError, match=r"1\.weight of an earlier block is a tensor of 9 dims"):
+        model.untie()
+
+
+def test_every_block_is_a_module_and_has_all_that_is_trained() -> None:
+    with pytest.raises(TaskError, match="block 1 is None"):
+        Pipeline(nn.Identity(), None)(torch.ones(1))
+    model = Pipeline(nn.Identity())
+    model.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(TaskError, match="gain is the Pipeline's own and belongs to no block"):
+        model.untie()
 
 
 def test_a_model_in_stages_is_called_once() -> None:

@@ -234,6 +234,8 @@ def test_what_is_done_to_logits_in_shards_is_right(compute: Any) -> None:
         lambda z: z.transpose(0, 1),
         lambda z: F.kl_div(z, torch.ones(6, 7), reduction="sum"),
         lambda z: F.cross_entropy(torch.ones(6, 7), z),
+        lambda z: F.cross_entropy(z, TARGETS, size_average=False),
+        lambda z: F.nll_loss(z, TARGETS, reduce=False),
         lambda z: F.log_softmax(z, 0),
         lambda z: torch.cat([z, z], -1),
     ],
@@ -241,6 +243,12 @@ def test_what_is_done_to_logits_in_shards_is_right(compute: Any) -> None:
 def test_what_needs_all_logits_says_what_to_use(compute: Any) -> None:
     with pytest.raises(TaskError, match=r"logits\.whole\(\)"):
         compute(logits()[1])
+
+
+def test_an_unknown_reduction_is_refused_as_torch_does() -> None:
+    for z in logits():
+        with pytest.raises(ValueError, match="meen is not a valid value for reduction"):
+            F.cross_entropy(z, TARGETS, reduction="meen")
 
 
 def test_an_axis_on_which_not_all_ranks_compute_is_closed() -> None:

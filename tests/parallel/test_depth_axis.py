@@ -6,11 +6,12 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
+from lockstep.errors import TaskError
 from lockstep.parallel.depth_axis import DepthAxis, balanced
 from lockstep.parallel.layout import Range
 from lockstep.parallel.pipeline_schedule import one_forward_one_backward
@@ -18,6 +19,7 @@ from lockstep.parallel.pipeline_schedule import one_forward_one_backward
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
 
+@settings(deadline=None)
 @given(costs, st.integers(1, 9))
 def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(costs))
@@ -32,6 +34,7 @@ def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -
     assert max(sum(costs[slice(*stage)]) for stage in stages) == least
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))
 def test_stages_never_wait_for_one_another_in_a_circle(
     first: int, count: int, num_stages: int
@@ -113,5 +116,5 @@ def test_tensors_arrive_as_they_are() -> None:
 
 def test_what_cannot_be_sent() -> None:
     axis = DepthAxis([Range(0, 1)])
-    with pytest.raises(TypeError, match="of 9 dims cannot go to another stage"):
+    with pytest.raises(TaskError, match="of 9 dims, which cannot go to another stage"):
         axis.send([torch.zeros([1] * 9)], 0)

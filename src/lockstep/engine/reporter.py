@@ -134,8 +134,10 @@ class Reporter:
             )
         mesh = self._parts.places.mesh
         if mesh.incomplete:
+            sizes = {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp}
+            keys = ", ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
             yield (
-                f"{transport.size} ranks for replicas of {mesh.num_columns} (mesh): the last "
+                f"{transport.size} ranks for replicas of {mesh.num_columns} ({keys}): the last "
                 f"{len(mesh.incomplete)} fill none and are spares with nothing to compute; start "
                 f"a multiple of {mesh.num_columns}"
             )

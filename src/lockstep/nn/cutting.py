@@ -132,7 +132,7 @@ def units_of(model: nn.Module) -> dict[str, Unit]:
     shards = shards_of(model)
     if not isinstance(model, Pipeline):
         return {name: Unit(shard=shard.number) for name, shard in shards.items()}
-    originals = {tie.name: tie.original for tie in model.ties}
+    originals = {name: tie.original for tie in model.ties for name in tie.names}
     firsts: dict[int, str] = {}
     units = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -146,7 +146,9 @@ def keep(model: nn.Module, own: Holding) -> None:
     """Free the parameters of all units but some."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     units = units_of(model)
-    copies = {tie.name for tie in model.ties} if isinstance(model, Pipeline) else set()
+    copies = set()
+    if isinstance(model, Pipeline):
+        copies = {name for tie in model.ties for name in tie.names}
     for name, unit in units.items():
         if name not in copies and not own.has(unit):
             let_go(parameters[name])

@@ -46,9 +46,10 @@ class Elsewhere(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         own = next((leaf for leaf in leaves if isinstance(leaf, Elsewhere)), cls)
         raise TaskError(
-            f"state_dict: {own._name} is cut into shards (num_shards), and where mesh.tp is above "
-            "1 no rank has all of them; in a loss, compute with what the model gives rather than "
-            "with its parameters; in a hook, set mesh.tp=1; lockstep.load gives a run's whole model"
+            f"state_dict: {own._name} is cut into shards (num_shards), and where mesh.tp or "
+            "mesh.pp is above 1 a rank does not have all of them; in a loss, compute with what the "
+            "model gives rather than with its parameters; in a hook, set both to 1; lockstep.load "
+            "gives a run's whole model"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -76,9 +76,9 @@ class ShardedLogits(ShardedTensor):
         self,
         target: Tensor,
         weight: Tensor | None = None,
-        size_average: None = None,
+        size_average: bool | None = None,
         ignore_index: int = -100,
-        reduce: None = None,
+        reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
@@ -87,7 +87,7 @@ class ShardedLogits(ShardedTensor):
         Raises:
             TaskError: an argument is not supported for logits in shards.
         """
-        self._check_loss("cross_entropy", target, weight)
+        self._check_loss("cross_entropy", target, weight, size_average, reduce)
         counts = target != ignore_index
         log_total = self._log_total()
         losses = log_total - self._picked(target)
@@ -100,9 +100,9 @@ class ShardedLogits(ShardedTensor):
         self,
         target: Tensor,
         weight: Tensor | None = None,
-        size_average: None = None,
+        size_average: bool | None = None,
         ignore_index: int = -100,
-        reduce: None = None,
+        reduce: bool | None = None,
         reduction: str = "mean",
     ) -> Tensor:
         """As `torch.nn.functional.nll_loss` of log-probabilities [N, classes] and numbers [N].
@@ -110,7 +110,7 @@ class ShardedLogits(ShardedTensor):
         Raises:
             TaskError: an argument is not supported for logits in shards.
         """
-        self._check_loss("nll_loss", target, weight)
+        self._check_loss("nll_loss", target, weight, size_average, reduce)
         return _reduced(-self._picked(target), target != ignore_index, reduction)
 
     def log_softmax(
@@ -206,11 +206,13 @@ class ShardedLogits(ShardedTensor):
             right.append(picked.masked_fill(~is_here, 0.0))
         return self.region.gather(right)
 
-    def _check_loss(self, name: str, target: Tensor, weight: Tensor | None) -> None:
-        if weight is not None or target.is_floating_point() or self.parts[0].dim() != 2:
+    def _check_loss(self, name: str, target: Tensor, *unsupported: object) -> None:
+        is_plain = all(value is None for value in unsupported)
+        if not is_plain or target.is_floating_point() or self.parts[0].dim() != 2:
             raise TaskError(
                 f"{name}: logits in shards of the vocabulary (num_shards) must be [N, classes], "
-                "the target class numbers [N], and weight None; give logits.whole() otherwise"
+                "the target class numbers [N], and weight, size_average and reduce None; give "
+                "logits.whole() otherwise"
             )
 
     def _check_dim(self, name: str, dim: int | None) -> None:
@@ -255,6 +257,8 @@ def places(numbers: Tensor, own: Range) -> tuple[Tensor, Tensor]:
 
 
 def _reduced(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
+    if reduction not in ("none", "sum", "mean"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")  # as torch says it
     losses = losses.masked_fill(~counts, 0.0)
     if reduction == "none":
         return losses

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError
 from lockstep.nn.layers import is_held, let_go
 from lockstep.nn.units import Holding, Unit
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.depth_axis import DepthAxis, check_sendable
+
+_Role = Literal["trains", "uses", "alone"]
+"""Whether a stage trains a parameter that another one uses, or the other way, or neither."""
 
 
 class StageDone(BaseException):
@@ -39,15 +43,25 @@ class StageDone(BaseException):
         self._axis.finish()
 
 
-class Tie(NamedTuple):
-    """A parameter that an earlier block has, too."""
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """A parameter that an earlier block has, too.
+
+    Attributes:
+        original: its name in the first block that has it, whose stage trains it.
+        names: its names in this block.
+        first: number of the first block.
+        block: number of this block.
+        parameter: tensor of the first block.
+        copy: tensor of this block.
+    """
 
     original: str
-    """Its name in the first block that has it, whose stage trains it."""
-    name: str
-    """Its name in this block."""
+    names: list[str]
+    first: int
     block: int
-    """Number of this block."""
+    parameter: nn.Parameter
+    copy: nn.Parameter
 
 
 class Pipeline(nn.Sequential):
@@ -116,7 +130,8 @@ class Pipeline(nn.Sequential):
         outputs: Any = inputs
         for number in numbers:
             name, block = blocks[number]
-            assert block is not None
+            if block is None:
+                raise TaskError(f"Pipeline: block {name} is None; every block must be a module")
             if key is not None:
                 seed_all(random_key(key, Stream.BLOCKS, number))
             outputs = block(*inputs)
@@ -133,6 +148,8 @@ class Pipeline(nn.Sequential):
                     f"Pipeline: block {name} returned a {type(value).__name__}; what goes from "
                     "block to block must be a tensor or a tuple of tensors"
                 )
+            if is_in_run:
+                check_sendable(value, f"Pipeline: block {name} returned")
         # As it would arrive at another rank: strides and alignment may change what kernels round.
         return tuple(_Boundary.apply(t) for t in state) if is_in_run else state  # type: ignore[no-untyped-call]
 
@@ -151,8 +168,19 @@ class Pipeline(nn.Sequential):
             )
 
     def block_of(self, name: str) -> int:
-        """The number of the block that a parameter or buffer belongs to, by its name."""
-        return list(self._modules).index(name.partition(".")[0])
+        """The number of the block that a parameter, buffer or module belongs to, by its name.
+
+        Raises:
+            TaskError: it belongs to none.
+        """
+        blocks = list(self._modules)
+        block = name.partition(".")[0]
+        if block not in blocks:
+            raise TaskError(
+                f"build_model: {name} is the Pipeline's own and belongs to no block, so it is not "
+                "known which stage has it (mesh.pp); put it into a block"
+            )
+        return blocks.index(block)
 
     def untie(self) -> None:
         """Give each block its own tensor for a parameter that an earlier block has, too.
@@ -160,17 +188,22 @@ class Pipeline(nn.Sequential):
         It shares the memory of the first one, but has a gradient of its own.
         """
         firsts: dict[int, tuple[str, int]] = {}
-        copies: dict[tuple[int, int], nn.Parameter] = {}
+        ties: dict[tuple[int, int], Tie] = {}
         for name, parameter in list(self.named_parameters(remove_duplicate=False)):
             block = self.block_of(name)
             original, first = firsts.setdefault(id(parameter), (name, block))
             if block == first:
                 continue
-            if (id(parameter), block) not in copies:
-                copies[id(parameter), block] = nn.Parameter(parameter.data, parameter.requires_grad)
+            tie = ties.get((id(parameter), block))
+            if tie is None:
+                check_sendable(parameter, f"build_model: {name} of an earlier block is")
+                copy = nn.Parameter(parameter.data, parameter.requires_grad)
+                tie = Tie(original, [], first, block, parameter, copy)
+                ties[id(parameter), block] = tie
+            tie.names.append(name)
             path, _, key = name.rpartition(".")
-            self.get_submodule(path)._parameters[key] = copies[id(parameter), block]
-            self.ties.append(Tie(original, name, block))
+            self.get_submodule(path)._parameters[key] = tie.copy
+        self.ties = list(ties.values())
 
     def tie(self, own: Holding, units: Mapping[str, Unit]) -> None:
         """Have the copies of `untie` share the memory of the first tensor, where that is held.
@@ -181,12 +214,10 @@ class Pipeline(nn.Sequential):
             own: blocks and shards that this rank holds.
             units: unit of each parameter by name.
         """
-        parameters = dict(self.named_parameters(remove_duplicate=False))
         for tie in self.ties:
-            original, copy = parameters[tie.original], parameters[tie.name]
-            unit = units[tie.original]
+            copy, unit = tie.copy, units[tie.original]
             if own.has(unit):
-                copy.data = original.data
+                copy.data = tie.parameter.data
             elif own.has(Unit(tie.block, unit.shard)):
                 copy.data = torch.zeros(copy.shape, dtype=copy.dtype, device=copy.device)
             else:
@@ -194,70 +225,49 @@ class Pipeline(nn.Sequential):
 
     def refresh(self) -> None:
         """Bring what later stages have of earlier blocks' parameters up to date; a collective."""
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        for tie, owner, user in self._ties_between_stages():
-            assert self.axis is not None
-            if self.axis.stage == owner:
-                self.axis.send([parameters[tie.original].detach()], user)
-            elif self.axis.stage == user:
-                received = self.axis.receive(owner)[0]
+        for tie in self.ties:
+            axis, role, other = self._role(tie)
+            if role == "trains":
+                axis.send([tie.parameter.detach()], other)
+            elif role == "uses":
+                [received] = axis.receive(other)
                 assert received is not None
-                parameters[tie.name].data.copy_(received)
+                tie.copy.data.copy_(received)
 
     def collect_ties(self) -> None:
         """Add the gradients of copies to those of the first tensors, in the order of blocks.
 
         A collective of the stages. Those of copies are gone afterwards.
         """
-        if not self.ties:
-            return
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        between = {tie.name: (owner, user) for tie, owner, user in self._ties_between_stages()}
-        done: set[int] = set()
-        for tie in sorted(self.ties, key=lambda tie: tie.block):
-            original, copy = parameters[tie.original], parameters[tie.name]
-            if id(copy) in done:
+        for tie in self.ties:
+            axis, role, other = self._role(tie)
+            gradient, tie.copy.grad = tie.copy.grad, None
+            if role == "uses":
+                axis.send([gradient], other)
                 continue
-            done.add(id(copy))
-            gradient = copy.grad
-            copy.grad = None
-            owner, user = between.get(tie.name, (None, None))
-            if owner is not None:
-                assert self.axis is not None
-                assert user is not None
-                if self.axis.stage == user:
-                    self.axis.send([gradient], owner)
-                    continue
-                if self.axis.stage != owner:
-                    continue
-                gradient = self.axis.receive(user)[0]
-            if gradient is not None and original.grad is None:
-                original.grad = gradient
-            elif gradient is not None and original.grad is not None:
-                original.grad = original.grad + gradient
+            if role == "trains":
+                [gradient] = axis.receive(other)
+            if gradient is None:
+                continue
+            total = tie.parameter.grad
+            tie.parameter.grad = gradient if total is None else total + gradient
 
     def forget_ties(self) -> None:
         """Forget the gradients that `collect_ties` would add up."""
-        if self.ties:
-            parameters = dict(self.named_parameters(remove_duplicate=False))
-            for tie in self.ties:
-                parameters[tie.name].grad = None
-
-    def _ties_between_stages(self) -> Iterator[tuple[Tie, int, int]]:
-        """Ties with the stage that trains the parameter and another stage that uses it."""
-        if self.axis is None or not (self.ties and len(self.axis.stages) > 1):
-            return
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        seen: set[int] = set()
         for tie in self.ties:
-            copy = parameters[tie.name]
-            if id(copy) in seen or not is_held(copy):
-                continue
-            seen.add(id(copy))
-            owner = self.axis.stage_of(self.block_of(tie.original))
-            user = self.axis.stage_of(tie.block)
-            if owner != user:
-                yield tie, owner, user
+            tie.copy.grad = None
+
+    def _role(self, tie: Tie) -> tuple[DepthAxis, _Role, int]:
+        """What this rank does about a tied parameter, and the stage that it does this with."""
+        axis = self.axis
+        assert axis is not None, "ties are there in a run only"
+        if len(axis.stages) > 1 and is_held(tie.copy):
+            trains, uses = axis.stage_of(tie.first), axis.stage_of(tie.block)
+            if trains != uses and axis.stage == trains:
+                return axis, "trains", uses
+            if trains != uses and axis.stage == uses:
+                return axis, "uses", trains
+        return axis, "alone", axis.stage
 
 
 class _Boundary(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import LocalTransport, Sending, Transport
+from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range
 
 _DTYPES = (
@@ -83,7 +84,11 @@ class DepthAxis:
         return next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
 
     def send(self, tensors: Sequence[Tensor | None], stage: int) -> None:
-        """Begin to send tensors to a stage; `finish` must follow before the step ends."""
+        """Begin to send tensors to a stage; `finish` must follow before the step ends.
+
+        Raises:
+            TaskError: a tensor is one that cannot be sent, see `check_sendable`.
+        """
         self._at("send")
         header = torch.zeros(1 + len(tensors), _HEADER, dtype=torch.int64)
         header[0, 0] = len(tensors)
@@ -92,8 +97,7 @@ class DepthAxis:
             if tensor is None:
                 row[0] = -1
                 continue
-            if tensor.dim() > _MOST_DIMS or tensor.dtype not in _DTYPES:
-                raise TypeError(f"{tensor.dtype} of {tensor.dim()} dims cannot go to another stage")
+            check_sendable(tensor, "Pipeline: another stage is to have")
             values = [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), tensor.dim()]
             values += tensor.shape
             row[: len(values)] = torch.tensor(values)
@@ -120,15 +124,41 @@ class DepthAxis:
 
     def finish(self) -> None:
         """Return when all that this rank has sent is under way no longer."""
-        sent, self._under_way = self._under_way, []
-        for message in sent:
+        for message in self._under_way:
             message.wait()
+        # Not earlier: what an error leaves under way may still be read from the memory it holds.
+        self._under_way.clear()
 
     def _received(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if tensor.numel():
             self._transport.receive(_bytes(tensor), stage)
         return tensor
+
+
+def check_sendable(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that cannot go to another stage.
+
+    Args:
+        tensor: tensor of the user's.
+        what: beginning of the message: what the tensor is.
+
+    Raises:
+        TaskError: it is not dense, or has a dtype or a number of dims that no message can tell of.
+    """
+    if tensor.layout != torch.strided:
+        has = f"a tensor of layout {tensor.layout}"
+    elif tensor.dtype not in _DTYPES:
+        has = f"a tensor of dtype {tensor.dtype}"
+    elif tensor.dim() > _MOST_DIMS:
+        has = f"a tensor of {tensor.dim()} dims"
+    else:
+        return
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+    raise TaskError(
+        f"{what} {has}, which cannot go to another stage: give a dense tensor of at most "
+        f"{_MOST_DIMS} dims, of dtype {names}"
+    )
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[Range]:

@@ -72,23 +72,6 @@ class ChecksParameters(Regression):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (PenaltyInLoss, "Task.loss reads up.weight itself"),
-        (PenaltyInMetric, "Task.loss reads down.weight itself"),
-        (PenaltyInEvaluation, "Task.evaluate reads up.weight itself"),
-        (StateInLoss, "state_dict: up.weight is cut into shards"),
-        (ChecksParameters, "Task.loss reads up.weight itself"),
-    ],
-)
-def test_parameters_in_shards_that_the_task_reads_itself(
-    kind: type[Regression], words: str, tmp_path: Path
-) -> None:
-    with pytest.raises(TaskError, match=words):
-        train(kind, tmp_path)
-
-
 class PenaltyOnWholeParameters(Regression):
     def loss(self, model: Any, batch: Any) -> ls.Loss:
         plain = super().loss(model, batch)
@@ -117,12 +100,17 @@ class NoTensor(Regression):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (PenaltyInLoss, "Task.loss reads up.weight itself"),
+        (PenaltyInMetric, "Task.loss reads down.weight itself"),
+        (PenaltyInEvaluation, "Task.evaluate reads up.weight itself"),
+        (StateInLoss, "state_dict: up.weight is cut into shards"),
+        (ChecksParameters, "Task.loss reads up.weight itself"),
         (Softmax, r"Look at softmax in between \(Between\) at test_cut_model.py"),
         (SetsBuffer, "buffer between.mean: is set to features that are cut into shards"),
         (NoTensor, r"TypeError in between \(Between\) at test_cut_model.py.*float\(\) argument"),
     ],
 )
-def test_features_in_shards_that_are_not_computed_by_torch(
+def test_parameters_and_features_in_shards_that_the_task_uses_itself(
     kind: type[Regression], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TaskError, match=words):

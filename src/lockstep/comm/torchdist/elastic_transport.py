@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -13,10 +13,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
+from lockstep.comm.torchdist.elastic_subgroup import ElasticSubgroup, cut
+from lockstep.comm.torchdist.process_group_transport import GroupTransport
 from lockstep.comm.torchdist.sockets import Connections
 from lockstep.comm.torchdist.supervision import GenerationLost, Supervision
-from lockstep.comm.torchdist.waiting import LeftBehind, finish, finish_message, never_destroy
+from lockstep.comm.torchdist.waiting import (
+    Finish,
+    LeftBehind,
+    finish,
+    finish_message,
+    never_destroy,
+)
 from lockstep.comm.transport import LocalTransport, Transport, collective
 
 _BUILD_S = 30.0
@@ -62,9 +69,9 @@ class ElasticTransport(GroupTransport):
         self._slot = slot
         self._timeout_s = timeout_s
         self._connections = Connections(_HOST)
-        self._subgroups: list[tuple[Subgroup, Connections]] = []
+        self._subgroups: list[ElasticSubgroup] = []
         self._generation = self._num_subgroups = 0
-        self._is_left_behind: Callable[[], bool] = bool
+        self._left_behind: list[LeftBehind] = []
         self._builders: list[threading.Thread] = []
         self.group = None
         self._supervision = Supervision(supervisor_fd, self._cut)
@@ -97,11 +104,8 @@ class ElasticTransport(GroupTransport):
         prefix = f"lockstep/{self._generation}/{self._num_subgroups}/{number}"
         connections = Connections(_HOST)
         group = self._connected(prefix, rank, size, connections, [])
-        give_up = group.abort if self.name == "nccl" else connections.shut_down
-        made = Subgroup(self, group, rank, size, give_up)
-        made._finish = lambda work: self._wait(work, finish, connections)  # type: ignore[method-assign]
-        made._finish_message = lambda work: self._wait(work, finish_message, connections)  # type: ignore[method-assign]
-        self._subgroups.append((made, connections))
+        made = ElasticSubgroup(self, group, rank, size, connections, self._wait)
+        self._subgroups.append(made)
         self._agree()
         return made
 
@@ -180,15 +184,14 @@ class ElasticTransport(GroupTransport):
 
     def _let_go(self) -> list[Any]:
         """Forget the present group and its subgroups: those that may be destroyed."""
-        groups = [self.group, *(part.group for part, _ in self._subgroups)]
+        groups = [self.group, *(part.group for part in self._subgroups)]
         self.group = None
-        for part, connections in self._subgroups:
-            connections.shut_down()  # somebody may wait in one of them
+        for part in self._subgroups:
             part.close()
         self._subgroups = []
-        if self._is_left_behind():
+        if any(transfer.is_stuck() for transfer in self._left_behind):
             never_destroy(groups)
-        self._is_left_behind = bool
+        self._left_behind = []
         return groups
 
     def _connected(
@@ -251,16 +254,9 @@ class ElasticTransport(GroupTransport):
 
     def _cut(self) -> None:
         """Have collectives of the present group fail, from another thread."""
-        group: Any = self.group
-        if self.name == "nccl" and group is not None:
-            group.abort()
-        else:
-            self._connections.shut_down()
-        for part, connections in list(self._subgroups):
-            if self.name == "nccl" and part.group is not None:
-                part.group.abort()
-            else:
-                connections.shut_down()
+        cut(self.name, self.group, self._connections)
+        for part in list(self._subgroups):
+            part.give_up()
 
     def _finish(self, work: Any) -> None:
         self._wait(work, finish, self._connections)
@@ -268,9 +264,7 @@ class ElasticTransport(GroupTransport):
     def _finish_message(self, work: Any) -> None:
         self._wait(work, finish_message, self._connections)
 
-    def _wait(
-        self, work: Any, finish: Callable[[Any, Callable[[], bool]], None], own: Connections
-    ) -> None:
+    def _wait(self, work: Any, finish: Finish, own: Connections) -> None:
         if self.name == "nccl":
             # `wait` returns at once; and what was aborted ends as if all were well.
             work.wait()
@@ -281,5 +275,5 @@ class ElasticTransport(GroupTransport):
         try:
             finish(work, lambda: self._supervision.is_lost() or own.have_closed())
         except LeftBehind as transfer:
-            self._is_left_behind = transfer.is_stuck
+            self._left_behind.append(transfer)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -100,14 +100,7 @@ class GroupTransport(Transport):
 class Subgroup(GroupTransport):
     """Some ranks of a group, see `Transport.subgroup`."""
 
-    def __init__(
-        self,
-        whole: GroupTransport,
-        group: Any,
-        rank: int,
-        size: int,
-        give_up: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, whole: GroupTransport, group: Any, rank: int, size: int) -> None:
         """Use a process group that was made for it.
 
         Args:
@@ -115,15 +108,10 @@ class Subgroup(GroupTransport):
             group: process group of the ranks of this one.
             rank: rank of this process in it.
             size: number of its ranks.
-            give_up: function that wakes those who wait in it, if there is a way.
         """
         super().__init__(whole.name, whole.device)
         self.observer = whole.observer
         self.group, self.rank, self.size = group, rank, size
-        self.can_regroup = give_up is not None
-        self._give_up = give_up
-        self._finish = whole._finish  # type: ignore[method-assign]
-        self._finish_message = whole._finish_message  # type: ignore[method-assign]
 
     @collective
     def barrier(self) -> None:
@@ -131,9 +119,7 @@ class Subgroup(GroupTransport):
         self.gather_host(torch.zeros(1), [1] * self.size)
 
     def give_up(self) -> None:
-        """See `Transport.give_up`."""
-        if self._give_up is not None:
-            self._give_up()
+        """Nothing to do: nobody can be woken in a group that cannot go on without a rank."""
 
     def is_damaged(self) -> bool:
         """Always: whether a rank is lost, the ranks of all the group find out."""

@@ -35,16 +35,18 @@ class Connections:
         self._own = self._open() - self._before
 
     def have_closed(self) -> bool:
-        """Whether some of them are there no longer."""
-        return self._own is not None and not self._own <= self._open()
+        """Whether some of them are there no longer; costs a system call for each of them."""
+        own = self._own
+        return own is not None and not all(_inode(fd) == inode for fd, inode in own)
 
     def shut_down(self) -> None:
         """Have both ends of the connections see them closed; threads that wait for data wake up."""
-        present = self._open()
-        own = present - self._before if self._own is None else present & self._own
-        for fd, _ in own:
+        own = self._own
+        for fd, inode in self._open() - self._before if own is None else own:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                # By now the descriptor may be that of another socket.
+                if _inode(connection.fileno()) == inode:
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _open(self) -> set[tuple[int, int]]:
         """Descriptor and inode of each connection there is at the moment.
@@ -52,11 +54,11 @@ class Connections:
         A descriptor alone may be that of another socket by the time it is used.
         """
         connections = set()
-        for name in os.listdir(_TABLE) if _TABLE.exists() else ():
+        for fd in map(int, os.listdir(_TABLE) if _TABLE.exists() else ()):
             with contextlib.suppress(OSError):
-                fd, status = int(name), os.stat(int(name))
-                if stat.S_ISSOCK(status.st_mode) and self._is_connection(fd):
-                    connections.add((fd, status.st_ino))
+                inode = _inode(fd)
+                if inode is not None and self._is_connection(fd):
+                    connections.add((fd, inode))
         return connections
 
     def _is_connection(self, fd: int) -> bool:
@@ -66,3 +68,12 @@ class Connections:
             # A library may never recover from losing the socket that it listens on.
             listens = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             return not listens and duplicate.getsockname()[0] == self._host
+
+
+def _inode(fd: int) -> int | None:
+    """What tells the socket of a descriptor from all others; None if it is closed or no socket."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None

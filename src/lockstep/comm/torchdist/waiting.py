@@ -8,15 +8,16 @@ them there is a look at whether the wait is in vain.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 _LOOK = timedelta(seconds=0.2)
+
+Finish = Callable[[Any, Callable[[], bool]], None]
+"""`finish` or `finish_message`."""
 
 
 class LeftBehind(RuntimeError):
@@ -45,23 +46,23 @@ def finish(work: Any, is_in_vain: Callable[[], bool]) -> None:
 def finish_message(work: Any, is_in_vain: Callable[[], bool]) -> None:
     """As `finish`, for a message to or from one rank."""
     # In a thread, since gloo closes all connections when such a wait takes longer than it may.
-    ended = Future[None]()
+    ended = threading.Event()
+    errors: list[Exception] = []
 
     def wait() -> None:
         try:
             work.wait()
-        except RuntimeError as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
+        except Exception as error:
+            errors.append(error)
+        finally:
+            ended.set()
 
     threading.Thread(target=wait, name="message", daemon=True).start()
-    while not ended.done():
-        with contextlib.suppress(TimeoutError):
-            ended.exception(_LOOK.total_seconds())
-        if not ended.done() and is_in_vain():
-            raise LeftBehind(lambda: not ended.done())
-    ended.result()
+    while not ended.wait(_LOOK.total_seconds()):
+        if is_in_vain() and not ended.is_set():
+            raise LeftBehind(lambda: not ended.is_set())
+    if errors:
+        raise errors[0]
 
 
 def never_destroy(groups: Iterable[Any]) -> None:

@@ -101,7 +101,8 @@ class Hook:
     on rank 0 alone, may print, write and send, and keeps nothing. Should rank 0 die, it runs on its
     successor, which may see the newest moment once more or not at all. An exception in a hook ends
     the run. Where the model is on several ranks (`mesh.tp`), it can be called in `after_evaluation`
-    and `on_end` of a hook that runs on every rank, and nowhere else.
+    and `on_end` of a hook that runs on every rank, and nowhere else. A model in stages (`mesh.pp`)
+    cannot be called by hooks.
 
     Attributes:
         first_only: whether the hook runs on rank 0 alone.

@@ -205,15 +205,15 @@ class Hooks:
         places, region = self._parts.places, region_of(self._parts.model)
         is_alone = hook.first_only or name in _CALLED_BY_SOME
         is_spare = places.replica_number == len(places.mesh.replicas)
-        if region is None or not places.is_split or not (is_alone or is_spare):
+        if region is None or places.mesh.tp == 1 or not (is_alone or is_spare):
             yield
             return
         who = "runs on some ranks only" if is_alone else "runs on a spare rank too, with no replica"
         region.axis.closed = (
             f"{type(hook).__name__}.{name}: calls the model, whose shards are on several ranks "
             f"(mesh.tp), but {who}; compute it in Task.evaluate, or in after_evaluation of a hook "
-            "that runs on every rank (with a number of ranks that mesh.tp divides), or set "
-            "mesh.tp=1"
+            "that runs on every rank (with a number of ranks that mesh.pp x mesh.tp divides), or "
+            "set mesh.tp=1"
         )
         try:
             yield
