@@ -100,7 +100,6 @@ def test_an_exception_on_one_rank_is_one_on_all(train_on, reference, tmp_path, l
         (("mesh.tp=8",), "mesh.tp=8 is more than num_shards=4"),
         (("mesh.tp=3",), "mesh.tp=3: a replica needs 3 ranks, and world size is 2"),
         (("num_shards=3",), "num_shards=3: blocks.0.attention.q has 16 features"),
-        (("mesh.tp=2", "optimizer.sharded=true"), "optimizer.sharded=True: is for replicas of one"),
     ],
 )
 def test_impossible_meshes(train_on, tmp_path, overrides, words):

@@ -185,3 +185,14 @@ class Few(Deep):
 
     def build_model(self) -> nn.Module:
         return ls.nn.Pipeline(Transformer())
+
+
+class Groups(Deep):
+    """The first blocks and the last are in groups of their own."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, nn.Sequential)
+        last = list(model[4].parameters()) + list(model[5].parameters())
+        ids = {id(p) for p in last}
+        first = [p for p in model.parameters() if id(p) not in ids]
+        return torch.optim.AdamW([{"params": first}, {"params": last, "lr": 0.003}], lr=0.01)
