@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from lockstep.cli import main
 from lockstep.launchers.host.cores import usable_cores
@@ -22,6 +23,10 @@ from .warm import warm_server
 
 TASKS = Path(__file__).parent / "distributed" / "tasks.py"
 
+
+# How long an example takes says nothing on a loaded machine.
+settings.register_profile("lockstep", deadline=None)
+settings.load_profile("lockstep")
 
 WARM = {}
 """Environment variables with which interpreters start in a forked process."""

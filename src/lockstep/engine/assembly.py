@@ -29,8 +29,8 @@ from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.compute import Compute
 from lockstep.engine.step.flat import FlatTensors, model_digest
-from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
 from lockstep.engine.step.stages import check_pipeline, stages_of
 from lockstep.engine.step.train_step import TrainStep

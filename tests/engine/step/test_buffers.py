@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engine.step.buffers import ForwardState, changed_by
-from lockstep.engine.step.microbatch import copied
+from lockstep.engine.step.compute import copied
 from lockstep.errors import TaskError
 
 WEIGHTS = [3.0, 1.0, 4.0, 2.0]

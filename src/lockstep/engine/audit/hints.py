@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.step.compute import Compute
 from lockstep.engine.task import Task
 
 _FOREIGN = {

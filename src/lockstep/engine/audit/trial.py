@@ -24,8 +24,8 @@ from lockstep.engine.audit.reads import attributes_read
 from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
+from lockstep.engine.step.compute import Compute
 from lockstep.engine.step.flat import FlatTensors, tensor_digest
-from lockstep.engine.step.microbatch import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.errors import TaskError
 

@@ -19,7 +19,7 @@ from lockstep.engine.evaluation.stateful_metrics import StatefulMetrics, plain, 
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.step.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import StageDone

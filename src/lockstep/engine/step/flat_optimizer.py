@@ -60,7 +60,6 @@ class FlatOptimizer:
         gradients: Sequence[Tensor],
         owned: Sequence[Sequence[Range]],
         sharded: bool = False,
-        why: str = "optimizer.sharded=True",
     ) -> None:
         """Bind the optimizer to memory.
 
@@ -71,10 +70,9 @@ class FlatOptimizer:
             gradients: mean gradient, laid out as `flat.flats`.
             owned: ranges of elements to step, for each segment.
             sharded: whether other ranks step other ranges.
-            why: key of the config by which they do, with its value, for messages.
         """
         self._optimizer = optimizer
-        self._sharded, self._why = sharded, why
+        self._sharded = sharded
         self._has_drawn = False
         self._flat = flat
         self.elementwise = is_elementwise(optimizer)
@@ -194,8 +192,9 @@ class FlatOptimizer:
         """
         if self._has_drawn:
             raise ConfigError(
-                f"{self._why}: {type(self._optimizer).__name__} draws random numbers "
-                "when it steps, other ones on each rank; set optimizer.sharded=false and mesh.tp=1"
+                f"build_optimizer: {type(self._optimizer).__name__} draws random numbers when it "
+                "steps, other ones on each rank that steps a part of the parameters; set "
+                "optimizer.sharded=false, mesh.tp=1 and mesh.pp=1"
             )
         for _ in self._states():
             pass

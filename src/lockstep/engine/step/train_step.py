@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,22 +19,21 @@ from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
-from lockstep.engine.faults import FaultsInside
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.compute import Compute, check_weight
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.step.microbatch import Backward, Compute, Forwarded, check_weight
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
+from lockstep.engine.step.passes import Passes, float64
 from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
-from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.layout import Range
 
 
@@ -85,9 +83,9 @@ class TrainStep:
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
         self._constants = constants
-        self._backward = Backward(model, list(flat.tensors), state)
-        self._inside = FaultsInside(model, runtime.at)
-        self._num_scalars = 2 + 2 * len(compute.metrics)
+        self._passes = Passes(
+            runtime, model, compute, flat, state, places, self.loss_scale, self.watch
+        )
         self._summed: Summed | None = None
         self.workspace = self._lay_out(places.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
@@ -96,7 +94,6 @@ class TrainStep:
             self.workspace.gradients,
             self.workspace.owned,
             self.shares_state,
-            "optimizer.sharded=True" if self.sharded else f"mesh.tp={config.mesh.tp}",
         )
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
@@ -107,7 +104,7 @@ class TrainStep:
 
         What this rank has applied stays.
         """
-        self._backward.restart()
+        self._passes.restart()
         if self.applied is not None:
             self.workspace.put_back()
 
@@ -137,7 +134,7 @@ class TrainStep:
         own = self.places.own
         self.flat = self.flat.restricted(own)
         keep(self._model, own)
-        self._backward = Backward(self._model, list(self.flat.tensors), self.state)
+        self._passes.use(self.flat)
         self._constants.watch_anew()
         self._summed = None
         self.workspace = self._lay_out(self.places.mesh.microbatches)
@@ -151,7 +148,7 @@ class TrainStep:
             self.state,
             self.places,
             ranges,
-            num_scalars=self._num_scalars,
+            num_scalars=self._passes.num_scalars,
             num_header=num_values(self.state.num_counters),
             with_buddy=self.with_buddy,
         )
@@ -172,11 +169,7 @@ class TrainStep:
         watch.start()
         self.workspace.reduction.restart()
         self._summed = None
-        # What an evaluation or a hook has left in `grad` would be added to the first leaf.
-        self._backward.clear_gradients()
-        self._inside.step = self.places.step = step
-        losses: dict[int, float] = {}
-        counters = [-math.inf] * self.state.num_counters
+        self._passes.begin(step)
         factors: list[float] = []
         error: Raised | None = None
         try:
@@ -184,22 +177,8 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self.places.refresh()
             self._constants.mark(step)
-            passed: dict[int, Forwarded | None] = {}
-            for kind, microbatch in self.places.passes(self.workspace.microbatches):
-                if kind == "forward":
-                    *place, batch = next(batches)
-                    # A rank that has caught up by a copy of the state has not read a step's data:
-                    # a stream that is one step behind must not go unnoticed.
-                    if place != [step, microbatch]:
-                        raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
-                    watch.data_s += watch.lap()
-                    passed[microbatch] = self._forward(step, microbatch, batch)
-                    continue
-                counters = self._fold(step, microbatch, passed.pop(microbatch), counters, losses)
-                watch.compute_s += watch.lap()
-                self._runtime.pulse.beat()
-                self._runtime.at("compute", step)
-            self._backward.finish()
+            fold = self.workspace.reduction.fold
+            self._passes.run(step, self.workspace.microbatches, batches, fold)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
@@ -209,11 +188,11 @@ class TrainStep:
                 raise  # others wait for this rank's shards, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank's shards
         self._runtime.at("reduce", step)
-        headers = self._reduce(error, counters)
+        headers = self._reduce(error)
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
         # Before anything is stepped: an error leaves parameters as after the step before.
-        self._check(step, error, headers, scalars, losses)
+        self._check(step, error, headers, scalars)
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
@@ -252,56 +231,16 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self._apply(step, factors, self._summed, lead.grad_norm)
 
-    def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | None:
-        """The forward pass of a microbatch; None if there is nothing in it."""
-        if batch is None:
-            return None
-        self._backward.begin()
-        try:
-            loss = self._compute.forward(step, microbatch, batch)
-        except StageDone as done:
-            return self._backward.forwarded(None, done.outputs, [0.0] * self._num_scalars)
-        return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))
-
-    def _fold(
-        self,
-        step: int,
-        microbatch: int,
-        passed: Forwarded | None,
-        counters: list[float],
-        losses: dict[int, float],
-    ) -> list[float]:
-        """The backward pass of a microbatch, and its leaf into the tree."""
-        if passed is None:
-            # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
-            # on whether a rank has other leaves to add it to.
-            leaf: list[Tensor | None] = [None] * (
-                len(self.flat.tensors) + len(self.state.flat.tensors)
-            )
-            self.workspace.reduction.fold.add(
-                leaf, _float64([0.0] * self._num_scalars).to(self._runtime.device)
-            )
-            return counters
-        leaf, scalars, counted = self._backward.leaf(
-            passed, self.loss_scale.value, self._compute.phases.parameters(step)
-        )
-        # Kept for the message that names the microbatch, should the sum not be finite.
-        losses[microbatch] = scalars[0]
-        self.workspace.reduction.fold.add(leaf, _float64(scalars).to(self._runtime.device))
-        # Every microbatch counts on from the same committed value, so the greatest is what one of
-        # them has come to, whichever rank computed it; a sum would depend on their number.
-        return [max(pair) for pair in zip(counters, counted, strict=True)]
-
-    def _reduce(self, error: Raised | None, counters: list[float]) -> list[Header]:
+    def _reduce(self, error: Raised | None) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header."""
         header = Header(
             has_failed=error is not None,
             stop_reason=self._runtime.stop_reason() or "",
             grows=self._runtime.transport.has_newcomer,
             times=self.watch.times(),
-            counters=tuple(counters),
+            counters=tuple(self._passes.counters),
         )
-        own = _float64(header.pack()).to(self._runtime.device)
+        own = float64(header.pack()).to(self._runtime.device)
         if self.places.is_split:
             headers = self._headers(own)
             # Nobody sums: a column that has no failed rank would, and the others would not.
@@ -382,27 +321,17 @@ class TrainStep:
         self.state.commit(sums, weight, counters)
 
     def _check(
-        self,
-        step: int,
-        error: Raised | None,
-        headers: list[Header],
-        scalars: list[float],
-        losses: dict[int, float],
+        self, step: int, error: Raised | None, headers: list[Header], scalars: list[float]
     ) -> None:
         """Turn what went wrong on any rank into the same error on all."""
         if any(h.has_failed for h in headers):
             # A backward pass that was broken off has left gradients and hooks' work half done.
-            self._backward.restart()
+            self._passes.restart()
             failure = shared_error(self._runtime.transport, error)
             assert failure is not None
             raise failure
         # The sum tells of any microbatch: NaN and infinity do not cancel in it.
         if not math.isfinite(scalars[0]):
-            is_split = self.places.is_split
+            losses, is_split = self._passes.losses, self.places.is_split
             raise non_finite_loss(self._runtime.transport, step, losses, is_split)
         check_weight(scalars[1], step)
-
-
-def _float64(values: list[float]) -> Tensor:
-    # Five times faster than torch.tensor(values).
-    return torch.from_numpy(np.array(values, dtype=np.float64))

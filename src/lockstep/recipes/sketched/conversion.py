@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.splits import evaluated_splits
-from lockstep.engine.step.microbatch import Compute
+from lockstep.engine.step.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import replacing, replacing_binary

@@ -1,0 +1,143 @@
+"""The backward pass of one microbatch, which makes a leaf of the canonical tree of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.compute import copied
+from lockstep.engine.task import Loss, Number
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.depth_axis import DepthAxis
+
+
+@dataclass
+class Forwarded:
+    """What a forward pass leaves for its backward pass.
+
+    Attributes:
+        loss: loss; None on a stage that is not the last of a pipeline.
+        inputs: tensors that the stage before has sent, if there is one.
+        outputs: tensors that the next stage goes on with, if there is one.
+        deltas: changes of buffers.
+        fetch: gives scalars and counters.
+        num_scalars: number of scalars.
+    """
+
+    loss: Tensor | None
+    inputs: list[Tensor | None]
+    outputs: tuple[Tensor, ...]
+    deltas: list[Tensor]
+    fetch: Callable[[], list[float]]
+    num_scalars: int
+
+
+class Backward:
+    """Gradients of microbatches, as leaves for the ordered reduction."""
+
+    def __init__(self, model: nn.Module, parameters: list[Tensor], state: ForwardState) -> None:
+        self._pipeline = model if isinstance(model, Pipeline) else None
+        self._parameters = parameters
+        self._state = state
+
+    @property
+    def _axis(self) -> DepthAxis | None:
+        axis = self._pipeline.axis if self._pipeline is not None else None
+        return axis if axis is not None and len(axis.stages) > 1 else None
+
+    def begin(self) -> None:
+        """Prepare for a forward pass; others may come before its backward pass."""
+        if self._axis is not None:
+            self._state.lend()
+
+    def forwarded(
+        self, loss: Loss | None, outputs: tuple[Tensor, ...], scalars: list[Number]
+    ) -> Forwarded:
+        """Take what a forward pass has computed; the next stage gets `outputs`.
+
+        Args:
+            loss: loss that `Compute.forward` returned.
+            outputs: what the last block of this stage returned, instead of a loss.
+            scalars: sum and weight of the loss, then those of the metrics.
+        """
+        # Before the backward pass, since recomputed activations run forward passes again.
+        deltas, counters = self._state.collect()
+        fetch = copied([*scalars, *counters])
+        inputs: list[Tensor | None] = []
+        if self._axis is not None and self._pipeline is not None:
+            inputs, self._pipeline.inputs = self._pipeline.inputs, []
+            if not self._axis.is_last:
+                self._axis.send(outputs, self._axis.stage + 1)
+        total = loss.sum if loss is not None else None
+        return Forwarded(total, inputs, outputs, deltas, fetch, len(scalars))
+
+    def leaf(
+        self,
+        passed: Forwarded,
+        loss_scale: float,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> tuple[list[Tensor | None], list[float], list[float]]:
+        """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
+
+        Args:
+            passed: what its forward pass has left.
+            loss_scale: factor of the loss in the backward pass, 1 for none.
+            inputs: parameters that get gradients; all by default.
+        """
+        weight: float | None = None
+        if passed.loss is not None:
+            scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
+            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        else:
+            weight = self._backward_from_next(passed.outputs)
+        if self._axis is not None and not self._axis.is_first:
+            self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
+        if self._pipeline is not None:
+            self._pipeline.collect_ties()
+        gradients = [p.grad for p in self._parameters]
+        self.restart()
+        numbers = passed.fetch()
+        deltas = passed.deltas
+        if deltas:
+            # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
+            torch._foreach_mul_(deltas, numbers[1] if weight is None else weight)
+        count = passed.num_scalars
+        return [*gradients, *deltas], numbers[:count], numbers[count:]
+
+    def _backward_from_next(self, outputs: tuple[Tensor, ...]) -> float:
+        """The backward pass of a stage that is not the last; returns the weight of the loss."""
+        assert self._axis is not None
+        *gradients, weight = self._axis.receive(self._axis.stage + 1)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        assert weight is not None
+        return float(weight)
+
+    def _send_back(self, inputs: Sequence[Tensor | None], weight: float) -> None:
+        """Send the gradients of what the stage before has sent, and the weight of the loss."""
+        assert self._axis is not None
+        gradients = [None if t is None else t.grad for t in inputs]
+        there = torch.tensor(weight, dtype=torch.float64)
+        self._axis.send([*gradients, there], self._axis.stage - 1)
+
+    def finish(self) -> None:
+        """Return when all that was sent to other stages has been."""
+        if self._axis is not None:
+            self._axis.finish()
+
+    def restart(self) -> None:
+        """Forget what a pass has left behind, also one that an exception has ended."""
+        self.clear_gradients()
+        self._state.restore()
+
+    def clear_gradients(self) -> None:
+        """Forget gradients: one that stays, of an evaluation too, would be added to."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._pipeline is not None:
+            self._pipeline.forget_ties()

@@ -1,0 +1,136 @@
+"""The forward and backward passes of a step: a leaf of the canonical tree for each microbatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.faults import FaultsInside
+from lockstep.engine.places import Places
+from lockstep.engine.runtime import Runtime
+from lockstep.engine.step.backward import Backward, Forwarded
+from lockstep.engine.step.buffers import ForwardState
+from lockstep.engine.step.compute import Compute
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.precision import LossScale
+from lockstep.engine.timing import Stopwatch
+from lockstep.nn.pipeline import StageDone
+from lockstep.parallel.fold import Fold
+from lockstep.parallel.layout import Range
+
+
+class Passes:
+    """Computes the microbatches of this rank, and adds them up as far as it can alone.
+
+    Attributes:
+        num_scalars: number of a leaf's scalars: sum and weight of the loss and of each metric.
+        losses: loss sum of each microbatch of the step, by its number.
+        counters: what the microbatches of the step have made of each counter; -inf if none has.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        compute: Compute,
+        flat: FlatTensors,
+        state: ForwardState,
+        places: Places,
+        loss_scale: LossScale,
+        watch: Stopwatch,
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._compute = compute
+        self._state = state
+        self._places = places
+        self._loss_scale = loss_scale
+        self._watch = watch
+        self._inside = FaultsInside(model, runtime.at)
+        self.num_scalars = 2 + 2 * len(compute.metrics)
+        self.use(flat)
+
+    def use(self, flat: FlatTensors) -> None:
+        """Make gradients of these parameters from now on."""
+        self._backward = Backward(self._model, list(flat.tensors), self._state)
+        self._num_tensors = len(flat.tensors) + len(self._state.flat.tensors)
+
+    def begin(self, step: int) -> None:
+        """Forget what is left of the step before, or of another try of this one."""
+        # What an evaluation or a hook has left in `grad` would be added to the first leaf.
+        self._backward.clear_gradients()
+        self._inside.step = self._places.step = step
+        self.losses: dict[int, float] = {}
+        self.counters = [-math.inf] * self._state.num_counters
+
+    def run(self, step: int, microbatches: Range, batches: Iterator[Any], fold: Fold) -> None:
+        """Compute a step's microbatches.
+
+        Args:
+            step: number of the step.
+            microbatches: microbatches of this rank.
+            batches: step, number and batch of each of them, in order.
+            fold: takes their leaves.
+        """
+        watch = self._watch
+        passed: dict[int, Forwarded | None] = {}
+        for kind, microbatch in self._places.passes(microbatches):
+            if kind == "forward":
+                *place, batch = next(batches)
+                # A rank that has caught up by a copy of the state has not read a step's data:
+                # a stream that is one step behind must not go unnoticed.
+                if place != [step, microbatch]:
+                    raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+                watch.data_s += watch.lap()
+                passed[microbatch] = self._forward(step, microbatch, batch)
+                continue
+            self._fold(step, microbatch, passed.pop(microbatch), fold)
+            watch.compute_s += watch.lap()
+            self._runtime.pulse.beat()
+            self._runtime.at("compute", step)
+        self._backward.finish()
+
+    def restart(self) -> None:
+        """Forget what a pass has left half done: gradients, buffers, and work of hooks."""
+        self._backward.restart()
+
+    def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | None:
+        """The forward pass of a microbatch; None if there is nothing in it."""
+        if batch is None:
+            return None
+        self._backward.begin()
+        try:
+            loss = self._compute.forward(step, microbatch, batch)
+        except StageDone as done:
+            return self._backward.forwarded(None, done.outputs, [0.0] * self.num_scalars)
+        return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))
+
+    def _fold(self, step: int, microbatch: int, passed: Forwarded | None, fold: Fold) -> None:
+        """The backward pass of a microbatch, and its leaf into the tree."""
+        if passed is None:
+            # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
+            # on whether a rank has other leaves to add it to.
+            fold.add([None] * self._num_tensors, self._on_device([0.0] * self.num_scalars))
+            return
+        leaf, scalars, counted = self._backward.leaf(
+            passed, self._loss_scale.value, self._compute.phases.parameters(step)
+        )
+        # Kept for the message that names the microbatch, should the sum not be finite.
+        self.losses[microbatch] = scalars[0]
+        fold.add(leaf, self._on_device(scalars))
+        # Every microbatch counts on from the same committed value, so the greatest is what one of
+        # them has come to, whichever rank computed it; a sum would depend on their number.
+        self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+
+    def _on_device(self, values: list[float]) -> Tensor:
+        return float64(values).to(self._runtime.device)
+
+
+def float64(values: list[float]) -> Tensor:
+    """The values as a tensor on the CPU; five times faster than `torch.tensor`."""
+    return torch.from_numpy(np.array(values, dtype=np.float64))
