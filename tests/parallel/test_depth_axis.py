@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
+from lockstep.comm.transport import GroupBroken, LocalTransport, Sending
 from lockstep.errors import TaskError
 from lockstep.parallel.depth_axis import DepthAxis, balanced
 from lockstep.parallel.layout import Range
@@ -118,3 +121,28 @@ def test_what_cannot_be_sent() -> None:
     axis = DepthAxis([Range(0, 1)])
     with pytest.raises(TaskError, match="of 9 dims, which cannot go to another stage"):
         axis.send([torch.zeros([1] * 9)], 0)
+
+
+class Breaking(LocalTransport):
+    """Sends that are still under way when the group breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[weakref.ref[Tensor]] = []
+
+    def send(self, tensor: Tensor, to: int) -> Sending:
+        self.messages.append(weakref.ref(tensor))
+        return Sending(self, None, tensor)
+
+    def finish_sending(self, handle: Any) -> None:
+        raise GroupBroken("a rank died")
+
+
+def test_what_is_still_under_way_keeps_its_memory() -> None:
+    transport = Breaking()
+    axis = DepthAxis([Range(0, 1), Range(1, 2)], transport)
+    axis.send([torch.ones(2), torch.ones(3)], 1)
+    with pytest.raises(GroupBroken):
+        axis.finish()
+    assert len(transport.messages) == 4
+    assert all(message() is not None for message in transport.messages)
