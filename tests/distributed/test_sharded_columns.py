@@ -49,7 +49,7 @@ def test_any_mesh_gives_the_bits_of_one_process(
             "local", 6, "tp", [(1, 3, "gathered"), (4, 3, "catch_up")], marks=pytest.mark.slow
         ),
         pytest.param("mpi", 4, "pp", [(2, 2, "gathered")], marks=pytest.mark.slow),
-        pytest.param("mpi", 6, "tp", [(3, 4, "checkpoint")], marks=pytest.mark.slow),
+        pytest.param("mpi", 6, "tp", [(3, 4, "reduced")], marks=pytest.mark.slow),
     ],
 )
 def test_a_slice_survives_on_the_next_rank_of_its_column(

@@ -110,7 +110,7 @@ def trained(
     batches = parts.loader.stream(parts.train_step.workspace.microbatches, first, last)
     for step in range(first, last):
         parts.train_step.run(step, 0, batches)
-    state = whole_state(transport, parts.train_step)
+    state = whole_state(parts.train_step)
     make = capture(parts.train_step, parts.model, Progress(step=last), {}, state)
     return model_digest(parts.model), make() if runtime.is_first else None
 
@@ -246,8 +246,8 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
         batches = parts.loader.stream(parts.train_step.workspace.microbatches, 0, 4)
         parts.train_step.run(0, 0, batches)
         arguments = (parts.train_step, parts.model, Progress(step=1), {})
-        now = capture(*arguments, whole_state(transport, parts.train_step))
-        later = capture(*arguments, whole_state(transport, parts.train_step))
+        now = capture(*arguments, whole_state(parts.train_step))
+        later = capture(*arguments, whole_state(parts.train_step))
         before = now()
         for step in range(1, 4):
             parts.train_step.run(step, 0, batches)

@@ -41,8 +41,8 @@ def holders(column: int, held: Sequence[Held], with_buddy: bool) -> list[int]:
         if not left:
             raise shared(
                 RankFailure(
-                    f"the rank that owned slice {owner} of the optimizer's state has died, and "
-                    "with it the last copy (optimizer.sharded=true); resume from the newest "
+                    f"the rank with slice {owner} has died, and with it the last copy of its part "
+                    "of the optimizer's state (optimizer.sharded=true); resume from the newest "
                     "checkpoint"
                 )
             )

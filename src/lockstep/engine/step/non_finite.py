@@ -12,7 +12,7 @@ from lockstep.engine.step.flat import FlatTensors
 from lockstep.errors import NonFiniteError, shared
 
 _OTHERS = (
-    ". A loss that reads parameters itself sees NaN for those in shards of other ranks (mesh.tp)"
+    ". A loss that reads parameters itself sees NaN for those of other ranks (mesh.tp, mesh.pp)"
 )
 _UNCHANGED = "parameters and checkpoints are as after the step before"
 
