@@ -90,10 +90,11 @@ def verify(
     console: Console,
     quiet: bool = False,
     meshes: str = "",
+    resumes: int = 1,
 ) -> int:
     """Train on each number of ranks under each launcher, and print a table of SHA-256s.
 
-    If all are equal, another run is stopped half way and resumed on other ranks.
+    If all are equal, other runs are stopped half way and resumed on other ranks.
 
     Args:
         target: recipe, file or script to train.
@@ -104,6 +105,8 @@ def verify(
         console: console to print on.
         quiet: whether to print only what has failed, and the verdict.
         meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
+        resumes: number of runs that are stopped and resumed, each on other ranks than those before,
+            as long as there are others.
 
     Returns:
         0 if all are equal, 1 if not.
@@ -111,6 +114,8 @@ def verify(
     Raises:
         LockstepError: something given does not work.
     """
+    if resumes < 0:
+        raise ConfigError(f"--resumes {resumes}: must not be negative")
     legs = list(_legs(launchers, _meshes(meshes) if meshes else _numbers(ranks)))
     if not is_script(target):
         configured(target, overrides)
@@ -127,10 +132,10 @@ def verify(
                 runs.append(training.run((leg,)))
         half = runs[0].step // 2
         if half and len({run.sha256 for run in runs}) == 1:
-            other = next((leg for leg in reversed(legs) if leg[1:] != legs[0][1:]), legs[-1])
-            what = f"{target}: stopped after step {half} and resumed"
-            with shown_status(console, what, quiet):
-                runs.append(training.run((legs[0], other), half))
+            for pair in _pairs(legs, resumes):
+                what = f"{target}: stopped after step {half} and resumed, {pair[1].name}"
+                with shown_status(console, what, quiet):
+                    runs.append(training.run(pair, half))
         if not quiet:
             console.print(_table(runs))
         for run in runs:
@@ -188,6 +193,13 @@ def _legs(launchers: str, numbers: Sequence[tuple[int, tuple[int, int] | None]])
     for name in names:
         if name != "python":
             yield from (Leg(name, *number) for number in numbers)
+
+
+def _pairs(legs: Sequence[Leg], number: int) -> Iterator[tuple[Leg, Leg]]:
+    """Where runs start and where they are resumed: the first and the last, and so on inwards."""
+    for place, first in enumerate(legs[:number]):
+        backwards = [*reversed(legs[: len(legs) - place]), *legs[len(legs) - place :]]
+        yield first, next((leg for leg in backwards if leg[1:] != first[1:]), backwards[0])
 
 
 @dataclass(frozen=True)
