@@ -1,9 +1,11 @@
 """`lockstep verify` tells equal from different."""
 
+import pytest
 from rich.console import Console
 from tests.conftest import target
 
 from lockstep.commands import verify
+from lockstep.launching.start import Ended
 
 
 def test_equal(lockstep):
@@ -45,6 +47,20 @@ def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, cap
     assert "different: 3 of 6 runs" in out
     for there, then in (("1x1x1", "1x2x1"), ("2x1x1", "1x1x1"), ("1x2x1", "1x1x1")):
         assert f"{there}, then {then}" in out
+
+
+def test_a_signal_ends_it_all(monkeypatch, tmp_path):
+    started = []
+
+    def interrupted(command, *_, **__):
+        started.append(command.num_ranks)
+        return Ended(130, "ended before a checkpoint was written")
+
+    monkeypatch.setattr(verify, "start", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
+    assert raised.value.code == 130
+    assert started == [1]
 
 
 def test_different_names_step_and_parameter(lockstep):

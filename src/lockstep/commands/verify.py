@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from lockstep.targets import absolute, configured, is_script
 
 _DIGITS = 16
 """Digits of a SHA-256 in the table, which so fits 80 columns."""
+
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class Leg(NamedTuple):
@@ -113,6 +117,7 @@ def verify(
 
     Raises:
         LockstepError: something given does not work.
+        SystemExit: a signal came; with the exit code that says so.
     """
     if resumes < 0:
         raise ConfigError(f"--resumes {resumes}: must not be negative")
@@ -218,6 +223,8 @@ class _Training:
             until = [f"stop_at_step={stop}"] if number < len(legs) else []
             overrides = [*self.overrides, *leg.overrides, *more, *until]
             ended = self._start(leg, path, overrides, resume=number > 1)
+            if ended.exit_code in _STOPPED:
+                raise SystemExit(ended.exit_code)  # else a signal would end this one run only
             if ended.exit_code:
                 return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")
