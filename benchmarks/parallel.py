@@ -1,4 +1,4 @@
-"""Layers in shards, beside torch's own tensor parallelism; writes `docs/benchmarks/parallel.md`.
+"""Layers in shards and blocks in stages, beside torch's own; writes `docs/benchmarks/parallel.md`.
 
 `--quick` shows that everything runs, and prints instead.
 """
@@ -16,19 +16,22 @@ from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
 LAYERS, PEER = "sharded_layers.py", "peers/dtensor_layers.py"
+STAGES, STAGES_PEER = "staged_blocks.py", "peers/pipelining_stages.py"
+NUM_MICROBATCHES = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
     parser.add_argument("--rounds", type=int, default=7, help="how often each program runs")
+    parser.add_argument("--only", choices=CASES, action="append", help="may be repeated; prints")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
     facts["command"] = f"`{shlex.join(['python', 'benchmarks/parallel.py', *sys.argv[1:]])}`"
     rounds = 1 if args.quick else args.rounds
-    sections = [shards_on_one_rank(args.quick, rounds), two_ranks(args.quick, rounds)]
-    text = page("Layers in shards", "parallel", facts, sections)
-    if args.quick:
+    sections = [CASES[name](args.quick, rounds) for name in args.only or CASES]
+    text = page("Shards and stages", "parallel", facts, sections)
+    if args.quick or args.only:
         print(text)
         return
     raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
@@ -92,6 +95,51 @@ def two_ranks(quick: bool, rounds: int) -> Section:
     gloo = times(results["two ranks, gloo"])
     section.at_least("DTensor / Lockstep, both on gloo", Spread.of_ratios(theirs, gloo), 1.0)
     return section
+
+
+def two_stages(quick: bool, rounds: int) -> Section:
+    """Two ranks that share eight blocks, beside one rank and beside torch's pipelines."""
+    width, samples = ("64", "1") if quick else ("256", "4")
+    size = ("--width", width, "--samples", samples, "--microbatches", str(NUM_MICROBATCHES))
+    programs = [
+        Program("one rank", STAGES, size),
+        Program("two stages, MPI", STAGES, size, "mpirun", 2),
+        Program("two stages, gloo", STAGES, size, "torchrun", 2),
+        Program("torch, one rank", STAGES_PEER, size, "torchrun", 1),
+        Program(
+            "torch.distributed.pipelining, two stages (gloo)", STAGES_PEER, size, "torchrun", 2
+        ),
+    ]
+    results = alternate(programs, rounds)
+    best = 2 * NUM_MICROBATCHES / (NUM_MICROBATCHES + 1)
+    section = Section(
+        "Two stages",
+        f"Eight blocks of a transformer, width {width}, 8 heads, {NUM_MICROBATCHES} microbatches "
+        f"of {samples} x 128 tokens, float32, 1F1B. Time is that of a whole step: forward, "
+        "backward, the sum over microbatches and SGD; Lockstep's is that of its training loop. "
+        "`bits` is a SHA-256 of the final parameters: it is to be the same on one rank and on "
+        f"two. Two stages can be at most 2M/(M+1) = {best:.2f} times as fast as one rank, for the "
+        "first and last microbatch leave a stage idle.",
+        ("", "time", "one rank / this", "bits"),
+        raw=dict(results),
+    )
+    base = times(results["one rank"])
+    for name, found in results.items():
+        faster = Spread.of_ratios(base, times(found))
+        digests = sorted({r["digest"] for r in found})
+        row = (name, duration(Spread.of(times(found))), ratio(faster), ", ".join(digests))
+        section.rows.append(row)
+    ours = [times(results[f"two stages, {name}"]) for name in ("MPI", "gloo")]
+    theirs = times(results[programs[-1].name])
+    section.at_least(
+        "two stages over one rank, on MPI", Spread.of_ratios(base, ours[0]), 0.9 * best
+    )
+    section.at_least("torch / Lockstep, on MPI", Spread.of_ratios(theirs, ours[0]), 1.0)
+    section.at_least("torch / Lockstep, both on gloo", Spread.of_ratios(theirs, ours[1]), 1.0)
+    return section
+
+
+CASES = {"shards": shards_on_one_rank, "ranks": two_ranks, "stages": two_stages}
 
 
 def times(results: list[Result]) -> list[float]:

@@ -203,6 +203,9 @@ def verify(
         str, typer.Option("--meshes", help="Meshes instead: 1x1x1,2x1x2 (data x depth x features).")
     ] = "",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
+    resumes: Annotated[
+        int, typer.Option("--resumes", help="Runs to stop half way and resume on other ranks.")
+    ] = 1,
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
     quiet: QuietVerdict = False,
 ) -> None:
@@ -212,7 +215,11 @@ def verify(
 
         from lockstep.commands import verify as command
     console = Console()
-    _exit(command.verify(target, overrides or [], ranks, launchers, keep, console, quiet, meshes))
+    _exit(
+        command.verify(
+            target, overrides or [], ranks, launchers, keep, console, quiet, meshes, resumes
+        )
+    )
 
 
 @app.command()

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lockstep.commands.chaos.plan import draw
 from lockstep.commands.chaos.table import effect_of, render, started_again
-from lockstep.engine.faults import FAULTS, InjectedError, PlannedFault, injector, to_env
+from lockstep.engine.faults import (
+    FAULTS,
+    FaultsInside,
+    InjectedError,
+    PlannedFault,
+    injector,
+    to_env,
+)
 from lockstep.errors import ConfigError
+from lockstep.nn import Pipeline
+from lockstep.parallel.mesh import Mesh, rearranged
 
 DEADLY = ("kill", "stop", "edit")
 
@@ -43,6 +55,49 @@ def test_a_seed_gives_one_plan(seed):
     state = random.getstate()
     assert draw(20, 4, 200, seed) == draw(20, 4, 200, seed)
     assert random.getstate() == state
+
+
+COMPUTED = {
+    "forward",
+    "backward",
+    "shards_forward",
+    "shards_backward",
+    "send",
+    "receive",
+    "compute",
+}
+
+
+@given(st.integers(0, 2**32), st.sampled_from([(1, 2), (2, 1), (2, 2)]), st.integers(0, 1))
+def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
+    tp, pp = axes
+    num_ranks = 4 + num_spares
+    for blows in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
+        columns = {slot: slot % (tp * pp) for slot in range(num_ranks)}
+        for blow in blows:
+            if blow.ends_sitting and blow.what != "preempt":
+                assert [f.slot for f in blow.faults] == list(range(num_ranks))
+                continue
+            mesh = Mesh(8, tuple(columns.values()), tp, pp)
+            spares = [list(columns)[rank] for rank in mesh.incomplete]
+            fault = blow.faults[0]
+            assert fault.slot in columns
+            assert fault.slot not in spares or fault.moment not in COMPUTED
+            if blow.what in DEADLY:
+                del columns[fault.slot]
+                kept = rearranged(list(columns.values()), tp * pp)
+                columns = dict(zip(columns, kept, strict=True))
+                assert set(kept) == set(range(tp * pp))
+
+
+def test_every_stage_comes_to_the_middle_of_its_passes():
+    model = Pipeline(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Tanh())
+    for block, moments in ((0, ["forward", "backward"]), (1, ["forward", "backward"])):
+        seen: list[str] = []
+        stage = copy.deepcopy(model)
+        FaultsInside(stage, lambda moment, step, seen=seen: seen.append(moment))
+        stage[block](torch.ones(1, 2)).sum().backward()
+        assert list(dict.fromkeys(seen)) == moments
 
 
 def test_too_many_faults_for_the_steps():

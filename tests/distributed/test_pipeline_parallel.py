@@ -43,6 +43,20 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, referen
     same(run_dir, reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+def test_verify_with_all_that_makes_bits_differ(lockstep, launcher):
+    """Sketched layers, dropout, a tied embedding, bf16, AdamW, clipping; meshes with 3 of each."""
+    keys = ("precision.dtype=bf16", "optimizer.weight_decay=0.1", "steps=4")
+    meshes = "1x1x1,3x1x1,1x3x1,1x1x3,2x2x2,1x2x3,1x3x2"
+    done = lockstep(
+        "verify", TASK.replace(":Deep", ":Sketched"), *CONFIG, *keys, "--launchers", launcher,
+        "--meshes", meshes, "--resumes", 3, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal: 10 runs, one SHA-256" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("launcher", "faults"),
     [

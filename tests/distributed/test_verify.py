@@ -1,9 +1,11 @@
 """`lockstep verify` tells equal from different."""
 
+import pytest
 from rich.console import Console
 from tests.conftest import target
 
 from lockstep.commands import verify
+from lockstep.launching.start import Ended
 
 
 def test_equal(lockstep):
@@ -34,6 +36,33 @@ def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, 
     assert "mpi × 1, resumed: mpi × 3 10" in out
 
 
+def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(verify, "_Training", Trainings)
+    monkeypatch.setattr(verify, "_first_difference", lambda *_: "")
+    meshes = "1x1x1,2x1x1,1x2x1"
+    verify.verify(
+        "digits", [], "", "mpi", tmp_path, Console(width=150), meshes=meshes, resumes=5
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert "different: 3 of 6 runs" in out
+    for there, then in (("1x1x1", "1x2x1"), ("2x1x1", "1x1x1"), ("1x2x1", "1x1x1")):
+        assert f"{there}, then {then}" in out
+
+
+def test_a_signal_ends_it_all(monkeypatch, tmp_path):
+    started = []
+
+    def interrupted(command, *_, **__):
+        started.append(command.num_ranks)
+        return Ended(130, "ended before a checkpoint was written")
+
+    monkeypatch.setattr(verify, "start", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
+    assert raised.value.code == 130
+    assert started == [1]
+
+
 def test_different_names_step_and_parameter(lockstep):
     done = lockstep("verify", target(), "--ranks", "1,2", "--launchers", "mpi", "evil=rank")
     assert done.returncode == 1
@@ -54,6 +83,9 @@ def test_bad_ranks_and_launchers(lockstep):
     done = lockstep("verify", target(), "--ranks", "2", "--launchers", "python")
     assert done.returncode == 2
     assert "plain python runs one rank" in done.stderr
+    done = lockstep("verify", target(), "--resumes", "-1")
+    assert done.returncode == 2
+    assert "--resumes -1: must not be negative" in done.stderr
     done = lockstep("verify", target(), "--launchers", "bus")
     assert done.returncode == 2
     assert "--launchers bus" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep as ls
+from lockstep.sketch import SKLinear
 
 TOKENS = 11
 PLAN: dict[str, Any] = {
@@ -42,7 +45,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up: nn.Module = nn.Linear(width, 4 * width)
+        self.down: nn.Module = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,19 +137,35 @@ class End(nn.Module):
 class Deep(Language):
     """`Language` with a model of seven blocks, of which the first and the last share a weight."""
 
+    feed_forward: Mapping[str, str] = MappingProxyType({"*.up": "column", "*.down": "row"})
+
+    def layer(self, width: int, number: int) -> Layer:
+        return Layer(width, 4, 0.1)
+
     def build_model(self) -> nn.Module:
         width, start = 16, Start(16)
-        layers = [Layer(width, 4, 0.1) for _ in range(4)]
+        layers = [self.layer(width, number) for number in range(4)]
         blocks = [start, *layers[:2], Normed(width), *layers[2:], End(start.embedding)]
         plan = {
             "*.attention.[qkv]": ls.nn.Heads(divide=["num_heads"]),
             "*.attention.out": "row",
-            "*.up": "column",
-            "*.down": "row",
+            **self.feed_forward,
             "0.embedding": "vocabulary",
             "6.head": "vocabulary",
         }
         return ls.nn.shard(ls.nn.Pipeline(*blocks), plan)
+
+
+class Sketched(Deep):
+    """`Deep` with sketched feed-forward layers."""
+
+    feed_forward = MappingProxyType({"*.up": "sketched", "*.down": "sketched_row"})
+
+    def layer(self, width: int, number: int) -> Layer:
+        layer = super().layer(width, number)
+        layer.up = SKLinear(width, 4 * width, low_rank=8, seed=1, layer=2 * number)
+        layer.down = SKLinear(4 * width, width, low_rank=8, seed=1, layer=2 * number + 1)
+        return layer
 
 
 class Twice(Deep):

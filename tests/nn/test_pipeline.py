@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.nn.models import TOKENS, Deep
+from tests.nn.models import TOKENS, Deep, Sketched
 from tests.thread_transport import Meeting, ThreadTransport
 from torch import Tensor, nn
 
@@ -23,9 +23,9 @@ TOKENS_IN = torch.randint(0, TOKENS, (4, 6), generator=torch.Generator().manual_
 ONE_SHARD = Range(0, 1)
 
 
-def deep() -> Pipeline:
+def deep(task: type[Deep] = Deep) -> Pipeline:
     torch.manual_seed(0)
-    model = Deep().build_model()
+    model = task().build_model()
     assert isinstance(model, Pipeline)
     return model
 
@@ -66,8 +66,9 @@ def gradients_of(stages: list[Pipeline]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 6), (2, 3, 4, 5)])
-def test_any_stages_give_the_same_bits(cuts: tuple[int, ...]) -> None:
-    whole = deep()
+@pytest.mark.parametrize("task", [Deep, Sketched])
+def test_any_stages_give_the_same_bits(cuts: tuple[int, ...], task: type[Deep]) -> None:
+    whole = deep(task)
     whole.axis = DepthAxis([Range(0, 7)])
     whole.untie()
     assert [(t.original, t.names) for t in whole.ties] == [

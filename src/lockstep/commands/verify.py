@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from lockstep.targets import absolute, configured, is_script
 
 _DIGITS = 16
 """Digits of a SHA-256 in the table, which so fits 80 columns."""
+
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 class Leg(NamedTuple):
@@ -90,10 +94,11 @@ def verify(
     console: Console,
     quiet: bool = False,
     meshes: str = "",
+    resumes: int = 1,
 ) -> int:
     """Train on each number of ranks under each launcher, and print a table of SHA-256s.
 
-    If all are equal, another run is stopped half way and resumed on other ranks.
+    If all are equal, other runs are stopped half way and resumed on other ranks.
 
     Args:
         target: recipe, file or script to train.
@@ -104,13 +109,18 @@ def verify(
         console: console to print on.
         quiet: whether to print only what has failed, and the verdict.
         meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
+        resumes: number of runs that are stopped and resumed, each on other ranks than those before,
+            as long as there are others.
 
     Returns:
         0 if all are equal, 1 if not.
 
     Raises:
         LockstepError: something given does not work.
+        SystemExit: a signal came; with the exit code that says so.
     """
+    if resumes < 0:
+        raise ConfigError(f"--resumes {resumes}: must not be negative")
     legs = list(_legs(launchers, _meshes(meshes) if meshes else _numbers(ranks)))
     if not is_script(target):
         configured(target, overrides)
@@ -127,10 +137,10 @@ def verify(
                 runs.append(training.run((leg,)))
         half = runs[0].step // 2
         if half and len({run.sha256 for run in runs}) == 1:
-            other = next((leg for leg in reversed(legs) if leg[1:] != legs[0][1:]), legs[-1])
-            what = f"{target}: stopped after step {half} and resumed"
-            with shown_status(console, what, quiet):
-                runs.append(training.run((legs[0], other), half))
+            for pair in _pairs(legs, resumes):
+                what = f"{target}: stopped after step {half} and resumed, {pair[1].name}"
+                with shown_status(console, what, quiet):
+                    runs.append(training.run(pair, half))
         if not quiet:
             console.print(_table(runs))
         for run in runs:
@@ -190,6 +200,13 @@ def _legs(launchers: str, numbers: Sequence[tuple[int, tuple[int, int] | None]])
             yield from (Leg(name, *number) for number in numbers)
 
 
+def _pairs(legs: Sequence[Leg], number: int) -> Iterator[tuple[Leg, Leg]]:
+    """Where runs start and where they are resumed: the first and the last, and so on inwards."""
+    for place, first in enumerate(legs[:number]):
+        backwards = [*reversed(legs[: len(legs) - place]), *legs[len(legs) - place :]]
+        yield first, next((leg for leg in backwards if leg[1:] != first[1:]), backwards[0])
+
+
 @dataclass(frozen=True)
 class _Training:
     """The training that is repeated on other ranks."""
@@ -206,6 +223,8 @@ class _Training:
             until = [f"stop_at_step={stop}"] if number < len(legs) else []
             overrides = [*self.overrides, *leg.overrides, *more, *until]
             ended = self._start(leg, path, overrides, resume=number > 1)
+            if ended.exit_code in _STOPPED:
+                raise SystemExit(ended.exit_code)  # else a signal would end this one run only
             if ended.exit_code:
                 return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")

@@ -24,6 +24,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError
 from lockstep.files import read_bytes
+from lockstep.nn.pipeline import Pipeline
 from lockstep.parsing import as_type, parse_object, shown
 
 FAULTS = "LOCKSTEP_FAULTS"
@@ -180,11 +181,16 @@ class FaultsInside:
         self._at = at
         if at is nothing:
             return
-        layers = [m for m in model.modules() if not any(True for _ in m.children())]
+        # Whichever blocks a rank computes, it comes to each moment.
+        for block in model if isinstance(model, Pipeline) else [model]:
+            self._watch(block)
+
+    def _watch(self, block: nn.Module) -> None:
+        layers = [m for m in block.modules() if not any(True for _ in m.children())]
         for layer in layers[len(layers) // 2 :]:
             layer.register_forward_hook(self._in_forward)
         # Gradients come in the reverse order, so those of the second half are there by then.
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in block.parameters() if p.requires_grad]
         for parameter in parameters[: -(-len(parameters) // 2)]:
             parameter.register_post_accumulate_grad_hook(self._in_backward)  # type: ignore[no-untyped-call]
 

@@ -55,7 +55,7 @@ def test_layers_are_dense_sketched_or_mixed():
     assert kinds["mixed"] == [*[SKLinear] * 3, nn.Linear]
     _, model = made(model="transformer", layers="mixed")
     assert {n for n, m in model.named_modules() if isinstance(m, SKLinear)} == {
-        f"blocks.{block}.feed_forward.{place}" for block in (0, 1) for place in (0, 3)
+        f"{block}.feed_forward.{place}" for block in (1, 2) for place in (0, 3)
     }
 
 
@@ -82,7 +82,7 @@ def test_rows_and_patches_are_parts_of_the_image():
         ("patches", [0, 1, 4, 5], [2, 3, 6, 7]),
     ):
         _, model = made(model="transformer", tokens=tokens, patch_size=2, image_size=4)
-        assert model.tokens(image)[0, :2].tolist() == [first, second]
+        assert model[0].tokens(image)[0, :2].tolist() == [first, second]
 
 
 UNUSABLE = [
@@ -93,6 +93,7 @@ UNUSABLE = [
     ({"num_terms": -1}, "num_terms"),
     ({"model": "transformer", "tokens": "patches", "patch_size": 5}, "patch_size=5: must divide"),
     ({"model": "transformer", "width": 30}, "width=30: must be a multiple of 4 heads"),
+    ({"mesh": {"pp": 2}, "num_shards": 2}, "mesh.pp=2: model=mlp keeps its features in shards"),
 ]
 
 
@@ -107,6 +108,56 @@ def test_a_sketch_larger_than_its_layer_is_one_message(here):
     assert done.returncode == 2
     assert "low_rank=200: larger than the layer (in_features=128, out_features=10)" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+IN_SHARDS = {
+    "mlp": {"SKLinear": [], "SketchedColumn": ["1", "4", "7"], "SketchedRow": ["10"]},
+    "transformer": {
+        "SKLinear": ["0.embed", "3.classify"],
+        "SketchedColumn": [
+            "1.attention.qkv", "1.feed_forward.0", "2.attention.qkv", "2.feed_forward.0",
+        ],
+        "SketchedRow": [
+            "1.attention.out", "1.feed_forward.3", "2.attention.out", "2.feed_forward.3",
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", IN_SHARDS)
+def test_layers_are_cut_where_their_features_stay_cut(model):
+    _, network = made(model=model, num_shards=2)
+    for kind, names in IN_SHARDS[model].items():
+        found = [n for n, m in network.named_modules() if type(m).__name__ == kind]
+        assert sorted(found) == sorted(names)
+
+
+def test_dense_attention_is_cut_by_whole_heads_or_left_whole():
+    for num_shards, kinds in ((2, ["ColumnLinear", "RowLinear"]), (3, ["Linear", "Linear"])):
+        _, model = made(model="transformer", layers="mixed", num_shards=num_shards)
+        attention = model[1].attention
+        assert [type(m).__name__ for m in (attention.qkv, attention.out)] == kinds
+
+
+ON_MESHES = {
+    "transformer": ("2x2x1,1x3x2", (
+        *SMALL, "model=transformer", "layers=mixed", "width=16", "tokens=patches", "patch_size=4",
+        "dropout=0.1", "clip_norm=1.0", "num_shards=2", "steps=6",
+    )),
+    "mlp": ("1x2x1", (*CASES["mlp"], "steps=6")),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ON_MESHES)
+def test_bits_do_not_depend_on_the_mesh(lockstep, model):
+    meshes, keys = ON_MESHES[model]
+    done = lockstep(
+        "verify", "sketched", *keys, "--launchers", "local", "--meshes", f"1x1x1,{meshes}",
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one SHA-256" in done.stdout
 
 
 @pytest.mark.parametrize("case", CASES)

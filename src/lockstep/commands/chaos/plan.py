@@ -8,7 +8,7 @@ from typing import Literal
 
 from lockstep.engine.faults import Moment, PlannedFault
 from lockstep.errors import ConfigError
-from lockstep.parallel.mesh import rearranged
+from lockstep.parallel.mesh import Mesh, rearranged
 
 What = Literal[
     "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit"
@@ -36,6 +36,8 @@ _IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
 """Where several ranks compute a microbatch together."""
 _BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
+_OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
+"""What ranks come to that compute no microbatches."""
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 
 _MOST_DELAY_S = 0.01
@@ -92,6 +94,13 @@ class Draw:
     def _num_columns(self) -> int:
         return self.tp * self.pp
 
+    def _victims(self, what: What) -> list[int]:
+        """Slots that a blow can strike."""
+        mortal, computing = self._mortal(), self._computing()
+        if what == "kill":
+            return mortal
+        return [s for s in mortal if s in computing] if what in ("stop", "edit") else computing
+
     def _what(self, step: int) -> What:
         """One of those that are possible now."""
         weights = dict(_WEIGHTS)
@@ -104,7 +113,8 @@ class Draw:
             if self.last_exception is not None and step - self.last_exception < _APART:
                 return "slow"
             self.last_exception = step
-        return "job" if what in ("kill", "stop", "edit") and not self._mortal() else what
+        is_fatal = what in ("kill", "stop", "edit")
+        return "job" if is_fatal and not self._victims(what) else what
 
     def _mortal(self) -> list[int]:
         """Those alive whom others can replace: they hold the same part of the model."""
@@ -113,6 +123,11 @@ class Draw:
             for slot, column in zip(self.alive, self.columns, strict=True)
             if self.columns.count(column) > 1
         ]
+
+    def _computing(self) -> list[int]:
+        """Those alive who compute microbatches; the others are spares."""
+        spares = Mesh(1, tuple(self.columns), self.tp, self.pp).incomplete
+        return [slot for rank, slot in enumerate(self.alive) if rank not in spares]
 
     def _dies(self, slot: int) -> None:
         """The others go on; some may get the place of the one that is lost."""
@@ -124,11 +139,11 @@ class Draw:
         """A blow at a step."""
         what = self._what(step)
         if what in ("job", "corrupt"):
-            newcomers = range(self.num_ranks, self.num_ranks + self.replacements)
-            slots = [*self.alive, *newcomers]
+            # Those that are taken for dead too: the moment of their fault may be still to come.
+            slots = range(self.num_ranks + self.replacements)
             return Blow(what, step, tuple(PlannedFault(slot, step, "committed") for slot in slots))
         fatal = what in ("kill", "stop", "edit")
-        slot = self.source.choice(self._mortal() if fatal else self.alive)
+        slot = self.source.choice(self._victims(what))
         if what == "preempt":
             fault = PlannedFault(slot, step, "committed", "preempt")
         elif what == "kill":
@@ -161,6 +176,8 @@ class Draw:
         if self.last_kill is not None and source.random() < 0.25 and many:
             # Strikes while the others recover from the one before.
             return PlannedFault(slot, self.last_kill, source.choice(_IN_RECOVERY))
+        if slot not in self._computing():
+            return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
         moment = source.choice((*_MOMENTS, *shards, *stages))
         # Only rank 0 writes checkpoints: the first of those alive.

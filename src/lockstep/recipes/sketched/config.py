@@ -95,3 +95,13 @@ class SketchedConfig(TrainConfig):
         if self.width % self.num_heads:
             raise ValueError(f"width={self.width}: must be a multiple of {self.num_heads} heads")
         return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> SketchedConfig:
+        if self.model == "mlp" and self.mesh.pp > 1 and self.num_shards > 1:
+            raise ValueError(
+                f"mesh.pp={self.mesh.pp}: model=mlp keeps its features in shards from layer to "
+                f"layer (num_shards={self.num_shards}), so it cannot be in stages too; set "
+                "num_shards=1 or model=transformer"
+            )
+        return self

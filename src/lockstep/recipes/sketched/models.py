@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.nn import Pipeline, shard
 from lockstep.recipes.sketched.config import SketchedConfig
 from lockstep.sketch import RandomFeatureAttention, SKLinear
 
@@ -48,8 +51,11 @@ class Layers:
         )
 
 
-def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Module:
+def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Sequential:
     """A perceptron from images [N, 1, S, S] to logits [N, classes].
+
+    With `num_shards` above 1 the features stay cut from layer to layer, so it is one block.
+    Otherwise stages may begin at any layer.
 
     Raises:
         ConfigError: `low_rank` is larger than a layer.
@@ -60,7 +66,11 @@ def mlp(config: SketchedConfig, features: int, classes: int) -> nn.Module:
     for inputs, outputs, ratio in zip(sizes, sizes[1:], ratios, strict=False):
         linear = layers.linear(inputs, outputs, True, ratio)
         network += [linear, nn.ReLU(), nn.Dropout(config.dropout)]
-    return nn.Sequential(*network, layers.linear(sizes[-1], classes, False, ratios[-1]))
+    network.append(layers.linear(sizes[-1], classes, False, ratios[-1]))
+    if config.num_shards == 1:
+        return Pipeline(*network)
+    chain = [(str(n), m) for n, m in enumerate(network) if isinstance(m, nn.Linear | SKLinear)]
+    return shard(nn.Sequential(*network), _plan_of(chain))
 
 
 class Tokens(nn.Module):
@@ -82,17 +92,17 @@ class ExactAttention(nn.Module):
     def __init__(self, width: int, num_heads: int) -> None:
         """Make dense layers `qkv` and `out`."""
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.qkv: nn.Module = nn.Linear(width, 3 * width)
         self.out: nn.Module = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, tokens, width] to the same."""
-        num, tokens, width = x.shape
-        split = self.qkv(x).view(num, tokens, 3, self.num_heads, width // self.num_heads)
-        q, k, v = split.permute(2, 0, 3, 1, 4)
+        # Query, key and value of one head lie side by side, so a shard of `qkv` has whole heads.
+        split = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = split.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)
-        joined: Tensor = self.out(mixed.transpose(1, 2).reshape(num, tokens, width))
+        joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return joined
 
 
@@ -132,61 +142,86 @@ class Block(nn.Module):
         return after
 
 
-class Transformer(nn.Module):
-    """A transformer encoder from images [N, 1, S, S] to logits [N, classes]."""
+class Start(nn.Module):
+    """Images [N, 1, S, S] to vectors [N, tokens, width] of their parts and places."""
 
-    def __init__(self, config: SketchedConfig, classes: int) -> None:
-        """Make the network.
-
-        Raises:
-            ConfigError: `low_rank` is larger than a layer.
-        """
+    def __init__(self, config: SketchedConfig, layers: Layers) -> None:
+        """Make the block; its layer gets the next number of `layers`."""
         super().__init__()
-        size, layers = config.image_size, Layers(config)
+        size = config.image_size
         patch = (1, size) if config.tokens == "rows" else (config.patch_size,) * 2
         num_tokens, pixels = size * size // (patch[0] * patch[1]), patch[0] * patch[1]
         self.tokens = Tokens(patch)
         self.embed = layers.linear(pixels, config.width, False, 1 / 8)
         self.positions = nn.Parameter(0.02 * torch.randn(num_tokens, config.width))
-        self.blocks = nn.ModuleList(Block(config, layers) for _ in range(config.depth))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, tokens, width]."""
+        embedded: Tensor = self.embed(self.tokens(images)) + self.positions
+        return embedded
+
+
+class End(nn.Module):
+    """Logits [N, classes], from the mean over tokens."""
+
+    def __init__(self, config: SketchedConfig, layers: Layers, classes: int) -> None:
+        """Make the block; its layer gets the next number of `layers`."""
+        super().__init__()
         self.norm = nn.LayerNorm(config.width)
         self.classify = layers.linear(config.width, classes, False, 1 / 8)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits, from the mean over tokens."""
-        x = self.embed(self.tokens(images)) + self.positions
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, tokens, width] to [N, classes]."""
         logits: Tensor = self.classify(self.norm(x).mean(1))
         return logits
 
 
-def plan_of(model: nn.Module) -> dict[str, str]:
-    """How a network of this module is cut into shards (`lockstep.nn.shard`).
+def transformer(config: SketchedConfig, classes: int) -> Pipeline:
+    """A transformer encoder from images [N, 1, S, S] to logits [N, classes].
 
-    The layers of a perceptron, and the feed-forward layers of a transformer, in turn cut features
-    and sum them again; sketched ones keep them cut. Attention is left whole.
+    Heads and the features of feed-forward layers are cut into shards. Attention is left whole where
+    heads do not divide into `num_shards`, or are random features; its sketched layers are cut by
+    their input alone then.
+
+    Raises:
+        ConfigError: `low_rank` is larger than a layer.
     """
-    if isinstance(model, Transformer):
-        chains = [
-            [(f"blocks.{n}.feed_forward.{i}", block.feed_forward[i]) for i in (0, 3)]
-            for n, block in enumerate(model.blocks)
-            if isinstance(block, Block)
-        ]
-    else:
-        chains = [
-            [(n, m) for n, m in model.named_children() if isinstance(m, nn.Linear | SKLinear)]
-        ]
+    layers = Layers(config)
+    start = Start(config, layers)
+    blocks = [Block(config, layers) for _ in range(config.depth)]
+    model = Pipeline(start, *blocks, End(config, layers, classes))
+    if config.num_shards == 1:
+        return model
+    has_whole_heads = config.attention == "exact" and config.num_heads % config.num_shards == 0
     plan: dict[str, str] = {}
-    for chain in chains:
-        is_cut = False
-        for position, (name, layer) in enumerate(chain, 1):
-            is_last = position == len(chain)
-            if isinstance(layer, SKLinear):
-                plan[name] = "sketched_row" if is_last else "sketched"
-                is_cut = not is_last
-            elif is_cut:
-                plan[name], is_cut = "row", False
-            elif not is_last:
-                plan[name], is_cut = "column", True
+    for number, block in enumerate(blocks, 1):
+        name = f"{number}.feed_forward"
+        plan |= _plan_of([(f"{name}.{i}", block.feed_forward[i]) for i in (0, 3)])
+        qkv = (f"{number}.attention.qkv", block.attention.qkv)
+        out = (f"{number}.attention.out", block.attention.out)
+        for chain in [[qkv, out]] if has_whole_heads else [[qkv], [out]]:
+            plan |= _plan_of(chain)
+    return shard(model, plan)
+
+
+def _plan_of(chain: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """How layers that follow each other are cut into shards (`lockstep.nn.shard`).
+
+    Dense layers in turn cut features and sum them again; sketched ones keep them cut. The output of
+    the last one is whole.
+
+    Args:
+        chain: layers by name, in order.
+    """
+    plan: dict[str, str] = {}
+    is_cut = False
+    for position, (name, layer) in enumerate(chain, 1):
+        is_last = position == len(chain)
+        if isinstance(layer, SKLinear):
+            plan[name] = "sketched_row" if is_last else "sketched"
+            is_cut = not is_last
+        elif is_cut:
+            plan[name], is_cut = "row", False
+        elif not is_last:
+            plan[name], is_cut = "column", True
     return plan

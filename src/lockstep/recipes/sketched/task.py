@@ -11,7 +11,6 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
-from lockstep.nn import shard
 from lockstep.recipes.images import (
     Labelled,
     embedded_digits,
@@ -20,7 +19,7 @@ from lockstep.recipes.images import (
     mean_and_deviation,
 )
 from lockstep.recipes.sketched.config import SketchedConfig
-from lockstep.recipes.sketched.models import Transformer, mlp, plan_of
+from lockstep.recipes.sketched.models import mlp, transformer
 
 
 class Sketched(Task):
@@ -36,12 +35,9 @@ class Sketched(Task):
             ConfigError: `low_rank` is larger than a layer.
         """
         classes = 1 + max(int(labels.max()) for _, labels in self._splits.values())
-        model: nn.Module
         if self.config.model == "mlp":
-            model = mlp(self.config, self.config.image_size**2, classes)
-        else:
-            model = Transformer(self.config, classes)
-        return shard(model, plan_of(model)) if self.config.num_shards > 1 else model
+            return mlp(self.config, self.config.image_size**2, classes)
+        return transformer(self.config, classes)
 
     def dataset(self, split: str) -> TensorDataset | None:
         """Images [N, 1, S, S] as float32 with mean 0 and deviation 1, labels [N] as int64.
