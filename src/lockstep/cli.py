@@ -200,7 +200,11 @@ def verify(
     overrides: Overrides = None,
     ranks: Annotated[str, typer.Option("--ranks", help="Numbers of ranks.")] = "1,2,3,4",
     meshes: Annotated[
-        str, typer.Option("--meshes", help="Meshes instead: 1x1x1,2x1x2 (data x depth x features).")
+        str,
+        typer.Option(
+            "--meshes",
+            help="Meshes instead: 1x1x1,2x1x2,2x2x1+optimizer.",
+        ),
     ] = "",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",
     resumes: Annotated[

@@ -11,12 +11,12 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.config import load as load_config
 from lockstep.data.random import kept_generators
-from lockstep.engine.assembly import build_model
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.recipes.abilities import Adopts
 from lockstep.targets import make_task, task_class, trusted_target

@@ -48,13 +48,13 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, referen
 def test_verify_with_all_that_makes_bits_differ(lockstep, launcher):
     """Sketched layers, dropout, a tied embedding, bf16, AdamW, clipping; meshes with 3 of each."""
     keys = ("precision.dtype=bf16", "optimizer.weight_decay=0.1", "steps=4")
-    meshes = "1x1x1,3x1x1,1x3x1,1x1x3,2x2x2,1x2x3,1x3x2"
+    meshes = "1x1x1,3x1x1,1x3x1,1x1x3,2x2x2,1x2x3,1x3x2,3x1x2+optimizer"
     done = lockstep(
         "verify", TASK.replace(":Deep", ":Sketched"), *CONFIG, *keys, "--launchers", launcher,
         "--meshes", meshes, "--resumes", 3, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: 10 runs, one SHA-256" in done.stdout
+    assert "equal: 11 runs, one SHA-256" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -172,18 +172,33 @@ class Looks(ls.Hook):
 
     def after_evaluation(self, run, split, metrics):
         print("it is", run.model[0](torch.ones(1, 4)).shape, flush=True)
-        run.model.state_dict()["1.up.weight"].sum()
+        {reads}
 """
 
 
 @pytest.mark.slow
 def test_a_hook_may_call_a_block_whose_shards_are_all_here(train_on, tmp_path):
     script = tmp_path / "hooked.py"
-    script.write_text(HOOKED)
+    script.write_text(HOOKED.replace("{reads}", 'run.model.state_dict()["0.up.weight"].sum()'))
     keys = ("mesh.pp=2", "num_shards=2", "steps=1")
     ended = train_on(tmp_path / "run", 2, *keys, target=f"{script}:Hooked")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "it is torch.Size([1, 4])" in ended.stdout
-    assert ended.returncode == 2  # the other block's are not
-    assert (
-        "1.up.weight is cut into shards (num_shards), and where mesh.tp or mesh.pp" in ended.stderr
-    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_shards", "reads"),
+    [
+        (2, 'run.model.state_dict()["1.up.weight"].sum()'),
+        (1, 'run.model.state_dict()["1.up.weight"].sum()'),
+        (1, 'run.model[1].state_dict()["down.bias"].sum()'),
+    ],
+)
+def test_a_hook_does_not_get_the_parameters_of_another_stage(train_on, tmp_path, num_shards, reads):
+    script = tmp_path / "hooked.py"
+    script.write_text(HOOKED.replace("{reads}", reads))
+    keys = ("mesh.pp=2", f"num_shards={num_shards}", "steps=1")
+    ended = train_on(tmp_path / "run", 2, *keys, target=f"{script}:Hooked")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert " lies on other ranks, or some of its shards do" in ended.stderr

@@ -184,7 +184,7 @@ READS = "run.model.state_dict()['up.weight'].sum()"
     [
         (True, EVALUATED, CALLS, "Looks.after_evaluation: calls the model, whose shards are on"),
         (False, "on_start(self, run)", CALLS, "Looks.on_start: calls the model, whose shards are"),
-        (True, EVALUATED, READS, "state_dict: up.weight is cut into shards (num_shards)"),
+        (True, EVALUATED, READS, "state_dict: up.weight lies on other ranks"),
         (False, EVALUATED, CALLS, None),
     ],
 )

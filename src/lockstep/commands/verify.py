@@ -31,13 +31,28 @@ _DIGITS = 16
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
+_SHARDED = "+optimizer"
+"""Behind a mesh: each column shares out the optimizer's state."""
+
+
+class Axes(NamedTuple):
+    """What a replica is on a mesh, and what its columns share out."""
+
+    pp: int
+    """Stages."""
+    tp: int
+    """Ranks that share out the shards of each stage."""
+    is_sharded: bool | None
+    """Whether the optimizer's state is in slices; None leaves it to the config."""
+
+
 class Leg(NamedTuple):
     """Some ranks under one launcher."""
 
     launcher: str
     num_ranks: int
-    axes: tuple[int, int] | None = None
-    """Stages, and ranks that share out the shards of each; None leaves them to the config."""
+    axes: Axes | None = None
+    """The mesh; None leaves it to the config."""
 
     @property
     def name(self) -> str:
@@ -47,18 +62,20 @@ class Leg(NamedTuple):
 
     @property
     def mesh(self) -> str:
-        """Sizes of the axes of data, depth and features."""
+        """Sizes of the axes of data, depth and features, as they are given to `verify`."""
         if self.axes is None:
             return ""
-        pp, tp = self.axes
-        return f"{self.num_ranks // (pp * tp)}x{pp}x{tp}"
+        pp, tp, is_sharded = self.axes
+        return f"{self.num_ranks // (pp * tp)}x{pp}x{tp}{_SHARDED if is_sharded else ''}"
 
     @property
     def overrides(self) -> list[str]:
         """What it adds to the config."""
         if self.axes is None:
             return []
-        return [f"mesh.pp={self.axes[0]}", f"mesh.tp={self.axes[1]}"]
+        pp, tp, is_sharded = self.axes
+        sharded = [] if is_sharded is None else [f"optimizer.sharded={is_sharded}"]
+        return [f"mesh.pp={pp}", f"mesh.tp={tp}", *sharded]
 
 
 @dataclass(frozen=True)
@@ -108,7 +125,8 @@ def verify(
         keep: folder for the run directories; None deletes them.
         console: console to print on.
         quiet: whether to print only what has failed, and the verdict.
-        meshes: meshes, such as `2x1x2`, separated by commas; tried instead of `ranks` if given.
+        meshes: meshes, such as `2x1x2` or `2x1x2+optimizer`, separated by commas; tried instead of
+            `ranks` if given.
         resumes: number of runs that are stopped and resumed, each on other ranks than those before,
             as long as there are others.
 
@@ -160,7 +178,7 @@ def verify(
         return 1
 
 
-def _numbers(ranks: str) -> list[tuple[int, tuple[int, int] | None]]:
+def _numbers(ranks: str) -> list[tuple[int, Axes | None]]:
     """Numbers of ranks, on meshes that the config says."""
     numbers = [int(n) if n.isdigit() else 0 for n in ranks.split(",")]
     if min(numbers) < 1:
@@ -168,22 +186,24 @@ def _numbers(ranks: str) -> list[tuple[int, tuple[int, int] | None]]:
     return [(number, None) for number in numbers]
 
 
-def _meshes(meshes: str) -> list[tuple[int, tuple[int, int] | None]]:
-    """Number of ranks, stages and ranks of a stage of each mesh."""
-    found: list[tuple[int, tuple[int, int] | None]] = []
+def _meshes(meshes: str) -> list[tuple[int, Axes | None]]:
+    """Number of ranks and axes of each mesh."""
+    found: list[tuple[int, Axes | None]] = []
     for mesh in meshes.split(","):
-        sizes = [int(n) if n.isdigit() else 0 for n in mesh.split("x")]
+        sizes = [int(n) if n.isdigit() else 0 for n in mesh.removesuffix(_SHARDED).split("x")]
         if len(sizes) != 3 or min(sizes) < 1:
             raise ConfigError(
                 f"--meshes {mesh}: must be three positive numbers: replicas x stages x ranks that "
-                "share layers, such as 2x1x2"
+                f"share layers, such as 2x1x2; {_SHARDED} behind one shares out the optimizer's "
+                "state too"
             )
         dp, pp, tp = sizes
-        found.append((dp * pp * tp, (pp, tp)))
+        is_sharded = mesh.endswith(_SHARDED) if _SHARDED in meshes else None
+        found.append((dp * pp * tp, Axes(pp, tp, is_sharded)))
     return found
 
 
-def _legs(launchers: str, numbers: Sequence[tuple[int, tuple[int, int] | None]]) -> Iterator[Leg]:
+def _legs(launchers: str, numbers: Sequence[tuple[int, Axes | None]]) -> Iterator[Leg]:
     """All launchers and numbers of ranks; plain python runs one rank only."""
     names = launchers.split(",")
     for name in names:

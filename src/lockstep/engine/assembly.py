@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint as recompute
+from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
-from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.cut_model import check_cut_model
@@ -31,16 +26,14 @@ from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.compute import Compute
 from lockstep.engine.step.flat import FlatTensors, model_digest
-from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
-from lockstep.engine.step.stages import check_pipeline, stages_of
+from lockstep.engine.step.model import build_model, built, trainable_groups
+from lockstep.engine.step.stages import stages_of
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.cutting import cut, keep, shards_of, units_of
+from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
-from lockstep.parallel.depth_axis import DepthAxis
-from lockstep.parallel.layout import Range
 from lockstep.parsing import shown
 
 
@@ -93,13 +86,15 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
     if config.mesh.tp * config.mesh.pp > 1:
         everywhere(transport, lambda: _check_whole_model(task_state, config))
-    model, compute, optimizer = everywhere(transport, lambda: _model(task, config, runtime.device))
+    model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
     shards = shards_of(model)
     flat = everywhere(
         transport,
-        lambda: FlatTensors(_groups(model, optimizer), "parameter", shards, units_of(model)),
+        lambda: FlatTensors(
+            trainable_groups(model, optimizer), "parameter", shards, units_of(model)
+        ),
     )
     sampler, loader, order = everywhere(
         transport, lambda: training_data(task, config, runtime.device)
@@ -193,30 +188,6 @@ def checked_hooks(task: Task) -> tuple[Hook, ...]:
     return tuple(hooks)
 
 
-def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:
-    """The task's model on its device, in training mode, with initial values set by the seed.
-
-    Raises:
-        TaskError: it is no module.
-    """
-    seed_all(random_key(config.seed, Stream.MODEL))
-    model = task.build_model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"build_model: must return an nn.Module, returned {type(model).__name__}")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise TaskError(
-                f"build_model: {name} is a SyncBatchNorm, which talks to other ranks; use "
-                "BatchNorm: its statistics are averaged over all microbatches"
-            )
-        if any(map(is_lazy, module.parameters(recurse=False))):
-            raise TaskError(
-                f"build_model: {name} is a lazy module without parameters yet; give its sizes, or "
-                "run a batch through the model in build_model"
-            )
-    return model.to(device).train()
-
-
 def evaluations(
     task: Task, config: TrainConfig, device: torch.device, splits: Sequence[str] | None = None
 ) -> dict[str, Evaluation]:
@@ -269,53 +240,3 @@ def check_judged(config: TrainConfig, splits: Collection[str]) -> None:
                 f"{key}: goes by evaluations, but the task's dataset('val') is None; give it a "
                 "validation split or leave this key out"
             )
-
-
-def _model(
-    task: Task, config: TrainConfig, device: torch.device
-) -> tuple[nn.Module, Compute, torch.optim.Optimizer]:
-    model = build_model(task, config, device)
-    if config.num_shards > 1:
-        cut(model, config.num_shards)
-    if isinstance(model, Pipeline):
-        model.axis = DepthAxis([Range(0, len(model))])
-        model.is_called_once = config.mesh.pp > 1
-    check_pipeline(model, config)
-    recompute_activations(model, config.activation_checkpointing)
-    compute = Compute(task, model, config, device)
-    optimizer = compute.phases.optimizer(task.build_optimizer(model))
-    if optimizer is None:
-        optimizer = default_optimizer(model, config)
-    return model, compute, check_optimizer(optimizer, model, config)
-
-
-def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Make modules whose names match keep no activations but compute them again for backward.
-
-    Raises:
-        ConfigError: a pattern matches no module.
-    """
-    names = dict(model.named_modules())
-    for pattern in patterns:
-        matching = fnmatch.filter((n for n in names if n), pattern)
-        if not matching:
-            raise ConfigError(
-                f"activation_checkpointing={pattern!r}: no module has such a name; there are "
-                f"{', '.join(list(names)[1:9])}{', …' if len(names) > 9 else ''}"
-            )
-        for name in matching:
-            module = names[name]
-            module.forward = partial(recompute, module.forward, use_reentrant=False)
-
-
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Tensor]]]:
-    """The optimizer's groups of trainable parameters by name; all others get no gradient."""
-    chosen = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    ids = {id(p) for group in chosen for p in group}
-    names = {}
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
-        parameter.requires_grad_(id(parameter) in ids)
-    if not ids:
-        raise TaskError("build_model: no parameter requires a gradient; there is nothing to train")
-    return [[(names[id(p)], p) for p in group] for group in chosen]

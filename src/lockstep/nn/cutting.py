@@ -162,11 +162,10 @@ def every_tensor(model: nn.Module) -> dict[str, Tensor]:
     Those that this rank does not have are there with their shapes. Of a model that is not cut this
     is its `state_dict`.
     """
-    shards = shards_of(model)
-    wholes = {shard.whole for shard in shards.values()}
+    wholes = {shard.whole for shard in shards_of(model).values()}
     tensors = {name: t for name, t in model.state_dict().items() if name not in wholes}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    return tensors | {name: parameters[name].detach() for name in shards}
+    return tensors | {name: parameters[name].detach() for name in units_of(model)}
 
 
 def held_tensors(model: nn.Module, own: Holding) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""A whole tensor of which other ranks have a part: known by name and shape, not by content."""
+"""A tensor that other ranks have, or a part of it: known by name and shape, not by content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KNOWN = frozenset({"__get__", "__len__", "dim", "numel", "size"})
 
 
 class Elsewhere(Tensor):
-    """What a `state_dict` has for a parameter in shards that lie on several ranks."""
+    """What a `state_dict` has for a parameter that this rank has not, or has some shards of."""
 
     _name = "a parameter"
 
@@ -46,10 +46,9 @@ class Elsewhere(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         own = next((leaf for leaf in leaves if isinstance(leaf, Elsewhere)), cls)
         raise TaskError(
-            f"state_dict: {own._name} is cut into shards (num_shards), and where mesh.tp or "
-            "mesh.pp is above 1 a rank does not have all of them; in a loss, compute with what the "
-            "model gives rather than with its parameters; in a hook, set both to 1; lockstep.load "
-            "gives a run's whole model"
+            f"state_dict: {own._name} lies on other ranks, or some of its shards do (mesh.tp, "
+            "mesh.pp); in a loss, compute with what the model gives rather than with its "
+            "parameters; in a hook, set both to 1; lockstep.load gives a run's whole model"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

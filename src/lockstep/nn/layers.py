@@ -208,6 +208,23 @@ def is_held(piece: Tensor) -> bool:
     return piece.numel() == 0 or any(piece.stride()) or piece.dim() == 0
 
 
+def say_what_is_held(model: nn.Module) -> None:
+    """Have `state_dict`, of the model or of a module in it, tell which parameters are elsewhere."""
+    for module in model.modules():
+        module.register_state_dict_post_hook(_without_content)  # type: ignore[no-untyped-call]
+
+
+def _without_content(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for key, parameter in module._parameters.items():
+        name = prefix + key
+        if parameter is None or name not in state:
+            continue
+        # A number has no strides to tell by.
+        is_number = parameter.dim() == 0
+        if not is_held(parameter) or (is_number and bool(parameter.isnan())):
+            state[name] = Elsewhere.of(name, parameter.shape, parameter.dtype)
+
+
 def let_go(piece: Tensor) -> None:
     """Keep the shape of a tensor, and free its memory; computing with it gives NaN."""
     # Strides of 0 are what tells it from a tensor with content.

@@ -103,7 +103,7 @@ class NoTensor(Regression):
         (PenaltyInLoss, "Task.loss reads up.weight itself"),
         (PenaltyInMetric, "Task.loss reads down.weight itself"),
         (PenaltyInEvaluation, "Task.evaluate reads up.weight itself"),
-        (StateInLoss, "state_dict: up.weight is cut into shards"),
+        (StateInLoss, "state_dict: up.weight lies on other ranks"),
         (ChecksParameters, "Task.loss reads up.weight itself"),
         (Softmax, r"Look at softmax in between \(Between\) at test_cut_model.py"),
         (SetsBuffer, "buffer between.mean: is set to features that are cut into shards"),

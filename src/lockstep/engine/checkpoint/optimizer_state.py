@@ -50,6 +50,15 @@ class OptimizerState(NamedTuple):
     scalars: Scalars
     shared: dict[str, Any]
 
+    def kept_for(self, owner: str) -> dict[str, Any]:
+        """An owner's scalars, and which tensors it has: all, if the state does not say."""
+        values = self.scalars.get(owner, {})
+        says = any(v == TENSOR for kept in self.scalars.values() for v in kept.values())
+        if says:
+            return values
+        tensors = {n.partition("/")[0] for n in self.tensors if n.partition("/")[2] == owner}
+        return values | dict.fromkeys([*self.flats, *tensors], TENSOR)
+
 
 @functools.cache
 def _torchs_own() -> frozenset[str]:

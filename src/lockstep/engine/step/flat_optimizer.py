@@ -25,12 +25,11 @@ from lockstep.engine.checkpoint.optimizer_state import (
     to_json,
 )
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.optimizer import is_elementwise
+from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups
 from lockstep.engine.step.phases import PhaseOptimizers
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 
-_TORCHS = frozenset(kind for kind in vars(optim).values() if isinstance(kind, type))
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
@@ -78,9 +77,9 @@ class FlatOptimizer:
         self.elementwise = is_elementwise(optimizer)
         pairs = list(zip(flat.tensors, flat.entries, strict=True))
         self._optimizers = optimizers_in(optimizer)
-        self.may_draw = any(map(_may_draw, self._optimizers.values()))
+        self.may_draw = any(map(may_draw, self._optimizers.values()))
         self.description = describe(self._optimizers, flat.names)
-        self._groups = _own_groups(self._optimizers)
+        self._groups = own_groups(self._optimizers)
         self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
         memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
         self._shared = {
@@ -235,7 +234,7 @@ class FlatOptimizer:
         for path, shared in self._shared.items():
             shared.load(state.shared.get(path, {}))
         for part in self._stepped:
-            for name, value in _all_keys(state, part.owner).items():
+            for name, value in state.kept_for(part.owner).items():
                 path, key = self._split(name)
                 inner = self._optimizers[path]
                 inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
@@ -314,29 +313,3 @@ class FlatOptimizer:
         paths = sorted((p for p in self._optimizers if p), key=len, reverse=True)
         prefix = next((p for p in paths if name.startswith(f"{p}.")), "")
         return prefix, name[len(prefix) + 1 :] if prefix else name
-
-
-def _may_draw(optimizer: optim.Optimizer) -> bool:
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
-    return patched or type(optimizer) not in _TORCHS
-
-
-def _own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
-    """Each optimizer's groups, but for those that one before it has too."""
-    seen: set[int] = set()
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for path, optimizer in optimizers.items():
-        groups[path] = [g for g in optimizer.param_groups if id(g) not in seen]
-        seen |= {id(g) for g in optimizer.param_groups}
-    return groups
-
-
-def _all_keys(state: OptimizerState, owner: str) -> dict[str, Any]:
-    """The owner's scalars, and which tensors it has: all, if the state does not say."""
-    values = state.scalars.get(owner, {})
-    says = any(v == TENSOR for kept in state.scalars.values() for v in kept.values())
-    if says:
-        return values
-    tensors = {n.partition("/")[0] for n in state.tensors if n.partition("/")[2] == owner}
-    return values | dict.fromkeys([*state.flats, *tensors], TENSOR)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn, optim
 
 from lockstep.config import TrainConfig
@@ -15,6 +18,9 @@ ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
 )  # fmt: skip
 
 
+_TORCHS = frozenset(kind for kind in vars(optim).values() if isinstance(kind, type))
+
+
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether it may step flat tensors: torch's own, or one with `elementwise = True`."""
     declared = getattr(optimizer, "elementwise", None)
@@ -23,6 +29,23 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     ):
         return False  # hooks may look at whole parameters
     return type(optimizer) in ELEMENTWISE if declared is None else bool(declared)
+
+
+def may_draw(optimizer: optim.Optimizer) -> bool:
+    """Whether its steps may draw random numbers; those of torch's own do not."""
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
+    return patched or type(optimizer) not in _TORCHS
+
+
+def own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Each optimizer's groups, but for those that one before it has too."""
+    seen: set[int] = set()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for path, optimizer in optimizers.items():
+        groups[path] = [g for g in optimizer.param_groups if id(g) not in seen]
+        seen |= {id(g) for g in optimizer.param_groups}
+    return groups
 
 
 def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from lockstep.config import load
-from lockstep.engine.assembly import build_model
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
+from lockstep.engine.step.model import build_model
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import replacing, replacing_binary
 from lockstep.observe import event_from_row, read_events

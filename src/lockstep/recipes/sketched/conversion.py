@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig, load
 from lockstep.data.random import kept_generators
-from lockstep.engine.assembly import build_model, evaluations
+from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.splits import evaluated_splits
 from lockstep.engine.step.compute import Compute
+from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import replacing, replacing_binary
