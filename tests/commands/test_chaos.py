@@ -146,7 +146,9 @@ def test_times_of_a_killed_rank():
     assert effect.regroup_s == 0.02
     assert effect.resumed_s == pytest.approx(0.1)
     assert effect.steps_lost == 0
-    assert not effect_of(blow, [], rows).struck
+    missed = effect_of(blow, [], rows)
+    assert not missed.struck
+    assert started_again(missed, rows, [row("StepDone", 13, step=3)]) == missed
     assert render([effect]).row_count == 1
     again = started_again(
         effect, rows, [row("RunStarted", 12, step=2), row("StepDone", 13, step=3)]

@@ -73,13 +73,15 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
 
 
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """The effect of a blow that ended a sitting, with what it has cost.
+    """The effect of a blow that ended a sitting, with what it has cost if it was struck.
 
     Args:
         effect: effect as far as that sitting tells.
         before: events of that sitting.
         rows: events of the next sitting.
     """
+    if not effect.struck:
+        return effect
     reached = max((r["step"] for r in before if r["event"] == "StepDone"), default=0)
     start = next((r["step"] for r in rows if r["event"] == "RunStarted"), reached)
     return replace(
