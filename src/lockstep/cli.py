@@ -203,7 +203,7 @@ def verify(
         str,
         typer.Option(
             "--meshes",
-            help="Meshes instead: 1x1x1,2x1x2,2x2x1+optimizer.",
+            help="Meshes instead, data x depth x features: 1x1x1,2x2x1+optimizer.",
         ),
     ] = "",
     launchers: Annotated[str, typer.Option("--launchers", help="Launchers to try.")] = "python,mpi",

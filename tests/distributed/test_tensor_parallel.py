@@ -98,7 +98,10 @@ def test_an_exception_on_one_rank_is_one_on_all(train_on, reference, tmp_path, l
     ("overrides", "words"),
     [
         (("mesh.tp=8",), "mesh.tp=8 is more than num_shards=4"),
-        (("mesh.tp=3",), "mesh.tp=3: a replica needs 3 ranks, and world size is 2"),
+        (
+            ("mesh.tp=3",),
+            "needs 3 ranks, and world size is 2; start more ranks, or set mesh.pp x mesh.tp to",
+        ),
         (("num_shards=3",), "num_shards=3: blocks.0.attention.q has 16 features"),
     ],
 )

@@ -3,7 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.parallel.mesh import NEW, Mesh, rearranged
+from lockstep.parallel.mesh import NEW, Mesh, rearranged, sizes_of_replicas
 
 SIZES = st.integers(1, 64)
 
@@ -23,6 +23,17 @@ def test_microbatches_are_dealt_out_once_and_in_order(num_microbatches, size, tp
     for replica in mesh.replicas:
         assert len({ranges[rank] for rank in replica}) == 1
         assert [mesh.columns[rank] for rank in replica] == list(range(tp))
+
+
+@given(SIZES, st.integers(1, 8))
+def test_sizes_of_replicas_leave_no_spare(size, num_shards):
+    sizes = sizes_of_replicas(size, num_shards)
+    assert (1, 1) in sizes
+    assert len(set(sizes)) == len(sizes)
+    for pp in range(1, size + 1):
+        for tp in range(1, size // pp + 1):
+            is_full = tp <= num_shards and not Mesh.of(size, size, tp, pp).incomplete
+            assert ((pp, tp) in sizes) == is_full
 
 
 @given(st.lists(st.integers(NEW, 3), min_size=4, max_size=24))

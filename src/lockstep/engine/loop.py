@@ -28,6 +28,7 @@ from lockstep.engine.runtime import Runtime, check_can_regroup
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskFailure, shared
+from lockstep.parallel.mesh import sizes_of_replicas
 
 EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143, TOO_FEW_RANKS: 75}
 """What a process that stopped before the end exits with: 128 + the number of the usual signal, or
@@ -281,10 +282,11 @@ def _check_size(config: TrainConfig, runtime: Runtime) -> None:
     if needed > size:
         keys = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
         said = ", ".join(f"{key}={value}" for key, value in keys.items() if value > 1)
+        fitting = [f"{pp}x{tp}" for pp, tp in sizes_of_replicas(size, config.num_shards)]
         raise shared(
             ConfigError(
                 f"{said}: a replica needs {needed} ranks, and world size is {size}; start more "
-                "ranks or set them lower"
+                f"ranks, or set mesh.pp x mesh.tp to one of {', '.join(fitting)}"
             )
         )
     if config.min_ranks > runtime.transport.size:

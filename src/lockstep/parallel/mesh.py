@@ -89,6 +89,17 @@ class Mesh:
         return ranges
 
 
+def sizes_of_replicas(size: int, num_shards: int) -> list[tuple[int, int]]:
+    """Numbers of stages, and of ranks that share out the shards of each, that leave no spare.
+
+    Args:
+        size: number of ranks.
+        num_shards: number of shards of each layer that is cut.
+    """
+    pairs = [(n // tp, tp) for n in range(1, size + 1) for tp in range(1, n + 1) if n % tp == 0]
+    return [(pp, tp) for pp, tp in pairs if size % (pp * tp) == 0 and tp <= num_shards]
+
+
 def rearranged(kept: Sequence[int], num_columns: int) -> tuple[int, ...]:
     """Columns for a group that has lost or gained ranks, such that few ranks change theirs.
 
