@@ -43,7 +43,9 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, referen
 @pytest.mark.parametrize(
     ("launcher", "faults", "lost"),
     [
-        ("mpi", [(2, 2, "shards_forward"), (0, 5, "committed")], 2),
+        pytest.param(
+            "mpi", [(2, 2, "shards_forward"), (0, 5, "committed")], 2, marks=pytest.mark.slow
+        ),
         ("local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2),
         pytest.param("local", [(3, 2, "optimizer"), (1, 2, "catch_up")], 2, marks=pytest.mark.slow),
         pytest.param("mpi", [(1, 4, "checkpoint"), (5, 6, "evaluate")], 1, marks=pytest.mark.slow),
