@@ -5,7 +5,8 @@ import sys
 import pytest
 from tests.conftest import result, run
 
-from lockstep.engine.faults import to_env
+from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.observe import read_events
 
 CONFIG = (
     "num_shards=4", "batch_size=16", "num_microbatches=8", "steps=8", "clip_norm=1.0", "lr=0.01",
@@ -42,3 +43,17 @@ def same(run_dir, reference):
     there = result(run_dir)
     assert there["params_sha256"] == reference["params_sha256"]
     assert there["metrics"] == reference["metrics"]
+
+
+def check_newcomers(train_on, lockstep, task, folder, launcher, *keys):
+    """Assert that a run has the result of one process when newcomers replace two ranks."""
+    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
+    alone = lockstep("train", task, *CONFIG, *long, "--run-dir", folder / "alone")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
+    run_dir = folder / "run"
+    ended = train_on(run_dir, 4, *long, *keys, "--replace", 3, launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, result(folder / "alone"))
+    rows = read_events(run_dir / "events.jsonl")
+    assert sum(row["event"] == "Joined" and row["step"] > 0 for row in rows) == 2

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.conftest import result
-from tests.distributed.conftest import CONFIG, same
+from tests.distributed.conftest import check_newcomers, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -65,17 +64,7 @@ def test_survivors_go_on_where_each_shard_has_a_holder(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
 def test_newcomers_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
-    long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
-    alone = lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "alone")
-    assert alone.returncode == 0
-    planned = [PlannedFault(1, 4), PlannedFault(2, 60, "reduced")]
-    run_dir = tmp_path / "run"
-    keys = (*long, "mesh.tp=2", "--replace", 3)
-    ended = train_on(run_dir, 4, *keys, launcher=launcher, faults=planned)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, result(tmp_path / "alone"))
-    rows = read_events(run_dir / "events.jsonl")
-    assert sum(row["event"] == "Joined" and row["step"] > 0 for row in rows) == 2
+    check_newcomers(train_on, lockstep, TASK, tmp_path, launcher, "mesh.tp=2")
 
 
 @pytest.mark.slow

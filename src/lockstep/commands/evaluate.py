@@ -12,7 +12,7 @@ from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.splits import evaluated_splits
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
 from lockstep.front import TIMEOUT_S, choose_device

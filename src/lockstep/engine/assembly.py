@@ -19,15 +19,15 @@ from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.places import Places
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.buffers import ForwardState
-from lockstep.engine.step.compute import Compute
 from lockstep.engine.step.flat import FlatTensors, model_digest
 from lockstep.engine.step.model import build_model, built, trainable_groups
-from lockstep.engine.step.stages import stages_of
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
 from lockstep.engine.training_data import training_data

@@ -23,16 +23,17 @@ from lockstep.engine.checkpoint.restore import (
     capture,
     check_fits,
     check_optimizer_fits,
+    copy_state,
     load_model,
     restore,
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
 from lockstep.engine.loop import Trainer
+from lockstep.engine.passes.compute import copied
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.compute import copied
 from lockstep.engine.step.optimizer import check_optimizer
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
@@ -106,6 +107,19 @@ def saved(parts: Parts, step: int) -> Snapshot:
     meta = {"optimizer": parts.train_step.flat_optimizer.description}
     state = whole_state(parts.train_step)
     return capture(parts.train_step, parts.model, Progress(step=step), meta, state)()
+
+
+def test_a_copy_of_the_state_leaves_a_sharded_optimizer_its_own() -> None:
+    parts = parts_of(optimizer=OptimizerConfig(sharded=True))
+    advance(parts, 0, 2)
+    before = parts.train_step.flat_optimizer.state()
+    assert any(flat.count_nonzero() for flats in before.flats.values() for flat in flats)
+    # No rank has all of it, so what is lost here would be lost to a recovery that begins anew.
+    copy_state(parts.train_step, parts.model, Progress(step=2), {}, LocalTransport(), 0)
+    after = parts.train_step.flat_optimizer.state()
+    assert after.scalars == before.scalars
+    for key, flats in before.flats.items():
+        assert all(map(torch.equal, flats, after.flats[key]))
 
 
 def bits(parts: Parts) -> dict[str, list[float]]:

@@ -18,7 +18,7 @@ import lockstep as ls
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import Scores
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.compute import Compute
 from lockstep.errors import TaskError
 
 tm = pytest.importorskip("torchmetrics")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
-from lockstep.engine.step.buffers import changed_in_pass, same_bits, tensor_places
+from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
 from lockstep.errors import TaskError
 
 _MOST_COPIED = 1 << 20

@@ -12,8 +12,8 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.audit.parameter_reads import check_parameter_reads, number
 from lockstep.engine.evaluation.evaluation import Evaluation
-from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.buffers import KeptBuffers
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import joined_by_name, region_of, shards_of

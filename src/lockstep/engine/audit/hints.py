@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.batch_source import BatchSource
-from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.buffers import KeptBuffers
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 
 _FOREIGN = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import is_validation
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import compute_in, region_of, shards_of

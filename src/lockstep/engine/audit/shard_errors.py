@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from lockstep.engine.step.buffers import tensor_places
+from lockstep.engine.passes.buffers import tensor_places
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.location import frames_of, location
 from lockstep.nn.logits import ShardedLogits

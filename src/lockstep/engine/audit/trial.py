@@ -23,8 +23,8 @@ from lockstep.engine.audit.held_state import held_generators, held_state, module
 from lockstep.engine.audit.reads import attributes_read
 from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.evaluation.evaluation import Evaluation
-from lockstep.engine.step.buffers import batch_norm_buffers, changed_by, same_bits
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.step.flat import FlatTensors, tensor_digest
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.errors import TaskError

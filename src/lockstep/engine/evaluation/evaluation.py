@@ -16,10 +16,10 @@ from lockstep.engine.evaluation.batches import evaluation_batches
 from lockstep.engine.evaluation.metric_states import Leaf
 from lockstep.engine.evaluation.splits import Scores
 from lockstep.engine.evaluation.stateful_metrics import StatefulMetrics, plain, tried
+from lockstep.engine.passes.buffers import KeptBuffers
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import StageDone

@@ -16,8 +16,7 @@ from lockstep.engine.checkpoint.optimizer_state import OptimizerState, Scalars
 from lockstep.engine.recovery.positions import Held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
-from lockstep.parallel.arena import BLOCK
-from lockstep.parallel.layout import split
+from lockstep.parallel.arena import slice_up
 from lockstep.parallel.mesh import NEW
 
 
@@ -72,24 +71,21 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
     mine, state = _joined(train_step, held)
     for column in range(places.mesh.num_columns):
         roots = holders(column, held, train_step.with_buddy)
-        numels = flat.numels(places.held_by(column))
+        there = flat.segments_of(places.held_by(column))
+        slices = slice_up(there, len(roots))
         for key in ([] if column in complete else [None]) + sorted(state.flats):
             if column == own:
-                segments = flat.flats if key is None else mine[key]
+                flats = flat.flats if key is None else mine[key]
             else:
-                segments = [f.new_empty(n) for f, n in zip(flat.flats, numels, strict=True)]
-            for memory in segments:
-                _broadcast_slices(train_step, memory, roots)
+                device = flat.flats[0].device
+                flats = [torch.empty(s.numel, dtype=s.dtype, device=device) for s in there]
+            for memory, parts in zip(flats, slices, strict=True):
+                for part, root in zip(parts, roots, strict=True):
+                    if len(part):
+                        places.world.broadcast(memory[part.first : part.last], root)
             if key is not None and column == places.column:
-                state.flats[key] = segments
+                state.flats[key] = flats
     return state
-
-
-def _broadcast_slices(train_step: TrainStep, memory: Tensor, roots: Sequence[int]) -> None:
-    for part, root in zip(split(len(memory) // BLOCK, len(roots)), roots, strict=True):
-        if len(part):
-            own = memory[part.first * BLOCK : part.last * BLOCK]
-            train_step.places.world.broadcast(own, root)
 
 
 def whole_state(train_step: TrainStep) -> OptimizerState:

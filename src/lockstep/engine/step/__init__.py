@@ -1,1 +1,1 @@
-"""One training step: its microbatches, the optimizer on flat parameters, and what it needs."""
+"""One training step: the optimizer on flat parameters, and what it needs."""

@@ -160,13 +160,13 @@ class FlatTensors:
         """The unit of each tensor that not every rank need hold, by name."""
         return self._units
 
-    def numels(self, own: Holding) -> list[int]:
-        """Number of elements of each flat tensor of a rank that holds `own`."""
-        numels = []
-        for segment in range(len(self.segments)):
-            blocks = [p.num_blocks for p in self.parts if p.segment == segment and own.has(p.unit)]
-            numels.append(max(1, sum(blocks)) * BLOCK)
-        return numels
+    def segments_of(self, own: Holding) -> list[Segment]:
+        """Size and dtype of each flat tensor of a rank that holds `own`."""
+        segments = []
+        for number, (dtype, _) in enumerate(self.segments):
+            blocks = [p.num_blocks for p in self.parts if p.segment == number and own.has(p.unit)]
+            segments.append(Segment(dtype, max(1, sum(blocks)) * BLOCK))
+        return segments
 
     def holds(self, unit: Unit) -> bool:
         """Whether the tensors of a unit are held here."""

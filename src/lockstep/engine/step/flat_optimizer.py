@@ -24,9 +24,9 @@ from lockstep.engine.checkpoint.optimizer_state import (
     is_savable,
     to_json,
 )
+from lockstep.engine.passes.phases import PhaseOptimizers
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups
-from lockstep.engine.step.phases import PhaseOptimizers
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 

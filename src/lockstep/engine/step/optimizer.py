@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.reachable import optimizers_in
-from lockstep.engine.step.phases import PhaseOptimizers
+from lockstep.engine.passes.phases import PhaseOptimizers
 from lockstep.errors import ConfigError, TaskError
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (

@@ -19,16 +19,16 @@ from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compute import Compute, check_weight
+from lockstep.engine.passes.passes import Passes, float64
+from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
-from lockstep.engine.step.buffers import ForwardState
-from lockstep.engine.step.compute import Compute, check_weight
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
-from lockstep.engine.step.passes import Passes, float64
-from lockstep.engine.step.precision import LossScale
 from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace

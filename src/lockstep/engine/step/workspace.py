@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.buffers import ForwardState
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.parallel.layout import Range, stepped_slices
 from lockstep.parallel.norm import (

@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.evaluation.splits import evaluated_splits
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.compute import Compute
 from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.step.buffers import ForwardState
-from lockstep.engine.step.compute import copied
+from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compute import copied
 from lockstep.engine.task import Loss, Number
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import DepthAxis

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.engine.faults import FaultsInside
+from lockstep.engine.passes.backward import Backward, Forwarded
+from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.backward import Backward, Forwarded
-from lockstep.engine.step.buffers import ForwardState
-from lockstep.engine.step.compute import Compute
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.precision import LossScale
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.fold import Fold

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.step.phases import Phases
-from lockstep.engine.step.precision import autocast
+from lockstep.engine.passes.phases import Phases
+from lockstep.engine.passes.precision import autocast
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import Pipeline

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.step.buffers import ForwardState, changed_by
-from lockstep.engine.step.compute import copied
+from lockstep.engine.passes.buffers import ForwardState, changed_by
+from lockstep.engine.passes.compute import copied
 from lockstep.errors import TaskError
 
 WEIGHTS = [3.0, 1.0, 4.0, 2.0]

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
-from lockstep.engine.step.buffers import KeptBuffers
-from lockstep.engine.step.compute import Compute
+from lockstep.engine.passes.buffers import KeptBuffers
+from lockstep.engine.passes.compute import Compute
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import balanced

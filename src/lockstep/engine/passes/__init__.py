@@ -1,0 +1,1 @@
+"""The forward and backward passes of microbatches: loss, gradients, buffers, phases, stages."""
