@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.engine.step.flat import model_digest
+from lockstep.engine.digests import model_digest
 from tests.conftest import result
 
 Here = Callable[..., Any]

@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
     "balance_every",
+    "sharding",
     "optimizer.sharded",
     "optimizer.buddy",
     "stop_at_step",

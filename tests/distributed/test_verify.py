@@ -50,11 +50,13 @@ def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, cap
 
 
 def test_meshes_with_and_without_slices():
-    legs = list(verify._legs("mpi", verify._meshes("2x3x1,2x1x2+optimizer")))
-    assert [leg.mesh for leg in legs] == ["2x3x1", "2x1x2+optimizer"]
-    assert [leg.num_ranks for leg in legs] == [6, 4]
-    assert legs[0].overrides == ["mesh.pp=3", "mesh.tp=1", "optimizer.sharded=False"]
-    assert legs[1].overrides == ["mesh.pp=1", "mesh.tp=2", "optimizer.sharded=True"]
+    meshes = ["2x3x1", "2x1x2+optimizer", "2x1x1+parameters"]
+    legs = list(verify._legs("mpi", verify._meshes(",".join(meshes))))
+    assert [leg.mesh for leg in legs] == meshes
+    assert [leg.num_ranks for leg in legs] == [6, 4, 2]
+    for leg, kind in zip(legs, ("none", "optimizer", "parameters"), strict=True):
+        assert leg.overrides[2:] == [f"sharding={kind}", "optimizer.sharded=false"]
+    assert legs[1].overrides[:2] == ["mesh.pp=1", "mesh.tp=2"]
     [alone] = verify._legs("mpi", verify._meshes("2x1x1"))
     assert alone.overrides == ["mesh.pp=1", "mesh.tp=1"]  # the rest is left to the config
 
@@ -93,7 +95,7 @@ def test_bad_ranks_and_launchers(lockstep):
     done = lockstep("verify", target(), "--ranks", "2", "--launchers", "python")
     assert done.returncode == 2
     assert "plain python runs one rank" in done.stderr
-    for meshes in ("2x2", "2x0x1", "2x1x1+parameters"):
+    for meshes in ("2x2", "2x0x1", "2x1x1+params", "2x1x1+"):
         done = lockstep("verify", target(), "--meshes", meshes)
         assert done.returncode == 2
         assert f"--meshes {meshes}: must be three positive numbers" in done.stderr

@@ -15,8 +15,8 @@ from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.digests import model_digest
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Task
 from lockstep.front import Sitting, run
 from lockstep.parallel.layout import Range

@@ -20,8 +20,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep import errors
+from lockstep.engine.digests import model_digest
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.engine.step.flat import model_digest
 from lockstep.launching.handed import received
 from lockstep.observe import read_events
 

@@ -216,3 +216,101 @@ class Groups(Deep):
         ids = {id(p) for p in last}
         first = [p for p in model.parameters() if id(p) not in ids]
         return torch.optim.AdamW([{"params": first}, {"params": last, "lr": 0.003}], lr=0.01)
+
+
+class Penalised(Deep):
+    """A loss that reads a parameter itself, when the model has been called."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        return ls.Loss(loss.sum + model[1].gain.square(), loss.weight)  # type: ignore[index]
+
+
+class Early(Deep):
+    """A loss that reads a parameter itself, before the model is called."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        penalty = model[1].gain.square()  # type: ignore[index]
+        loss = super().loss(model, batch)
+        return ls.Loss(loss.sum + penalty, loss.weight)
+
+
+class Measured(Deep):
+    """A metric that reads a parameter itself."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        norm = model[1].norm1.weight.detach().norm()  # type: ignore[index, union-attr]
+        return ls.Loss(loss.sum, loss.weight, {"norm": (norm, 1)})
+
+
+class Cached(Deep):
+    """A layer that keeps a view of a parameter."""
+
+    scratch = ("cached",)
+
+    def layer(self, width: int, number: int) -> Layer:
+        layer = super().layer(width, number)
+        layer.cached = None
+        layer.register_forward_pre_hook(keep_view)
+        return layer
+
+
+def keep_view(layer: nn.Module, inputs: Any) -> None:
+    if layer.cached is None:
+        layer.cached = layer.norm1.weight.detach()[:3]  # type: ignore[union-attr, operator, assignment]
+
+
+class Graded(Deep):
+    """A loss that computes gradients itself."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = super().loss(model, batch)
+        if not torch.is_grad_enabled():
+            return loss
+        gains = [model[number].gain for number in (1, 2)]  # type: ignore[index, union-attr]
+        grads = torch.autograd.grad(loss.sum, gains, create_graph=True)  # type: ignore[arg-type]
+        return ls.Loss(loss.sum + sum(g.square() for g in grads), loss.weight)
+
+
+class Looking(ls.Hook):
+    """Takes part everywhere, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_start(self, run: Any) -> None:
+        assert run.step == 0
+
+    def after_evaluation(self, run: Any, split: str, metrics: Any) -> None:
+        self.seen += 1
+
+    def after_checkpoint(self, run: Any, folder: Any) -> None:
+        assert folder.is_dir()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Hooked(Deep):
+    """With a hook that runs on every rank."""
+
+    def hooks(self) -> list[ls.Hook]:
+        return [Looking()]
+
+
+class Exposed(Deep):
+    """A layer that gives the memory of a parameter to numpy."""
+
+    def layer(self, width: int, number: int) -> Layer:
+        layer = super().layer(width, number)
+        layer.register_forward_pre_hook(self.look)
+        return layer
+
+    def look(self, layer: nn.Module, inputs: Any) -> None:
+        self.mean = float(layer.norm1.weight.detach().numpy().mean())  # type: ignore[union-attr, operator]
+
+    scratch = ("mean",)

@@ -36,7 +36,7 @@ def gradients_of(stages: list[Pipeline]) -> list[dict[str, Tensor]]:
     Kernels may split sums otherwise in threads, so ranks are no threads here.
     """
     for model in stages:
-        model.refresh()
+        model.ties.refresh(model.axis, None)
     outputs: list[tuple[Tensor, ...]] = []
     for model in stages:
         assert model.axis is not None
@@ -59,7 +59,7 @@ def gradients_of(stages: list[Pipeline]) -> list[dict[str, Tensor]]:
         if not axis.is_first:
             axis.send([None if t is None else t.grad for t in model.inputs], axis.stage - 1)
     for model in reversed(stages):
-        model.collect_ties()
+        model.ties.collect(model.axis)
     return [
         {n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in stages
     ]
@@ -135,7 +135,7 @@ def test_a_weight_of_three_blocks_has_a_gradient_of_each() -> None:
     ]  # fmt: skip
     x = torch.randn(2, 3)
     model(x).sum().backward()
-    model.collect_ties()
+    model.ties.collect(model.axis)
     plain(x).sum().backward()
     torch.testing.assert_close(first.weight.grad, plain[0].weight.grad)
     assert second.weight.grad is third[0].weight.grad is None

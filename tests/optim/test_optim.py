@@ -8,6 +8,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.optimizer import check_optimizer
+from lockstep.engine.step.slices import slices_of
 from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
 from lockstep.parallel.layout import Range
@@ -56,7 +57,8 @@ def stepper(x: nn.Parameter) -> tuple[FlatOptimizer, list[Tensor]]:
     check_optimizer(optimizer, nn.ParameterList([x]), TrainConfig())
     flat = FlatTensors([[("x", x)]], "parameter")
     gradients = [torch.zeros_like(f) for f in flat.flats]
-    return FlatOptimizer(optimizer, flat, gradients, [Range(0, len(gradients[0]))]), gradients
+    slices = slices_of(flat, gradients, [[Range(0, len(gradients[0]))]])
+    return FlatOptimizer(optimizer, flat, slices), gradients
 
 
 def test_lbfgs_goes_on_from_saved_state() -> None:

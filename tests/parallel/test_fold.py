@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def folded(own: Range, leaves: list[Leaf], num_rows: int) -> list[list[bytes]]:
     _, [arena] = ArenaLayout(SEGMENTS, NUM_SCALARS, 0).allocate([num_rows], CPU)
-    fold = Fold(arena, PLACES, own, len(leaves))
+    fold = Fold(arena.rows, PLACES, own, len(leaves))
     for i in range(*own):
         fold.add(leaves[i].tensors, leaves[i].scalars)
     return [row_bits(row) for row in arena.rows[: len(fold.nodes)]]
@@ -35,7 +35,7 @@ def test_part_of_the_leaves_folds_into_one_row_for_each_node() -> None:
 
 def test_nodes_are_those_of_the_range() -> None:
     _, [arena] = ArenaLayout(SEGMENTS, NUM_SCALARS, 0).allocate([3], CPU)
-    assert Fold(arena, PLACES, Range(1, 8), 8).nodes == [Node(1, 1), Node(2, 2), Node(4, 4)]
+    assert Fold(arena.rows, PLACES, Range(1, 8), 8).nodes == [Node(1, 1), Node(2, 2), Node(4, 4)]
 
 
 @pytest.mark.parametrize("own", [Range(0, 16), Range(3, 16), Range(1, 8), Range(5, 7), Range(0, 1)])
@@ -53,7 +53,7 @@ def test_a_rank_without_leaves_has_a_row_for_the_total() -> None:
 
 def test_restart_forgets_the_leaves_of_the_step_before() -> None:
     _, [arena] = ArenaLayout(SEGMENTS, NUM_SCALARS, 0).allocate([4], CPU)
-    fold = Fold(arena, PLACES, Range(0, 6), 6)
+    fold = Fold(arena.rows, PLACES, Range(0, 6), 6)
     for leaf in wild_leaves(4, seed=1):
         fold.add(leaf.tensors, leaf.scalars)
     fold.restart()

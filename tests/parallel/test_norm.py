@@ -39,11 +39,7 @@ def sharded(whole: list[Tensor], size: int) -> list[float]:
     ]
 
     def body(transport: ThreadTransport) -> float:
-        mine = []
-        for segment, parts in zip(whole, slices, strict=True):
-            own = slice(*parts[transport.rank])
-            mine.append(torch.full_like(segment, torch.nan))
-            mine[-1][own] = segment[own]
+        mine = [s[slice(*parts[transport.rank])] for s, parts in zip(whole, slices, strict=True)]
         return combined(sharded_block_norms(transport, mine, slices))
 
     return on_ranks(size, body)

@@ -22,6 +22,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction
 from lockstep.parallel.arena import BLOCK, Segment
+from lockstep.parallel.exchange import gather_slices
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.reduction import OrderedReduction
 
@@ -192,7 +193,7 @@ def test_owned_slices_and_a_later_gather_give_the_same_bits(
             rest[part] = False
             mine[rest] = torch.nan
         for segment, flat in enumerate(made.total.segments):
-            made.gather(segment, flat)
+            gather_slices(transport, flat, made.slices[segment])
         return row_bits(made.total)
 
     assert on_ranks(size, body) == [expected] * size

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.commands.waiting import shown_status
+from lockstep.config.train_config import Sharding
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.step.flat import tensor_digest
+from lockstep.engine.digests import tensor_digest
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
 from lockstep.launching.start import LAUNCHERS, Ended, rank_command, start
@@ -31,8 +32,8 @@ _DIGITS = 16
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
-_SHARDED = "+optimizer"
-"""Behind a mesh: each column shares out the optimizer's state."""
+_KINDS = get_args(Sharding)[1:]
+"""What may stand behind a mesh: what each column keeps in slices."""
 
 
 class Axes(NamedTuple):
@@ -42,8 +43,8 @@ class Axes(NamedTuple):
     """Stages."""
     tp: int
     """Ranks that share out the shards of each stage."""
-    is_sharded: bool | None
-    """Whether the optimizer's state is in slices; None leaves it to the config."""
+    sharding: str | None
+    """What is in slices; None leaves it to the config."""
 
 
 class Leg(NamedTuple):
@@ -65,17 +66,18 @@ class Leg(NamedTuple):
         """Sizes of the axes of data, depth and features, as they are given to `verify`."""
         if self.axes is None:
             return ""
-        pp, tp, is_sharded = self.axes
-        return f"{self.num_ranks // (pp * tp)}x{pp}x{tp}{_SHARDED if is_sharded else ''}"
+        pp, tp, sharding = self.axes
+        of = f"+{sharding}" if sharding in _KINDS else ""
+        return f"{self.num_ranks // (pp * tp)}x{pp}x{tp}{of}"
 
     @property
     def overrides(self) -> list[str]:
         """What it adds to the config."""
         if self.axes is None:
             return []
-        pp, tp, is_sharded = self.axes
-        sharded = [] if is_sharded is None else [f"optimizer.sharded={is_sharded}"]
-        return [f"mesh.pp={pp}", f"mesh.tp={tp}", *sharded]
+        pp, tp, sharding = self.axes
+        more = [] if sharding is None else [f"sharding={sharding}", "optimizer.sharded=false"]
+        return [f"mesh.pp={pp}", f"mesh.tp={tp}", *more]
 
 
 @dataclass(frozen=True)
@@ -190,16 +192,17 @@ def _meshes(meshes: str) -> list[tuple[int, Axes | None]]:
     """Number of ranks and axes of each mesh."""
     found: list[tuple[int, Axes | None]] = []
     for mesh in meshes.split(","):
-        sizes = [int(n) if n.isdigit() else 0 for n in mesh.removesuffix(_SHARDED).split("x")]
-        if len(sizes) != 3 or min(sizes) < 1:
+        numbers, _, sharding = mesh.partition("+")
+        sizes = [int(n) if n.isdigit() else 0 for n in numbers.split("x")]
+        is_known = sharding in _KINDS or "+" not in mesh
+        if len(sizes) != 3 or min(sizes) < 1 or not is_known:
+            kinds = ", ".join(f"+{kind}" for kind in _KINDS)
             raise ConfigError(
                 f"--meshes {mesh}: must be three positive numbers: replicas x stages x ranks that "
-                f"share layers, such as 2x1x2; {_SHARDED} behind one shares out the optimizer's "
-                "state too"
+                f"share layers, such as 2x1x2; behind them may stand what is in slices: {kinds}"
             )
         dp, pp, tp = sizes
-        is_sharded = mesh.endswith(_SHARDED) if _SHARDED in meshes else None
-        found.append((dp * pp * tp, Axes(pp, tp, is_sharded)))
+        found.append((dp * pp * tp, Axes(pp, tp, (sharding or "none") if "+" in meshes else None)))
     return found
 
 

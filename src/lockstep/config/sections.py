@@ -33,10 +33,9 @@ class OptimizerConfig(Section):
     nesterov: bool = False
     """Nesterov's momentum (sgd); needs a momentum above 0."""
     sharded: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
-    """Each rank keeps the state of, and steps, its slice only (ZeRO-1): same bits, less memory.
-    For element-wise optimizers."""
+    """Short for `sharding: optimizer`, where `sharding` asks for no more."""
     buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
-    """With `sharded`, and where survivors can go on: each rank also keeps and steps the slice of
+    """With `sharding`, and where survivors can go on: each rank also keeps and steps the slice of
     the rank before it, so that the loss of a rank loses no state."""
 
     @model_validator(mode="after")

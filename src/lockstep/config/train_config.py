@@ -29,6 +29,8 @@ from lockstep.config.sections import (
     ScheduleConfig,
 )
 
+Sharding = Literal["none", "optimizer", "gradients", "parameters"]
+
 
 class TrainConfig(Section):
     """Everything that shapes a run. Subclass it to give a recipe keys of its own."""
@@ -68,6 +70,11 @@ class TrainConfig(Section):
     The hash holds the word, not the device found."""
 
     mesh: MeshConfig = MeshConfig()
+    sharding: Sharding = Field(default="none", json_schema_extra=NO_OUTCOME)
+    """What each rank keeps its slice of only: same bits, less memory. `optimizer`: its state
+    (ZeRO-1), of element-wise optimizers; `gradients`: these too (ZeRO-2); `parameters`: these too
+    (ZeRO-3), and those of a block of the model (`lockstep.nn.Pipeline`) are whole while it is
+    computed."""
     min_ranks: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stop with a checkpoint when fewer ranks than this are left."""
 
@@ -125,6 +132,21 @@ class TrainConfig(Section):
                 f"{self.num_shards}"
             )
         return self
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether each rank keeps its slice of the optimizer's state only."""
+        return self.sharding != "none" or self.optimizer.sharded
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each rank keeps its slice of summed gradients only."""
+        return self.sharding in ("gradients", "parameters")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether each rank keeps its slice of the parameters only, outside of their block."""
+        return self.sharding == "parameters"
 
     @property
     def hash(self) -> str:

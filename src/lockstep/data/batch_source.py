@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.generators import IdleGenerators
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -57,7 +57,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def stream(
-        self, microbatches: Range, first_step: int, last_step: int
+        self, microbatches: Dealt, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 

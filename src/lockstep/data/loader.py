@@ -16,7 +16,7 @@ from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
 from lockstep.errors import DataError, LockstepError
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
 
 
 class Request(NamedTuple):
@@ -129,7 +129,7 @@ class Loader(BatchSource):
             yield to_device(batch, self._device)
 
     def stream(
-        self, microbatches: Range, first_step: int, last_step: int
+        self, microbatches: Dealt, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
@@ -182,7 +182,7 @@ class _Requests:
     def __init__(
         self,
         make: Callable[[int, int], Request | None],
-        microbatches: Range,
+        microbatches: Dealt,
         first_step: int,
         last_step: int,
     ) -> None:

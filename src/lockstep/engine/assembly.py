@@ -14,8 +14,10 @@ from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.cut_model import check_cut_model
+from lockstep.engine.audit.rehearsal import Rehearsal
 from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.hooks.hook import Hook
@@ -26,7 +28,8 @@ from lockstep.engine.places import Places
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.flat import FlatTensors, model_digest
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.task import Task
@@ -84,7 +87,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     """
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
-    if config.mesh.tp * config.mesh.pp > 1:
+    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
         everywhere(transport, lambda: _check_whole_model(task_state, config))
     model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
     check_start(transport, model)
@@ -93,7 +96,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     flat = everywhere(
         transport,
         lambda: FlatTensors(
-            trainable_groups(model, optimizer), "parameter", shards, units_of(model)
+            trainable_groups(model, optimizer),
+            "parameter",
+            shards,
+            units_of(model),
+            by_block=config.shards_gradients and isinstance(model, Pipeline),
         ),
     )
     sampler, loader, order = everywhere(
@@ -116,6 +123,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     )
     if tried:
         check_watched(config, judged(tried))
+    everywhere(transport, lambda: _check_movable(model, config, flat, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
     facts["loss and gradient of the first microbatch"] = trial.digest
@@ -137,10 +145,16 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if isinstance(model, Pipeline):
         model.untie()
     places = Places(config, runtime, model, stages)
-    if places.is_split and not transport.is_newcomer:  # who joins has no place yet
+    if places.are_coupled and not transport.is_newcomer:  # who joins has no place yet
         places.arrange()
+    if places.is_split and not transport.is_newcomer:
         flat = flat.restricted(places.own)
         keep(model, places.own)
+    if not compute.phases.are_several:  # where a step has gradients of some parameters only
+        size, can_regroup = places.data.size, transport.can_regroup
+        everywhere(
+            transport, lambda: check_memory(config, model, flat, optimizer, size, can_regroup)
+        )
     constants = Constants(model, trial.changed)
     everywhere(transport, task_state.check)
     facts["phases"] = compute.phases.description()
@@ -201,6 +215,27 @@ def evaluations(
     }
 
 
+def _check_movable(
+    model: nn.Module,
+    config: TrainConfig,
+    flat: FlatTensors,
+    trial: Trial,
+    splits: dict[str, Evaluation],
+    tried: dict[str, dict[str, Any]],
+) -> None:
+    """Refuse what reads parameters where they will be no more.
+
+    Raises:
+        TaskError: naming it.
+    """
+    if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
+        trial.check_views({f.untyped_storage().data_ptr() for f in flat.flats})
+    if config.shards_parameters:
+        assert isinstance(model, Pipeline), "others are refused"
+        evaluated = {name: (splits[name], metrics) for name, metrics in tried.items()}
+        trial.rehearse(Rehearsal(model, flat), evaluated)
+
+
 def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
     """Refuse what looks at a model of which each rank has a part only.
 
@@ -217,9 +252,9 @@ def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
     ]
     if looking:
         raise ConfigError(
-            f"mesh.tp={config.mesh.tp}, mesh.pp={config.mesh.pp}: "
+            f"mesh.tp={config.mesh.tp}, mesh.pp={config.mesh.pp}, sharding={config.sharding}: "
             f"{type(looking[0]).__name__}.after_step would see what one rank holds, not the model; "
-            "set both to 1"
+            "set both to 1, and sharding to gradients at most"
         )
 
 

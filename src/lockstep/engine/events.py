@@ -53,8 +53,9 @@ class Joined(Event):
     local_rank: int
     device: str
     threads: int
-    microbatches: tuple[int, int]
-    """The contiguous range [first, last) of microbatches this rank computes."""
+    microbatches: tuple[int, ...]
+    """The microbatches this rank computes: first, last + 1, and a step if they are not contiguous
+    (`sharding`)."""
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,15 @@ FAULTS = "LOCKSTEP_FAULTS"
 
 Moment = Literal[
     "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
+    "unshard", "leave",
     "compute", "reduce", "reduced", "optimizer", "gather", "gathered",
     "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
 when some gradients are there; before a sum over shards in a forward and in a backward pass
 (`mesh.tp`); before activations or gradients go to another stage, and before a stage waits for them
-(`mesh.pp`); after a microbatch; before and after the reduction; before the
+(`mesh.pp`); before the slices of a block's parameters come together, and before its gradients are
+sent (`sharding`); after a microbatch; before and after the reduction; before the
 optimizer; before and after ranks with a sharded one tell each other what they have stepped; after
 the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was
 noticed; when survivors have regrouped but not agreed yet; when a new process begins, to be taken

@@ -15,6 +15,7 @@ from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.streamed import streamed_digest
 from lockstep.engine.checkpoint.whole_tensors import whole_digest
 from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
@@ -126,7 +127,7 @@ class Trainer:
         """Step after step to the end. Only `RunState.commit` makes a step one of the run's."""
         state, train_step = self._state, self._parts.train_step
         if self._is_to_mend:
-            self._parts.places.mend()
+            train_step.mend()
             self._is_to_mend = False
         self._hooks.start(state.progress)
         self._hooks.check()
@@ -234,7 +235,8 @@ class Trainer:
         """Say what the task probably does not mean."""
         parts = self._parts
         means: list[str] = []
-        if not parts.places.are_staged:  # where the loss is on some ranks only
+        # Where all ranks have a loss, and each of them can compute the model by itself.
+        if not parts.places.are_staged and not parts.places.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
         for hint in (*ignored_methods(type(task)), *means):
             self._runtime.emit(Warned(step=0, message=hint))
@@ -248,8 +250,7 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
-        train_step = parts.train_step
-        sha256 = whole_digest(parts.places, parts.model, train_step.flat, train_step.state.unsaved)
+        sha256 = self._digest()
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
@@ -268,6 +269,15 @@ class Trainer:
         # Nobody leaves alone: to the others, a rank that is gone has died, and they would recover.
         self._transport.agree()
         return finished
+
+    def _digest(self) -> str:
+        """SHA-256 of the final parameters; a collective."""
+        parts, train_step = self._parts, self._parts.train_step
+        unsaved = train_step.state.unsaved
+        if train_step.is_streamed:
+            return streamed_digest(train_step, parts.model, unsaved)
+        with train_step.parameters.whole():
+            return whole_digest(parts.places, parts.model, train_step.flat, unsaved)
 
 
 def _check_size(config: TrainConfig, runtime: Runtime) -> None:

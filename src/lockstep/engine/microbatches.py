@@ -12,7 +12,7 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.balance import Balancer, Proposal
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.timing import Times
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
 
 
 class Microbatches:
@@ -36,7 +36,9 @@ class Microbatches:
         """
         self._transport = runtime.transport
         self._parts = parts
-        self._balancer = Balancer(config.balance_every, parts.places.mesh.of_each_replica)
+        # In rounds all wait for the slowest rank, whoever has more of them.
+        every = 0 if config.shards_gradients else config.balance_every
+        self._balancer = Balancer(every, parts.places.mesh.of_each_replica)
         self.stream = self._open(progress.step)
 
     def regroup(self, step: int, state: OptimizerState | None) -> None:
@@ -73,7 +75,7 @@ class Microbatches:
         self.stream.close()
 
     def _deal_out(
-        self, ranges: Sequence[Range], step: int, state: OptimizerState | None = None
+        self, ranges: Sequence[Dealt], step: int, state: OptimizerState | None = None
     ) -> None:
         self._parts.train_step.deal_out(self._parts.places.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)

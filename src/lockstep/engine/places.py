@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
@@ -16,7 +17,7 @@ from lockstep.nn.regions import Moment, Region
 from lockstep.nn.units import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.depth_axis import Moment as PipelineMoment
-from lockstep.parallel.layout import Range, split
+from lockstep.parallel.layout import Dealt, Range, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 from lockstep.parallel.pipeline_schedule import Pass, one_forward_one_backward
 from lockstep.parallel.shard_axis import ShardAxis
@@ -33,9 +34,11 @@ class Places:
         replica: transport between the ranks of this one's replica, in the order of columns.
         features: transport between those of them that are of the same stage.
         depth: transport between those of them that hold the same shards.
+        storage: transport between the ranks of this one's column for what they do inside of a step.
         mesh: place of every rank.
         num_shards: number of shards of each layer that is cut.
         stages: range of blocks of each stage; of a model that is no pipeline a single one.
+        in_slices: whether a rank has whole parameters of a block only while it computes it.
         step: number of the step that is computed, for faults.
     """
 
@@ -44,7 +47,7 @@ class Places:
     ) -> None:
         """Compute everything in this process, until `arrange` is called."""
         self.world = self.data = self.replica = runtime.transport
-        self.features = self.depth = runtime.transport
+        self.features = self.depth = self.storage = runtime.transport
         self._runtime = runtime
         self._model = model
         self._num_microbatches = config.num_microbatches
@@ -53,13 +56,26 @@ class Places:
         self.stages = list(stages)
         self._axes: list[DepthAxis] = []
         self.num_shards = config.num_shards
-        self.mesh = Mesh.of(config.num_microbatches, self.world.size)
+        self._in_rounds = config.shards_gradients
+        self.in_slices = config.shards_parameters
+        self.mesh = self._begun(self.world.size, 1, 1)
         self.step = 0
 
     @property
     def is_split(self) -> bool:
         """Whether the model is shared out over several ranks."""
         return self._num_columns > 1
+
+    @property
+    def are_coupled(self) -> bool:
+        """Whether ranks wait for one another inside of a step, not only at its end."""
+        return self.is_split or self._in_rounds
+
+    @property
+    def late_blocks(self) -> set[int]:
+        """Blocks whose gradients are there at the end of a backward pass only."""
+        ties = self._model.ties if isinstance(self._model, Pipeline) else ()
+        return {tie.first for tie in ties}
 
     @property
     def are_staged(self) -> bool:
@@ -116,8 +132,11 @@ class Places:
 
     def arrange(self) -> None:
         """Give every rank a place, and connect them, as all begin; a collective."""
-        self.mesh = Mesh.of(self._num_microbatches, self.world.size, self._tp, self._pp)
+        self.mesh = self._begun(self.world.size, self._tp, self._pp)
         self.connect()
+
+    def _begun(self, size: int, tp: int, pp: int) -> Mesh:
+        return Mesh.of(self._num_microbatches, size, tp, pp, self._in_rounds)
 
     def assign(self, kept: Sequence[int]) -> None:
         """Give every rank of a new group a place on the mesh; `connect` must follow.
@@ -130,18 +149,23 @@ class Places:
         """
         self._check_columns(kept)
         columns = rearranged(kept, self._num_columns)
-        self.mesh = Mesh(self._num_microbatches, columns, self._tp, self._pp)
+        num = self._num_microbatches
+        self.mesh = Mesh(num, columns, self._tp, self._pp, self._in_rounds)
 
     def connect(self) -> None:
         """Make the transports of the axes, where they were given up too; a collective."""
-        if not self.is_split:
-            return
         mesh = self.mesh
         columns = [mesh.members(column) for column in range(mesh.num_columns)]
+        if self._in_rounds:
+            self.storage = self.world.subgroup(columns)
+        if not self.is_split:
+            return
         alone = [[rank] for rank in mesh.incomplete]
         stages = [r[i : i + mesh.tp] for r in mesh.replicas for i in range(0, len(r), mesh.tp)]
         rows = [r[place :: mesh.tp] for r in mesh.replicas for place in range(mesh.tp)]
         self.data = self.world.subgroup(columns)
+        if not self._in_rounds:
+            self.storage = self.data
         self.replica = self.world.subgroup([*mesh.replicas, *alone])
         self.features = self.depth = self.replica
         if mesh.pp > 1:
@@ -166,20 +190,50 @@ class Places:
 
     def refresh(self) -> None:
         """Have each stage have what it uses of other stages' parameters; a collective."""
-        if isinstance(self._model, Pipeline) and self.are_staged:
-            self._model.refresh()
+        if not (isinstance(self._model, Pipeline) and self.are_staged):
+            return
+        axis, ties, storage = self._model.axis, self._model.ties, self._model.storage
+        if self.replica_number < len(self.mesh.replicas):
+            assert axis is not None, "there is one in a run"
+            ties.refresh(axis, storage)
+        elif storage is not None:
+            ties.skip_refresh(self.stages, self.column // self._tp, storage)
 
-    def passes(self, microbatches: Range) -> Iterator[Pass]:
+    def in_turn(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches; while only other ranks have some left, they get what they need of this one.
+
+        With parameters in slices a collective of the column, between any two batches too.
+        """
+        storage = self._model.storage if isinstance(self._model, Pipeline) else None
+        if storage is None:
+            yield from batches
+            return
+        left = iter(batches)
+        counts = [1] * self.storage.size
+        while True:
+            item = next(left, None)
+            own = torch.tensor([item is not None])
+            if not self.storage.gather_host(own, counts).any():
+                return
+            if item is not None:
+                yield item
+            else:
+                with torch.no_grad():
+                    storage.skip_forward()
+
+    def passes(self, microbatches: Dealt) -> Iterator[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
-        axis = self._model.axis if isinstance(self._model, Pipeline) else None
-        stage, num_stages = (axis.stage, len(axis.stages)) if axis is not None else (0, 1)
-        return one_forward_one_backward(microbatches, stage, num_stages)
+        # Of spares too, who do in each of them what others of their stage need.
+        stage = 0 if self.column == NEW else self.column // self._tp
+        return one_forward_one_backward(microbatches, stage, self._pp)
 
     def give_up(self) -> None:
-        """Have the other ranks of the replica notice that this one has failed."""
-        if self.is_split:
-            for transport in {id(t): t for t in (self.replica, self.features, self.depth)}.values():
-                transport.give_up()
+        """Have the ranks that wait for this one inside of a step notice that it has failed."""
+        waiting = [self.replica, self.features, self.depth] if self.is_split else []
+        if self._in_rounds:
+            waiting.append(self.storage)
+        for transport in {id(t): t for t in waiting}.values():
+            transport.give_up()
 
     def together(self, compute: Callable[[], T]) -> T:
         """The result of what the ranks of a replica compute together.
@@ -195,10 +249,10 @@ class Places:
 
     def mend(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
-        if self.is_split:
+        if self.are_coupled:
             self.connect()
 
-    def of_column(self, of_ranks: Sequence[Range]) -> list[Range]:
+    def of_column(self, of_ranks: Sequence[Dealt]) -> list[Dealt]:
         """Of ranges for all ranks, those of this rank's column."""
         if not self.is_split or self.column == NEW:
             return list(of_ranks)

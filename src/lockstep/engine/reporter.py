@@ -109,8 +109,8 @@ class Reporter:
         ranges = self._parts.places.mesh.microbatches
         for rank, row in enumerate(rows):
             if row["slot"] not in known:
-                first, last = ranges[rank]
-                joined = Joined(step=progress.step, rank=rank, microbatches=(first, last), **row)
+                own = tuple(ranges[rank])
+                joined = Joined(step=progress.step, rank=rank, microbatches=own, **row)
                 self._runtime.emit(joined)
 
     def start(self, progress: Progress, is_over: bool) -> None:

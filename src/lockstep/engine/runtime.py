@@ -17,7 +17,7 @@ from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.engine.events import Emit, Event
 from lockstep.engine.faults import At, nothing
 from lockstep.engine.pulse import Pulse
-from lockstep.errors import LockstepError, RankFailure, TaskFailure, shared, shortened
+from lockstep.errors import EnvironError, LockstepError, RankFailure, TaskFailure, shared, shortened
 
 T = TypeVar("T")
 
@@ -118,6 +118,14 @@ def shared_error(
         mine = [GroupBroken.__name__, str(error)]
     elif isinstance(error, LockstepError):
         mine = [type(error).__name__, str(error)]
+    elif error is not None and _is_out_of_memory(error):
+        mine = [
+            EnvironError.__name__,
+            f"rank {transport.rank} is out of memory: {str(error).partition(chr(10))[0]}; more "
+            "microbatches (num_microbatches) or activation_checkpointing lower what activations "
+            "take, and sharding what parameters, gradients and optimizer state take",
+        ]
+        _let_go(error)
     elif error is not None:
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
@@ -128,6 +136,11 @@ def shared_error(
     if said and first is None:
         raise GroupBroken(said[0][1])
     return _error(*first) if first else None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    is_of_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_of_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.random import kept_generators
+from lockstep.engine.digests import model_digest
 from lockstep.engine.passes.buffers import same_bits
-from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exporting.example import Example, find_example

@@ -153,7 +153,7 @@ def keep(model: nn.Module, own: Holding) -> None:
         if name not in copies and not own.has(unit):
             let_go(parameters[name])
     if isinstance(model, Pipeline):
-        model.tie(own, units)
+        model.ties.take_place(own, units)
 
 
 def every_tensor(model: nn.Module) -> dict[str, Tensor]:

@@ -208,6 +208,13 @@ def is_held(piece: Tensor) -> bool:
     return piece.numel() == 0 or any(piece.stride()) or piece.dim() == 0
 
 
+def is_let_go(parameter: Tensor) -> bool:
+    """Whether `let_go` has freed a parameter's memory."""
+    # A number has no strides to tell by.
+    is_number = parameter.dim() == 0
+    return not is_held(parameter) or (is_number and bool(parameter.isnan()))
+
+
 def say_what_is_held(model: nn.Module) -> None:
     """Have `state_dict`, of the model or of a module in it, tell which parameters are elsewhere."""
     for module in model.modules():
@@ -219,9 +226,7 @@ def _without_content(module: nn.Module, state: dict[str, Any], prefix: str, _: A
         name = prefix + key
         if parameter is None or name not in state:
             continue
-        # A number has no strides to tell by.
-        is_number = parameter.dim() == 0
-        if not is_held(parameter) or (is_number and bool(parameter.isnan())):
+        if is_let_go(parameter):
             state[name] = Elsewhere.of(name, parameter.shape, parameter.dtype)
 
 

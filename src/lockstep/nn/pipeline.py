@@ -7,22 +7,19 @@ blocks give the model's output, computes the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError
-from lockstep.nn.layers import is_held, let_go
-from lockstep.nn.units import Holding, Unit
+from lockstep.nn.storage import Storage
+from lockstep.nn.ties import Tie, Ties
 from lockstep.parallel.depth_axis import DepthAxis, check_sendable
-
-_Role = Literal["trains", "uses", "alone"]
-"""Whether a stage trains a parameter that another one uses, or the other way, or neither."""
 
 
 class StageDone(BaseException):
@@ -43,27 +40,6 @@ class StageDone(BaseException):
         self._axis.finish()
 
 
-@dataclass(frozen=True, eq=False)
-class Tie:
-    """A parameter that an earlier block has, too.
-
-    Attributes:
-        original: its name in the first block that has it, whose stage trains it.
-        names: its names in this block.
-        first: number of the first block.
-        block: number of this block.
-        parameter: tensor of the first block.
-        copy: tensor of this block.
-    """
-
-    original: str
-    names: list[str]
-    first: int
-    block: int
-    parameter: nn.Parameter
-    copy: nn.Parameter
-
-
 class Pipeline(nn.Sequential):
     """Blocks that are called one after another, as `torch.nn.Sequential`.
 
@@ -80,6 +56,9 @@ class Pipeline(nn.Sequential):
     Attributes:
         axis: the blocks that this rank computes; None outside of a run, where the model is a plain
             `Sequential`.
+        storage: where parameters of blocks are; None if they are all in memory (`sharding`).
+        descend: function that is called with the number of each block but the last when its
+            backward pass begins, and that of later ones is over.
         inputs: what the stage before has sent for the newest forward pass.
         ties: parameters of several blocks, once `untie` was called.
 
@@ -91,15 +70,17 @@ class Pipeline(nn.Sequential):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__(*blocks)
         self.axis: DepthAxis | None = None
+        self.storage: Storage | None = None
+        self.descend: Callable[[int], None] | None = None
         self.is_called_once = False
         self.inputs: list[Tensor | None] = []
-        self.ties: list[Tie] = []
-        self._num_calls, self._is_open = 0, False
+        self.ties = Ties([])
+        self.num_calls, self._is_open = 0, False
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Within it the task's loss is computed, on all stages; else stages refuse to be called."""
-        self._num_calls, self._is_open = 0, True
+        self.num_calls, self._is_open = 0, True
         try:
             yield
         finally:
@@ -134,14 +115,18 @@ class Pipeline(nn.Sequential):
                 raise TaskError(f"Pipeline: block {name} is None; every block must be a module")
             if key is not None:
                 seed_all(random_key(key, Stream.BLOCKS, number))
+            if self.storage is not None:
+                self.storage.unshard(number)
             outputs = block(*inputs)
+            if self.storage is not None:
+                self.storage.reshard(number)
             if number < len(self) - 1:
-                inputs = self._passed_on(outputs, name, key is not None)
+                inputs = self._passed_on(outputs, number, key is not None)
                 outputs = inputs
         return outputs
 
-    def _passed_on(self, outputs: Any, name: str, is_in_run: bool) -> tuple[Tensor, ...]:
-        state = _state(outputs)
+    def _passed_on(self, outputs: Any, number: int, is_in_run: bool) -> tuple[Tensor, ...]:
+        state, name = _state(outputs), list(self._modules)[number]
         for value in state:
             if not isinstance(value, Tensor):
                 raise TaskError(
@@ -151,20 +136,27 @@ class Pipeline(nn.Sequential):
             if is_in_run:
                 check_sendable(value, f"Pipeline: block {name} returned")
         # As it would arrive at another rank: strides and alignment may change what kernels round.
-        return tuple(_Boundary.apply(t) for t in state) if is_in_run else state  # type: ignore[no-untyped-call]
+        if not is_in_run:
+            return state
+        descend = None if self.descend is None else partial(self.descend, number)
+        return tuple(_Boundary.apply(t, descend) for t in state)  # type: ignore[no-untyped-call]
 
     def _check_calls(self) -> None:
         assert self.axis is not None
-        if len(self.axis.stages) > 1 and not self._is_open:
+        is_divided = len(self.axis.stages) > 1 or self.storage is not None
+        if is_divided and not self._is_open:
             raise TaskError(
-                "the model is in stages (mesh.pp), which only Task.loss and Task.evaluate may "
-                "call; compute it there, or set mesh.pp=1"
+                "the model is in stages (mesh.pp) or in slices (sharding=parameters), which only "
+                "Task.loss and Task.evaluate may call; compute it there, or set mesh.pp=1 and "
+                "sharding=gradients"
             )
-        self._num_calls += 1
-        if self.is_called_once and self._num_calls > 1:
+        if self._is_open:
+            self.num_calls += 1
+        if self.is_called_once and self.num_calls > 1:
             raise TaskError(
-                "Task.loss: calls the model twice, and a model in stages (mesh.pp) is computed "
-                "once for each microbatch; put both calls into one, or set mesh.pp=1"
+                "Task.loss: calls the model twice, and a model in stages (mesh.pp) or in slices "
+                "(sharding=parameters) is computed once for each microbatch; put both calls into "
+                "one, or set mesh.pp=1 and sharding=gradients"
             )
 
     def block_of(self, name: str) -> int:
@@ -203,82 +195,22 @@ class Pipeline(nn.Sequential):
             tie.names.append(name)
             path, _, key = name.rpartition(".")
             self.get_submodule(path)._parameters[key] = tie.copy
-        self.ties = list(ties.values())
-
-    def tie(self, own: Holding, units: Mapping[str, Unit]) -> None:
-        """Have the copies of `untie` share the memory of the first tensor, where that is held.
-
-        A block whose first tensor is not held here gets memory of its own, for `refresh`.
-
-        Args:
-            own: blocks and shards that this rank holds.
-            units: unit of each parameter by name.
-        """
-        for tie in self.ties:
-            copy, unit = tie.copy, units[tie.original]
-            if own.has(unit):
-                copy.data = tie.parameter.data
-            elif own.has(Unit(tie.block, unit.shard)):
-                copy.data = torch.zeros(copy.shape, dtype=copy.dtype, device=copy.device)
-            else:
-                let_go(copy)
-
-    def refresh(self) -> None:
-        """Bring what later stages have of earlier blocks' parameters up to date; a collective."""
-        for tie in self.ties:
-            axis, role, other = self._role(tie)
-            if role == "trains":
-                axis.send([tie.parameter.detach()], other)
-            elif role == "uses":
-                [received] = axis.receive(other)
-                assert received is not None
-                tie.copy.data.copy_(received)
-
-    def collect_ties(self) -> None:
-        """Add the gradients of copies to those of the first tensors, in the order of blocks.
-
-        A collective of the stages. Those of copies are gone afterwards.
-        """
-        for tie in self.ties:
-            axis, role, other = self._role(tie)
-            gradient, tie.copy.grad = tie.copy.grad, None
-            if role == "uses":
-                axis.send([gradient], other)
-                continue
-            if role == "trains":
-                [gradient] = axis.receive(other)
-            if gradient is None:
-                continue
-            total = tie.parameter.grad
-            tie.parameter.grad = gradient if total is None else total + gradient
-
-    def forget_ties(self) -> None:
-        """Forget the gradients that `collect_ties` would add up."""
-        for tie in self.ties:
-            tie.copy.grad = None
-
-    def _role(self, tie: Tie) -> tuple[DepthAxis, _Role, int]:
-        """What this rank does about a tied parameter, and the stage that it does this with."""
-        axis = self.axis
-        assert axis is not None, "ties are there in a run only"
-        if len(axis.stages) > 1 and is_held(tie.copy):
-            trains, uses = axis.stage_of(tie.first), axis.stage_of(tie.block)
-            if trains != uses and axis.stage == trains:
-                return axis, "trains", uses
-            if trains != uses and axis.stage == uses:
-                return axis, "uses", trains
-        return axis, "alone", axis.stage
+        self.ties = Ties(list(ties.values()))
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, descend: Callable[[], None] | None) -> Tensor:
+        ctx.descend = descend
         return x.view_as(x) if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Autograd comes here when all later blocks are done: it takes the newest node that it can.
+        if ctx.descend is not None:
+            ctx.descend()
         plain = _is_plain(gradient)
-        return gradient if plain else gradient.clone(memory_format=torch.contiguous_format)
+        return gradient if plain else gradient.clone(memory_format=torch.contiguous_format), None
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -294,7 +294,7 @@ def _who(plan: RunStarted, joined: Sequence[Joined]) -> str:
 
 
 def _share(joined: Sequence[Joined]) -> str:
-    shares = [last - first for first, last in (process.microbatches for process in joined)]
+    shares = [len(range(*process.microbatches)) for process in joined]
     if not shares:
         return ""
     least, most = min(shares), max(shares)

@@ -197,21 +197,21 @@ class Slices(Exchange):
         return [by_node[key] for key in sorted(by_node)]
 
 
-def copy_to_next(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:
+def copy_to_next(transport: Transport, own: Tensor, other: Tensor, slices: Sequence[Range]) -> None:
     """Give the next rank, and the last one's to rank 0, the slice this rank owns.
 
     Args:
         transport: transport between the ranks.
-        flat: one segment, [numel]; the slice of the rank before this one is overwritten.
+        own: slice that this rank owns.
+        other: memory for that of the rank before this one.
         slices: the elements that each rank owns.
     """
     rank, size = transport.rank, transport.size
     # An all-to-all with a single receiver each: a transport has no send and receive.
-    own, other = slices[rank], slices[rank - 1]
-    send, start, receive = [0] * size, [0] * size, [0] * size
-    send[(rank + 1) % size], start[(rank + 1) % size] = len(own), own.first
-    receive[rank - 1] = len(other)
-    transport.all_to_all(flat, send, start, flat[other.first : other.last], receive)
+    send, receive = [0] * size, [0] * size
+    send[(rank + 1) % size] = len(slices[rank])
+    receive[rank - 1] = len(slices[rank - 1])
+    transport.all_to_all(own, send, [0] * size, other, receive)
 
 
 def gather_slices(transport: Transport, flat: Tensor, slices: Sequence[Range]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.parallel.arena import Arena, Row
-from lockstep.parallel.layout import Range, leaves, merges, stack_depth
+from lockstep.parallel.arena import Row
+from lockstep.parallel.layout import Dealt, leaves, merges, stack_depth
 
 
-def rows_needed(microbatches: Range, num_microbatches: int) -> int:
+def rows_needed(microbatches: Dealt, num_microbatches: int) -> int:
     """Rows of an arena that the fold of these microbatches uses, at least one.
 
     Args:
@@ -24,7 +24,7 @@ def rows_needed(microbatches: Range, num_microbatches: int) -> int:
 
 
 class Fold:
-    """A stack of partial sums in an arena's rows: a binary counter of flat gradients.
+    """A stack of partial sums in rows of memory: a binary counter of flat gradients.
 
     Attributes:
         nodes: nodes of the canonical tree in the rows 0, 1, … once all leaves are in.
@@ -32,23 +32,23 @@ class Fold:
 
     def __init__(
         self,
-        arena: Arena,
+        rows: Sequence[Row],
         places: Sequence[Sequence[tuple[int, torch.Size]]],
-        microbatches: Range,
+        microbatches: Dealt,
         num_microbatches: int,
     ) -> None:
-        """Prepare to fold `microbatches` into `arena`.
+        """Prepare to fold `microbatches`.
 
         Args:
-            arena: memory with at least `rows_needed` rows.
+            rows: memory: at least `rows_needed` rows.
             places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
                 elements.
             microbatches: range of microbatches of this rank.
             num_microbatches: number of microbatches of the whole global batch.
         """
-        self._arena = arena
+        self._rows = rows
         self._merges, self.nodes = merges(leaves(microbatches), num_microbatches)
-        self._views = [_views(row, places) for row in arena.rows]
+        self._views = [_views(row, places) for row in rows]
         self._next = 0
         self._height = 0
 
@@ -66,7 +66,7 @@ class Fold:
         """
         count = self._merges[self._next]
         self._next += 1
-        rows = self._arena.rows
+        rows = self._rows
         if count == 0:
             # A left child, or one without a sibling here, waits in a row until others follow.
             _store(self._views[self._height], tensors, torch._foreach_copy_, _zero)

@@ -24,6 +24,22 @@ class Range(NamedTuple):
         return self.last - self.first
 
 
+class Strided(NamedTuple):
+    """The integers first, first + step, … below last."""
+
+    first: int
+    last: int
+    step: int
+
+    def __len__(self) -> int:
+        """The number of integers."""
+        return len(range(self.first, self.last, self.step))
+
+
+Dealt = Range | Strided
+"""Microbatches of a rank: a range of them, or one of each round."""
+
+
 class Node(NamedTuple):
     """A node of the canonical tree: the sum of leaves first..first+size-1."""
 
@@ -97,8 +113,8 @@ def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node
     return counts, stack
 
 
-def leaves(microbatches: Range) -> list[Node]:
-    """The leaves of a range of microbatches."""
+def leaves(microbatches: Dealt) -> list[Node]:
+    """The leaves of a rank's microbatches."""
     return [Node(i, 1) for i in range(*microbatches)]
 
 

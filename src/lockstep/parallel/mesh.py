@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.parallel.layout import Range, split
+from lockstep.parallel.layout import Dealt, Range, Strided, split
 
 NEW = -1
 """The column of a rank that has none yet."""
@@ -27,17 +27,23 @@ class Mesh:
         columns: column of each rank, from 0: those of the first stage, then of the second, ….
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
+        in_rounds: whether in each round the replicas compute one microbatch each, and the next one
+            has the next one, rather than each a range of them.
     """
 
     num_microbatches: int
     columns: tuple[int, ...]
     tp: int = 1
     pp: int = 1
+    in_rounds: bool = False
 
     @classmethod
-    def of(cls, num_microbatches: int, size: int, tp: int = 1, pp: int = 1) -> Mesh:
+    def of(
+        cls, num_microbatches: int, size: int, tp: int = 1, pp: int = 1, in_rounds: bool = False
+    ) -> Mesh:
         """The mesh of ranks that start together: neighbours, who share hosts, make a replica."""
-        return cls(num_microbatches, tuple(rank % (tp * pp) for rank in range(size)), tp, pp)
+        columns = tuple(rank % (tp * pp) for rank in range(size))
+        return cls(num_microbatches, columns, tp, pp, in_rounds)
 
     @property
     def num_columns(self) -> int:
@@ -71,18 +77,33 @@ class Mesh:
         return idle + len(self.incomplete)
 
     @property
-    def microbatches(self) -> list[Range]:
+    def microbatches(self) -> list[Dealt]:
         """For each rank, the microbatches it computes unless speeds are known to differ."""
         return self.of_ranks(self.of_each_replica)
 
     @property
-    def of_each_replica(self) -> list[Range]:
+    def of_each_replica(self) -> list[Dealt]:
         """For each replica, the microbatches it computes unless speeds are known to differ."""
-        return split(self.num_microbatches, len(self.replicas))
+        num = len(self.replicas)
+        if self.in_rounds:
+            return [Strided(number, self.num_microbatches, num) for number in range(num)]
+        return list(split(self.num_microbatches, num))
 
-    def of_ranks(self, of_replicas: Sequence[Range]) -> list[Range]:
+    def rounds(self, own: Dealt) -> Dealt:
+        """A microbatch for each round, of a rank; of those it has none in, a number too high.
+
+        Args:
+            own: microbatches of the rank.
+        """
+        if not self.in_rounds:
+            return own
+        num = len(self.replicas)
+        num_rounds = -(-self.num_microbatches // num)
+        return Strided(own.first, own.first + num_rounds * num, num)
+
+    def of_ranks(self, of_replicas: Sequence[Dealt]) -> list[Dealt]:
         """For each rank, the microbatches of its replica; none for spares."""
-        ranges = [Range(self.num_microbatches, self.num_microbatches)] * self.size
+        ranges: list[Dealt] = [Range(self.num_microbatches, self.num_microbatches)] * self.size
         for replica, own in zip(self.replicas, of_replicas, strict=True):
             for rank in replica:
                 ranges[rank] = own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,38 +38,55 @@ def global_norm(segments: Sequence[Tensor]) -> float:
 
 
 def sharded_block_norms(
-    transport: Transport, segments: Sequence[Tensor], slices: Sequence[Sequence[Range]]
+    transport: Transport, own: Sequence[Tensor], slices: Sequence[Sequence[Range]]
 ) -> list[Tensor]:
     """`block_norms` of each segment, where each rank holds only the slice it owns.
 
     Args:
         transport: transport between the ranks, all of which call this.
-        segments: the segments, each [numel], of which this rank's slice counts.
+        own: slice of each segment that this rank owns.
         slices: for each segment, the elements that each rank owns: whole blocks.
     """
-    norms = []
-    for segment, ranges in zip(segments, slices, strict=True):
-        own = ranges[transport.rank]
-        counts = [len(r) // BLOCK for r in ranges]
-        everyone = torch.empty(sum(counts), dtype=segment.dtype, device=segment.device)
-        transport.all_gather(block_norms(segment[own.first : own.last]), everyone, counts)
-        norms.append(everyone)
+    norms: list[Tensor] = [torch.empty(0)] * len(own)
+    mine = [block_norms(part) for part in own]
+    for dtype in dict.fromkeys(part.dtype for part in own):
+        # In one message, however many segments there are.
+        segments = [s for s, part in enumerate(own) if part.dtype == dtype]
+        lengths = [[len(slices[s][r]) // BLOCK for s in segments] for r in range(transport.size)]
+        counts = [sum(of_rank) for of_rank in lengths]
+        sent = torch.cat([mine[s] for s in segments])
+        everyone = sent.new_empty(sum(counts))
+        transport.all_gather(sent, everyone, counts)
+        parts = torch.split(everyone, [n for of_rank in lengths for n in of_rank])
+        for number, segment in enumerate(segments):
+            norms[segment] = torch.cat(parts[number :: len(segments)])
     return norms
 
 
-class ScatteredNorms:
-    """The blocks of all ranks of a model in units, in the order of the whole model."""
+class NormPart(NamedTuple):
+    """Blocks that lie side by side in a segment, and belong to one unit of the model.
 
-    def __init__(
-        self,
-        parts: Sequence[tuple[int, Hashable, int]],
-        holders: Mapping[Any, int],
-        rank: int,
-    ) -> None:
+    Attributes:
+        kind: what tells blocks that are added up first: parts of one kind have one dtype.
+        segment: number of the segment.
+        unit: unit of the model.
+        num_blocks: number of blocks.
+    """
+
+    kind: Hashable
+    segment: int
+    unit: Hashable
+    num_blocks: int
+
+
+class ScatteredNorms:
+    """The norms of blocks in the order of the whole model, wherever they lie."""
+
+    def __init__(self, parts: Sequence[NormPart], holders: Mapping[Any, int], rank: int) -> None:
         """Plan what each rank sends.
 
         Args:
-            parts: (segment, unit, number of blocks) of each part of the whole model, in order.
+            parts: parts of the whole model, in order.
             holders: for each unit, the rank that tells its norms.
             rank: rank of this process.
         """
@@ -78,38 +95,51 @@ class ScatteredNorms:
     def gather(
         self, transport: Transport, own: Sequence[Tensor], holds: Callable[[Any], bool]
     ) -> list[Tensor]:
-        """Norms of the blocks of the whole model, for each segment; a collective.
+        """Norms of the blocks of the whole model, for each kind; a collective.
 
         Args:
             transport: transport between all ranks.
             own: norms of this rank's blocks, for each segment.
             holds: function from a unit to whether this rank holds it.
         """
-        return [self._of_segment(transport, s, norms, holds) for s, norms in enumerate(own)]
-
-    def _of_segment(
-        self, transport: Transport, segment: int, own: Tensor, holds: Callable[[Any], bool]
-    ) -> Tensor:
-        parts = [(unit, blocks) for s, unit, blocks in self._parts if s == segment]
-        sent, first = [], 0
-        for unit, blocks in parts:
-            if not holds(unit):
+        there: list[Tensor | None] = []
+        firsts = [0] * len(own)
+        for part in self._parts:
+            if not holds(part.unit):
+                there.append(None)
                 continue
-            if self._holders[unit] == self._rank:
-                sent.append(own[first : first + blocks])
-            first += blocks
+            first = firsts[part.segment]
+            firsts[part.segment] += part.num_blocks
+            there.append(own[part.segment][first : firsts[part.segment]])
+        kinds = dict.fromkeys(part.kind for part in self._parts)
+        # Of a kind that this rank holds nothing of, there is an empty segment.
+        likes = [own[next(p.segment for p in self._parts if p.kind == kind)] for kind in kinds]
+        pairs = zip(kinds, likes, strict=True)
+        return [self._of_kind(transport, kind, there, like) for kind, like in pairs]
+
+    def _of_kind(
+        self,
+        transport: Transport,
+        kind: Hashable,
+        there: Sequence[Tensor | None],
+        like: Tensor,
+    ) -> Tensor:
+        pairs = [(p, n) for p, n in zip(self._parts, there, strict=True) if p.kind == kind]
+        if transport.size == 1:
+            return torch.cat([norms for _, norms in pairs if norms is not None])
+        sent = [n for p, n in pairs if n is not None and self._holders[p.unit] == self._rank]
         counts = [0] * transport.size
-        for unit, blocks in parts:
-            counts[self._holders[unit]] += blocks
-        everyone = own.new_empty(sum(counts))
-        mine = torch.cat(sent) if sent else own.new_empty(0)
+        for part, _ in pairs:
+            counts[self._holders[part.unit]] += part.num_blocks
+        everyone = like.new_empty(sum(counts))
+        mine = torch.cat(sent) if sent else like.new_empty(0)
         transport.all_gather(mine, everyone, counts)
         of_rank = list(torch.split(everyone, counts))
         ordered = []
-        for unit, blocks in parts:
-            holder = self._holders[unit]
-            ordered.append(of_rank[holder][:blocks])
-            of_rank[holder] = of_rank[holder][blocks:]
+        for part, _ in pairs:
+            holder = self._holders[part.unit]
+            ordered.append(of_rank[holder][: part.num_blocks])
+            of_rank[holder] = of_rank[holder][part.num_blocks :]
         return torch.cat(ordered)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
 
 
 class Pass(NamedTuple):
@@ -15,7 +15,7 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-def one_forward_one_backward(microbatches: Range, stage: int, num_stages: int) -> Iterator[Pass]:
+def one_forward_one_backward(microbatches: Dealt, stage: int, num_stages: int) -> Iterator[Pass]:
     """The passes of a stage, 1F1B (Narayanan et al. 2019, PipeDream-Flush: 2021, section 2.2).
 
     A stage begins with as many forward passes as there are stages behind it, so it keeps the

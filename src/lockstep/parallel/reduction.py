@@ -25,11 +25,9 @@ from lockstep.parallel.exchange import (
     Exchange,
     Slices,
     WholeNodes,
-    copy_to_next,
-    gather_slices,
 )
 from lockstep.parallel.fold import Fold, rows_needed
-from lockstep.parallel.layout import Range, leaves, merges
+from lockstep.parallel.layout import Dealt, leaves, merges
 
 SMALL_BYTES = 1 << 20
 """Up to this many bytes of all ranks' nodes, saved latency outweighs the doubled additions."""
@@ -57,7 +55,7 @@ class OrderedReduction:
         num_scalars: int,
         num_header: int,
         num_microbatches: int,
-        ranges: Sequence[Range],
+        ranges: Sequence[Dealt],
         device: torch.device,
         bucket_bytes: int,
         gather: bool = True,
@@ -92,7 +90,7 @@ class OrderedReduction:
         num_rows = rows_needed(ranges[rank], num_microbatches)
         _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header
-        self.fold = Fold(arena, places, ranges[rank], num_microbatches)
+        self.fold = Fold(arena.rows, places, ranges[rank], num_microbatches)
         self._exchange: Exchange
         if size == 1:
             self._exchange = Alone(arena)
@@ -113,22 +111,21 @@ class OrderedReduction:
         """Forget the leaves of a step."""
         self.fold.restart()
 
-    def reduce(self) -> None:
-        """Sum over all ranks into `total`."""
+    @property
+    def leaves(self) -> Fold:
+        """What takes this rank's leaves."""
+        return self.fold
+
+    def reduce(self, header: Tensor | None = None) -> None:
+        """Sum over all ranks into `total`.
+
+        Args:
+            header: values for `header`.
+        """
+        if header is not None:
+            self.header.copy_(header)
         self._exchange.run()
 
     def headers(self) -> Tensor:
         """Every rank's header as of the last `reduce`, float64 [world size, num_header]."""
         return self._exchange.headers()
-
-    def copy_to_next(self, segment: int) -> None:
-        """Give the next rank the slice of a segment's total that this rank owns.
-
-        With it the next rank can step a second copy of this rank's optimizer state, so that the
-        loss of one rank loses no state (docs/fault-tolerance.md).
-        """
-        copy_to_next(self._transport, self.total.segments[segment], self.slices[segment])
-
-    def gather(self, segment: int, flat: Tensor) -> None:
-        """Give every rank the slices of `flat`, laid out as a segment, that others own."""
-        gather_slices(self._transport, flat, self.slices[segment])

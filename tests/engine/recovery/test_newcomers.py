@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
+from lockstep.engine.digests import model_digest
 from lockstep.engine.recovery.positions import NOWHERE, Held, find_origin
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import model_digest
 from lockstep.engine.task import Loss, Task
 
 

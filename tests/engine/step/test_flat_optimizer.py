@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn, optim
 
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
-from lockstep.engine.step.flat import FlatTensors, model_digest
+from lockstep.engine.digests import model_digest
+from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.optimizer import (
     ELEMENTWISE,
@@ -19,7 +21,11 @@ from lockstep.engine.step.optimizer import (
     default_optimizer,
     is_elementwise,
 )
+from lockstep.engine.step.slices import slices_of
 from lockstep.errors import ConfigError, TaskError
+from lockstep.nn import Pipeline
+from lockstep.nn.cutting import units_of
+from lockstep.nn.units import WHOLE
 from lockstep.parallel.arena import BLOCK
 from lockstep.parallel.layout import Range, split
 
@@ -150,7 +156,9 @@ class Rank:
         ]
         self._gradients = [torch.zeros_like(f) for f in self.flat.flats]
         self.flat_optimizer = FlatOptimizer(
-            optimizer, self.flat, self._gradients, [[o] for o in self.owned]
+            optimizer,
+            self.flat,
+            slices_of(self.flat, self._gradients, [[o] for o in self.owned]),
         )
 
     def step(self, number: int, factor: float = 1.0) -> None:
@@ -363,8 +371,8 @@ def flat_of(model: nn.Module, optimizer: optim.Optimizer) -> FlatTensors:
     )
 
 
-def whole(flat: FlatTensors) -> list[Range]:
-    return [Range(0, s.numel) for s in flat.segments]
+def whole(flat: FlatTensors) -> list[list[Range]]:
+    return [[Range(0, s.numel)] for s in flat.segments]
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
@@ -373,7 +381,7 @@ def test_muon_steps_each_matrix_as_torch_does() -> None:
     mine = muon([{"params": list(ours.parameters())}])
     flat = flat_of(ours, mine)
     grads = [torch.zeros_like(f) for f in flat.flats]
-    stepper = FlatOptimizer(mine, flat, grads, whole(flat))
+    stepper = FlatOptimizer(mine, flat, slices_of(flat, grads, whole(flat)))
     assert not stepper.elementwise
     reference = muon([{"params": list(theirs.parameters())}])
     for step in range(3):
@@ -423,7 +431,7 @@ def test_an_optimizer_of_whole_tensors_may_be_given_frozen_parameters() -> None:
     optimizer = NormedMomentum(model.parameters())
     flat = flat_of(model, optimizer)
     grads = [torch.ones_like(f) for f in flat.flats]
-    stepper = FlatOptimizer(optimizer, flat, grads, whole(flat))
+    stepper = FlatOptimizer(optimizer, flat, slices_of(flat, grads, whole(flat)))
     stepper.step(1.0)
     stepper.load_state(stepper.state())
     stepper.step(1.0)
@@ -664,3 +672,46 @@ def test_digest_tells_apart_values_names_shapes_and_dtypes() -> None:
     assert digest(a=one, b=two) == digest(b=two.clone(), a=one.clone())
     strided = torch.arange(6.0).view(2, 3).t()
     assert digest(a=strided) == digest(a=strided.contiguous())
+
+
+def blocks_of(model: nn.Module, by_block: bool) -> FlatTensors:
+    """In two groups, so that each block has elements of both."""
+    named = dict(model.named_parameters())
+    groups = [[(n, p) for n, p in named.items() if n.endswith(end)] for end in ("weight", "bias")]
+    return FlatTensors(groups, "parameter", {}, units_of(model), by_block=by_block)
+
+
+def test_segments_of_blocks_have_the_parts_of_one_segment() -> None:
+    sizes = (30, 50, 20, 70)
+    model = Pipeline(*[nn.Linear(a, b) for a, b in pairwise(sizes)])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    together, apart = (blocks_of(copy.deepcopy(model), by_block) for by_block in (False, True))
+    assert together.blocks == [WHOLE]
+    assert apart.blocks == [0, 1, 2]
+    assert [part[1:] for part in apart.parts] == [part[1:] for part in together.parts]
+    assert sum(s.numel for s in apart.segments) == sum(s.numel for s in together.segments)
+    for name, tensor in apart.named(apart.flats).items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_segment_gives_back_its_memory_and_gets_it_again() -> None:
+    model = Pipeline(nn.Linear(30, 50), nn.Linear(50, 20))
+    flat = blocks_of(model, by_block=True)
+    flat.renew()
+    kept = flat.flats[0].clone()
+    x = torch.randn(3, 30)
+    hidden = model[0](x)
+    expected = hidden.detach().clone()
+    flat.close(0)
+    assert flat.flats[0].untyped_storage().nbytes() == 0
+    assert model[0].weight.shape == (50, 30)
+    assert bool(model[0](x).isnan().all())
+    assert torch.equal(model[1](expected), model[1](hidden))
+    flat.open(0)
+    flat.flats[0].copy_(kept)
+    flat.check_views(0)
+    hidden.sum().backward()  # reads the weight that was kept for it
+    assert torch.equal(model[0](x), expected)
+    model[0].bias.data = torch.zeros(50)
+    with pytest.raises(TaskError, match=r"0\.bias was given other memory"):
+        flat.check_views(0)

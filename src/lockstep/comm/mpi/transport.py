@@ -104,13 +104,14 @@ class MpiTransport(Transport):
             mine.copy_(own)
         if min(counts) == max(counts):
             # In place: MPI does not allow a send buffer inside the receive buffer.
-            self.comm.Allgather(MPI.IN_PLACE, [out.numpy(), kind])
+            self.comm.Allgather(MPI.IN_PLACE, [_memory(out), kind])
             return
         # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
         sent, received = [counts[self.rank]] * self.size, list(counts)
         sent[self.rank] = received[self.rank] = 0
         self.comm.Alltoallv(
-            [mine.numpy(), (sent, [0] * self.size), kind], [out.numpy(), (received, starts), kind]
+            [_memory(mine), (sent, [0] * self.size), kind],
+            [_memory(out), (received, starts), kind],
         )
 
     @collective
@@ -124,26 +125,26 @@ class MpiTransport(Transport):
     ) -> None:
         """See `Transport.all_to_all`."""
         kind = _DATATYPES[send.itemsize]
-        sent, received, starts = send.numpy(), recv.numpy(), offsets(recv_counts)
+        starts = offsets(recv_counts)
         # A rank copies its own part in half the time that MPI takes.
         to_others, from_others = list(send_counts), list(recv_counts)
         own, there, here = to_others[self.rank], send_offsets[self.rank], starts[self.rank]
-        received[here : here + own] = sent[there : there + own]
+        recv[here : here + own] = send[there : there + own]
         to_others[self.rank] = from_others[self.rank] = 0
         self.comm.Alltoallv(
-            [sent, (to_others, list(send_offsets)), kind],
-            [received, (from_others, starts), kind],
+            [_memory(send), (to_others, list(send_offsets)), kind],
+            [_memory(recv), (from_others, starts), kind],
         )
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
-        self.comm.Bcast([tensor.numpy(), _DATATYPES[tensor.itemsize]], root=root)
+        self.comm.Bcast([_memory(tensor), _DATATYPES[tensor.itemsize]], root=root)
 
     @collective
     def send(self, tensor: Tensor, to: int) -> Sending:
         """See `Transport.send`."""
-        buffer = [tensor.numpy(), _DATATYPES[tensor.itemsize]]
+        buffer = [_memory(tensor), _DATATYPES[tensor.itemsize]]
         return Sending(self, self.comm.Isend(buffer, dest=to), tensor)
 
     @collective
@@ -154,7 +155,7 @@ class MpiTransport(Transport):
     @collective
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
-        self.comm.Recv([tensor.numpy(), _DATATYPES[tensor.itemsize]], source=source)
+        self.comm.Recv([_memory(tensor), _DATATYPES[tensor.itemsize]], source=source)
 
     @collective
     def barrier(self) -> None:
@@ -333,3 +334,11 @@ def _whole(comm: MPI.Intracomm) -> MPI.Intracomm:
         comm = _shrink(comm)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
     return comm
+
+
+def _memory(tensor: Tensor) -> MPI.buffer:
+    """The memory of a tensor for MPI, whose owner it leaves as it was.
+
+    A tensor that was given to numpy can no longer give back its memory (`FlatTensors.close`).
+    """
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)

@@ -105,7 +105,7 @@ def chaos(
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
-            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
+            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -179,7 +179,7 @@ def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
     """The config, as far as it is known of a script: what overrides say."""
     if not is_script(target):
         return configured(target, overrides)[1]
-    known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=")
+    known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=", "sharding=")
     return override(TrainConfig(), [o for o in overrides if o.startswith(known)])
 
 

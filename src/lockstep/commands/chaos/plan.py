@@ -35,6 +35,7 @@ _MOMENTS: tuple[Moment, ...] = (
 _IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
 """Where several ranks compute a microbatch together."""
 _BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
+_OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
@@ -77,6 +78,7 @@ class Draw:
     source: random.Random
     tp: int = 1
     pp: int = 1
+    in_slices: bool = False
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -179,7 +181,8 @@ class Draw:
         if slot not in self._computing():
             return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
-        moment = source.choice((*_MOMENTS, *shards, *stages))
+        slices = _OF_SLICES * self.in_slices
+        moment = source.choice((*_MOMENTS, *shards, *stages, *slices))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -201,6 +204,7 @@ def draw(
     has_workers: bool = False,
     tp: int = 1,
     pp: int = 1,
+    in_slices: bool = False,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -213,6 +217,7 @@ def draw(
         has_workers: whether ranks have processes that fetch data for them.
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
+        in_slices: whether parameters are in slices.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -222,7 +227,7 @@ def draw(
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp)
+    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

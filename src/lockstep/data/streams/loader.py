@@ -12,7 +12,7 @@ from lockstep.data.batch_source import Batch, BatchSource, Collate, set_epoch, t
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.data.streams.reader import StreamReader
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
 
 _NUM_LANDMARKS = 8
 
@@ -85,7 +85,7 @@ class StreamLoader(BatchSource):
                 yield self._batch(epoch, step, microbatch, part)
 
     def stream(
-        self, microbatches: Range, first_step: int, last_step: int
+        self, microbatches: Dealt, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 

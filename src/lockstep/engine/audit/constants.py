@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection
 from torch import Tensor, nn
 
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
+from lockstep.engine.step.flat import given_other_memory
 from lockstep.errors import TaskError
+from lockstep.nn.layers import is_let_go
 
 _MOST_COPIED = 1 << 20
 """Elements of one tensor that are compared by value."""
@@ -71,12 +73,12 @@ class Constants:
                     "model is built. To train a part for some steps only, multiply its loss by 0 "
                     "in the others, and do not decay its weights"
                 )
-            if tensor.data_ptr() != self._pointers[index] and self._trained[index]:
-                raise TaskError(
-                    f"{when}: {name} was given other memory (`.data = …`) in a forward or backward "
-                    "pass, so it is no longer trained; compute a changed weight without storing "
-                    "it, or change it in place in Task.after_step(model, step)"
-                )
+            if (
+                tensor.data_ptr() != self._pointers[index]
+                and self._trained[index]
+                and not is_let_go(tensor)  # else its block's storage has looked at it
+            ):
+                raise TaskError(f"{when}: {given_other_memory(name)}")
         if self._copies and (now := _ids(self._model)) != self._ids:
             names = [n for n in {**self._ids, **now} if self._ids.get(n) != now.get(n)]
             raise TaskError(
@@ -93,4 +95,8 @@ def _ids(model: nn.Module) -> dict[str, int]:
 
 
 def _part(tensor: Tensor) -> Tensor:
+    if not tensor.numel() or is_let_go(
+        tensor
+    ):  # to make it flat would take the memory of the whole of it
+        return tensor.new_empty(0)
     return tensor.detach().reshape(-1)[:_MOST_COPIED]

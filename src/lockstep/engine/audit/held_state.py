@@ -72,6 +72,11 @@ def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
     return _Walk(roots).generators
 
 
+def tensors_held(roots: Mapping[str, object]) -> dict[str, Tensor]:
+    """The tensors among what `held_state` sees, by path; no parameters and buffers of modules."""
+    return _Walk(roots).tensors
+
+
 def module_globals(kind: type) -> dict[str, object]:
     """The global variables that may hold state, of a class's module and those beside it.
 
@@ -119,6 +124,7 @@ class _Walk:
     def __init__(self, roots: Mapping[str, object], without: Iterable[object] = ()) -> None:
         self.texts: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
+        self.tensors: dict[str, Tensor] = {}
         self._seen: dict[int, object] = {id(value): value for value in without}
         modules = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
@@ -142,6 +148,8 @@ class _Walk:
         text = leaf(value)
         if text is not None and id(value) not in self._known:
             self.texts[path] = text
+            if isinstance(value, Tensor):
+                self.tensors[path] = value
         if text is None or isinstance(value, Tensor):
             self._seen |= {id(kind): kind for kind in type(value).__mro__}  # their state is its own
             yield from _children(value)

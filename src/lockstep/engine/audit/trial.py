@@ -9,7 +9,7 @@ another one, and once more after an evaluation; and everything that can be seen 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,20 @@ from lockstep.data.batch_source import BatchSource
 from lockstep.data.digest import data_digest
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.held_state import held_generators, held_state, module_globals
+from lockstep.engine.audit.held_state import (
+    held_generators,
+    held_state,
+    module_globals,
+    tensors_held,
+)
 from lockstep.engine.audit.reads import attributes_read
+from lockstep.engine.audit.rehearsal import Rehearsal
 from lockstep.engine.audit.shard_errors import shards_explained
+from lockstep.engine.digests import checksum
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.passes.compute import Compute
-from lockstep.engine.step.flat import FlatTensors, tensor_digest
+from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.errors import TaskError
 
@@ -38,7 +45,8 @@ class _Outcome(NamedTuple):
     batch: str
     drawn: list[object]
     values: dict[str, Any]
-    gradients: list[Tensor | None]
+    gradients: list[int | None]
+    """Checksums; None for those that are absent, or on a GPU, where sums may come in any order."""
     changed: list[str]
 
 
@@ -72,6 +80,7 @@ class Trial:
         self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
         self._compute = compute
         self._loader = loader
+        self._end_pass: Callable[[], None] = _nothing
         at_first = self._held()
         self._first = self._run()
         once = self._held()
@@ -80,6 +89,7 @@ class Trial:
         _check_held(once, twice, compute.task)
         self._check_equal(self._first, again)
         others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
+        self._by_step = dict(zip(compute.phases.first_steps, (self._first, *others), strict=True))
         self._watch_generators(at_first, self._held() if others else twice)
         self._check_after(lambda: self._pass(1))
         self._check_left_over(self._held() if others else twice)
@@ -89,6 +99,59 @@ class Trial:
         self.changed = sorted({*changed, *always})
         self.data_digest = self._first.batch
         self.digest = "".join(map(self._digest, (self._first, *others)))
+
+    def rehearse(
+        self, rehearsal: Rehearsal, evaluations: Mapping[str, tuple[Evaluation, Mapping[str, Any]]]
+    ) -> None:
+        """Compute all that was computed once more, with parameters that come and go.
+
+        Args:
+            rehearsal: has them come and go.
+            evaluations: evaluations by split, and what their first batch gave.
+
+        Raises:
+            TaskError: something comes out otherwise.
+        """
+        with rehearsal.begun():
+            self._end_pass = rehearsal.end_pass
+            for step, expected in self._by_step.items():
+                phase = self._compute.phases.at(step).name
+                where = f"Task.{phase}: the loss" if phase else "Task.loss"
+                self._check_rehearsed(where, expected, self._run(step))
+            self._end_pass = _nothing
+            for split, (evaluation, expected_metrics) in evaluations.items():
+                now = evaluation.first_batch(self._model, self._compute)
+                for name, value in expected_metrics.items():
+                    if repr(value) != repr(now[name]):
+                        raise TaskError(_read_elsewhere(f"Task.evaluate: {name} of {split}"))
+
+    def _check_rehearsed(self, where: str, expected: _Outcome, now: _Outcome) -> None:
+        for name, value in expected.values.items():
+            if not all(map(_same, value, now.values[name])):
+                raise TaskError(_read_elsewhere(f"{where}: {name}"))
+        for (name, _), mine, again in zip(
+            self._named, expected.gradients, now.gradients, strict=True
+        ):
+            if mine != again:
+                raise TaskError(_read_elsewhere(f"{where}: the gradient of {name}"))
+
+    def check_views(self, storages: Set[int]) -> None:
+        """Refuse views of parameters that are kept between batches.
+
+        Args:
+            storages: addresses of the memory of all parameters.
+
+        Raises:
+            TaskError: naming one.
+        """
+        for path, tensor in tensors_held(self._roots()).items():
+            is_here = tensor.layout == torch.strided and tensor.device.type != "meta"
+            if is_here and tensor.untyped_storage().data_ptr() in storages:
+                raise TaskError(
+                    f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
+                    "mesh.tp and sharding=parameters; take it from the parameter in each forward "
+                    "pass, or set mesh.pp=1, mesh.tp=1 and at most sharding=gradients"
+                )
 
     def evaluate(self, val: Evaluation) -> dict[str, object]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
@@ -160,16 +223,22 @@ class Trial:
     def _run(self, step: int = 0) -> _Outcome:
         passed: list[tuple[str, Loss, list[object]]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
-        (digest, loss, drawn), gradients = passed[0], [tensor.grad for _, tensor in self._named]
-        for (name, _), gradient in zip(self._named, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise TaskError(
-                    f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
-                    "build its layer without `sparse=True`"
-                )
+        digest, loss, drawn = passed[0]
+        gradients = [self._checksum(name, tensor.grad) for name, tensor in self._named]
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
         return _Outcome(digest, drawn, values, gradients, changed)
+
+    @staticmethod
+    def _checksum(name: str, gradient: Tensor | None) -> int | None:
+        if gradient is not None and gradient.layout != torch.strided:
+            raise TaskError(
+                f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
+                "build its layer without `sparse=True`"
+            )
+        if gradient is None or gradient.device.type != "cpu":
+            return None
+        return checksum(gradient)
 
     def _pass(self, step: int) -> tuple[str, Loss, list[object]]:
         seed_all(0)  # a dataset of tensors is fetched without
@@ -180,6 +249,7 @@ class Trial:
         drawn.append(global_state())
         inputs = self._compute.phases.parameters(step)
         loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        self._end_pass()
         return digest, loss, drawn
 
     def _clear_gradients(self) -> None:
@@ -210,10 +280,10 @@ class Trial:
                 raise TaskError(
                     f"Task.loss: gave another {name} when the same batch was computed again, {why}"
                 )
-        for (name, tensor), mine, again in zip(
+        for (name, _), mine, again in zip(
             self._named, first.gradients, second.gradients, strict=True
         ):
-            if not _same(mine, again) and tensor.device.type == "cpu":
+            if mine != again:
                 raise TaskError(
                     f"parameter {name}: got another gradient when the same batch was computed "
                     f"again, {why}"
@@ -224,12 +294,21 @@ class Trial:
         for name, pair in sorted(outcome.values.items()):
             sha.update(f"{name} {[float(v) for v in pair]}\n".encode())
         for (name, _), gradient in zip(self._named, outcome.gradients, strict=True):
-            # On GPUs, sums of gradients may differ from one time to the next.
-            if gradient is None or gradient.device.type != "cpu":
-                sha.update(name.encode())
-            else:
-                sha.update(tensor_digest(name, gradient))
+            sha.update(f"{name} {gradient}\n".encode())
         return sha.hexdigest()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _read_elsewhere(what: str) -> str:
+    return (
+        f"{what} comes out otherwise when the parameters of each block are there only while it is "
+        "computed (sharding=parameters), so something else reads them: a loss or metric by itself, "
+        "a block that returns a parameter or a view of one, or keeps one, or gradients that the "
+        "loss computes. Compute with what the model gives, or set sharding=gradients"
+    )
 
 
 def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:

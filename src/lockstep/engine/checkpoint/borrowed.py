@@ -65,10 +65,11 @@ def borrowed_state(
         runtime.emit(Warned(step=last_step, message=message))
         yield last_step
         return
-    tensors, buffers = receive_model(snapshot, train_step, model, transport, 0)
+    with train_step.parameters.whole():
+        tensors, buffers = receive_model(snapshot, train_step, model, transport, 0)
+        own_tensors = {n: t.detach().clone() for n, t in held(train_step, model).items()}
     named = receive_named(snapshot.task if snapshot else {}, train_step, transport, 0)
     values = transport.gather_json(snapshot.meta.get("task", {}) if snapshot else {})[0]
-    own_tensors = {n: t.detach().clone() for n, t in held(train_step, model).items()}
     own_buffers = {name: t.clone() for name, t in train_step.state.unsaved.items()}
     own_task = train_step.task_state.capture()
     try:
@@ -85,7 +86,8 @@ def _load(
     train_step: TrainStep, model: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]
 ) -> None:
     """Copy tensors into the model in place, since its parameters are views of one flat tensor."""
-    load_held(model, train_step.places.own, tensors)
+    with train_step.parameters.whole(gathered=False):
+        load_held(model, train_step.places.own, tensors)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(buffers[name])
     train_step.state.mark()

@@ -24,12 +24,13 @@ from lockstep.engine.checkpoint.resumable import (
     check_training_state,
 )
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.checkpoint.streamed import StreamedState
 from lockstep.engine.checkpoint.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
-from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.errors import CheckpointError
 
@@ -94,21 +95,42 @@ class Checkpointer:
         self.check_replicas(progress)
         self.check_state()
         parts, is_first = self._parts, self._runtime.is_first
+        if parts.train_step.is_streamed:
+            self._stream(progress, best, started)
+            self._done(progress, started)
+            return
         # A whole optimizer is on rank 0 already; slices and shards of one are with everyone.
         if is_first or parts.train_step.shares_state:
             state = whole_state(parts.train_step)
-        whole: WholeTensors | None = None
-        if parts.places.is_split:
-            whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)
+        with parts.train_step.parameters.whole():
+            whole: WholeTensors | None = None
+            if parts.places.is_split:
+                whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)
+            if is_first:
+                meta = self._meta(progress)
+                make = capture(parts.train_step, parts.model, progress, meta, state, whole)
         if is_first:
-            meta = self._meta(progress)
-            make = capture(parts.train_step, parts.model, progress, meta, state, whole)
             self._writer.save(make, best, started)
             if best and self._transport.can_regroup and self._transport.size > 1:
                 # Should this rank die, the others write it anew; but they no longer could, once
                 # they have done the next step, which they can't do without this rank.
                 self._writer.wait()
-        parts.train_step.watch.checkpoint_s += perf_counter() - started
+        self._done(progress, started)
+
+    def _stream(self, progress: Progress, best: bool, started: float) -> None:
+        """Write tensors as they come together: no rank need have the memory for all of them."""
+        parts = self._parts
+        state = numbers_of_state(parts.train_step)
+        streamed = StreamedState(parts.train_step, parts.model, list(state.flats))
+        if self._runtime.is_first:
+            nothing = WholeTensors({}, {})
+            meta = self._meta(progress)
+            make = capture(parts.train_step, parts.model, progress, meta, state, nothing)
+            self._writer.save(make, best, started, streamed)
+        streamed.drain()  # what the others do, and rank 0 if the disk has failed
+
+    def _done(self, progress: Progress, started: float) -> None:
+        self._parts.train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
 
     def regroup(self) -> None:
@@ -141,6 +163,7 @@ class Checkpointer:
                 train_step.state.unsaved,
                 train_step.task_state,
                 progress.step,
+                train_step.parameters.slices(),
             )
 
     def check_state(self) -> None:

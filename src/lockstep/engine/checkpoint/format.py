@@ -21,12 +21,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lockstep.engine.checkpoint.tensor_files import (
+    Tensors,
+    in_memory,
+    write_bytes,
+    write_tensors,
+)
 from lockstep.errors import CheckpointError
 from lockstep.files import (
     open_to_read,
@@ -69,6 +75,13 @@ class Snapshot:
     task: dict[str, Tensor] = field(default_factory=dict)
 
 
+class Streamed(Protocol):
+    """Tensors that come together while they are written."""
+
+    model: Tensors
+    optimizer: Tensors
+
+
 @dataclass
 class _Size:
     """The entry of a file in a manifest."""
@@ -92,7 +105,10 @@ def folder_name(step: int) -> str:
 
 
 def write(
-    root: Path, snapshot: Snapshot, halfway: Callable[[], None] = lambda: None
+    root: Path,
+    snapshot: Snapshot,
+    halfway: Callable[[], None] = lambda: None,
+    streamed: Streamed | None = None,
 ) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
 
@@ -100,6 +116,7 @@ def write(
         root: folder of all checkpoints.
         snapshot: training state to write.
         halfway: function that is called when all tensors are on disk under a temporary name.
+        streamed: tensors of model and optimizer, where the snapshot has none.
 
     Returns:
         Its folder and its size in bytes.
@@ -111,12 +128,13 @@ def write(
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
-        contents = {_MODEL: snapshot.model, _OPTIMIZER: snapshot.optimizer}
+        contents = {_MODEL: in_memory(snapshot.model), _OPTIMIZER: in_memory(snapshot.optimizer)}
+        if streamed is not None:
+            contents = {_MODEL: streamed.model, _OPTIMIZER: streamed.optimizer}
         optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task}
-        contents |= {name: tensors for name, tensors in optional.items() if tensors}
+        contents |= {name: in_memory(tensors) for name, tensors in optional.items() if tensors}
         files = {
-            name: _write_file(temporary / name, _packed(tensors))
-            for name, tensors in contents.items()
+            name: write_tensors(temporary / name, tensors) for name, tensors in contents.items()
         }
         halfway()
         body = {"format": FORMAT, "step": snapshot.step, "files": files, **snapshot.meta}
@@ -124,7 +142,7 @@ def write(
         manifest = {"sha256": _json_digest(body), **body}
         text = json.dumps(manifest, indent=1, ensure_ascii=False).encode()
         size = len(text) + sum(f["bytes"] for f in files.values())
-        _write_file(temporary / _MANIFEST, text)
+        write_bytes(temporary / _MANIFEST, text)
         sync_folder(temporary)
         if _holds(final, body):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -306,19 +324,6 @@ def _rename_over(temporary: Path, final: Path) -> None:
         aside.rename(final)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _packed(tensors: Mapping[str, Tensor]) -> bytes:
-    data: bytes = safetensors.torch.save({n: t.contiguous() for n, t in tensors.items()})
-    return data
-
-
-def _write_file(path: Path, data: bytes) -> dict[str, Any]:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def _read_verified(path: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:

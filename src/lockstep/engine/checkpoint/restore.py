@@ -198,9 +198,10 @@ def receive(
     with_optimizer: bool = True,
 ) -> dict[str, Any]:
     """As `restore`, but returns the snapshot's `meta`; may leave the optimizer as it is."""
-    received = _receive(snapshot, train_step, model, transport, root)
-    transport.agree()
-    load_held(model, train_step.places.own, received.model)
+    with train_step.parameters.whole(gathered=False):
+        received = _receive(snapshot, train_step, model, transport, root)
+        transport.agree()
+        load_held(model, train_step.places.own, received.model)
     for name, buffer in train_step.state.unsaved.items():
         buffer.copy_(received.buffers[name])
     if with_optimizer:

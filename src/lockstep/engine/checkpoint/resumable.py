@@ -297,8 +297,8 @@ def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
     own, flat = train_step.flat_optimizer.optimizer, train_step.flat
     layout = _Layout(set(), {})
     attributes: dict[str, Any] = {}
-    for segment, index in flat.kinds:
-        parameter = nn.Parameter(torch.zeros_like(flat.flats[segment][:2]))
+    for dtype, index in flat.kinds:
+        parameter = nn.Parameter(torch.zeros(2, dtype=dtype, device=flat.flats[0].device))
         parameter.grad = torch.zeros_like(parameter)
         trial = type(own)([parameter], lr=1e-3)  # type: ignore[call-arg]
         hyper = own.param_groups[index]

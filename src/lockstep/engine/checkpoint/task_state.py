@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.engine.checkpoint.optimizer_state import is_savable
+from lockstep.engine.digests import tensor_digest
 from lockstep.engine.hooks.hook import Hook
-from lockstep.engine.step.flat import tensor_digest
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError, TaskError
 

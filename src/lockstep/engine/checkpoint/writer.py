@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.format import Snapshot, Streamed
 from lockstep.engine.checkpoint.retention import prune
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
@@ -60,7 +60,13 @@ class AsyncWriter:
         self._done: Checkpointed | None = None
         self._error: tuple[int, Exception] | None = None
 
-    def save(self, make: Callable[[], Snapshot], best: bool, started: float) -> float:
+    def save(
+        self,
+        make: Callable[[], Snapshot],
+        best: bool,
+        started: float,
+        streamed: Streamed | None = None,
+    ) -> float:
         """Write a checkpoint.
 
         Args:
@@ -68,11 +74,17 @@ class AsyncWriter:
                 must not change.
             best: whether the checkpoint is to be kept as the best.
             started: time at which training began to wait for it (`perf_counter`).
+            streamed: tensors that come together while they are written. Other ranks take part in
+                that, so it is done before this returns.
 
         Returns:
             Seconds the training thread stood still.
         """
         self.wait()
+        if streamed is not None:
+            self._write(make, best, started, streamed)
+            self.poll()
+            return perf_counter() - started
         arguments = (make, best, started)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoints")
         self._thread.start()
@@ -134,7 +146,13 @@ class AsyncWriter:
             )
         return folder
 
-    def _write(self, make: Callable[[], Snapshot], best: bool, started: float) -> None:
+    def _write(
+        self,
+        make: Callable[[], Snapshot],
+        best: bool,
+        started: float,
+        streamed: Streamed | None = None,
+    ) -> None:
         stall_s = perf_counter() - started
         begun = perf_counter()
         self._step = step = 0
@@ -142,7 +160,7 @@ class AsyncWriter:
             snapshot = make()
             self._step = step = snapshot.step
             folder, size = checkpoint.write(
-                self._root, snapshot, lambda: self._at("checkpoint", step)
+                self._root, snapshot, lambda: self._at("checkpoint", step), streamed
             )
             if best:
                 checkpoint.write_hint(self._root, "best", folder.name)

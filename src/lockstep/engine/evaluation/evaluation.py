@@ -80,16 +80,20 @@ class Evaluation:
             mine = self._batches.of_rank(number, num_replicas)
 
         def compute_leaves() -> list[tuple[Sums, Leaf]]:
-            if places is not None:
-                places.refresh()
-            return self._computed(mine, model, compute, beat)
+            if places is None:
+                return self._computed(mine, model, compute, beat)
+            places.refresh()
+            return self._computed(places.in_turn(mine), model, compute, beat)
 
         together = compute_leaves
         if places is not None:
             together = functools.partial(places.together, compute_leaves)
         model.eval()
         try:
-            leaves = everywhere(transport, together)
+            if places is not None and places.are_coupled and not transport.can_regroup:
+                leaves = together()  # others may wait for this rank, and only its end wakes them
+            else:
+                leaves = everywhere(transport, together)
         finally:
             model.train()
         if places is not None and not places.are_scored:

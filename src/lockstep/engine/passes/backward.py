@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import copied
 from lockstep.engine.task import Loss, Number
@@ -39,7 +40,14 @@ class Forwarded:
 class Backward:
     """Gradients of microbatches, as leaves for the ordered reduction."""
 
-    def __init__(self, model: nn.Module, parameters: list[Tensor], state: ForwardState) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: list[Tensor],
+        state: ForwardState,
+        storage: BlockStorage | None = None,
+    ) -> None:
+        self._storage = storage
         self._pipeline = model if isinstance(model, Pipeline) else None
         self._parameters = parameters
         self._state = state
@@ -89,6 +97,8 @@ class Backward:
             inputs: parameters that get gradients; all by default.
         """
         weight: float | None = None
+        if self._storage is not None:
+            self._storage.begin_backward()
         if passed.loss is not None:
             scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
             scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
@@ -96,8 +106,11 @@ class Backward:
             weight = self._backward_from_next(passed.outputs)
         if self._axis is not None and not self._axis.is_first:
             self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
+        if self._storage is not None:
+            self._storage.end_backward()
         if self._pipeline is not None:
-            self._pipeline.collect_ties()
+            assert self._pipeline.axis is not None, "there is one in a run"
+            self._pipeline.ties.collect(self._pipeline.axis)
         gradients = [p.grad for p in self._parameters]
         self.restart()
         numbers = passed.fetch()
@@ -140,4 +153,4 @@ class Backward:
         for parameter in self._parameters:
             parameter.grad = None
         if self._pipeline is not None:
-            self._pipeline.forget_ties()
+            self._pipeline.ties.forget()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.engine.digests import checksum
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.errors import TaskError
 
@@ -82,7 +83,7 @@ def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
         TaskError: it changes a parameter, or makes a parameter or buffer.
     """
     places = list(tensor_places(model))
-    before = {p.name: (p.tensor, p.tensor.detach().clone(), p.tensor._version) for p in places}
+    before = {p.name: (p.tensor, _kept(p.tensor), p.tensor._version) for p in places}
     forward()
     changed = []
     for name, now, held_in, key in tensor_places(model):
@@ -93,14 +94,22 @@ def changed_by(model: nn.Module, forward: Callable[[], object]) -> list[str]:
             )
         tensor, copy, version = before[name]
         # A value may stay as it was by chance. Batch norm's kernel does not count versions.
-        if now is tensor and tensor._version == version and same_bits(tensor, copy):
+        is_same = now is tensor and tensor._version == version
+        if isinstance(copy, int):
+            if not is_same or checksum(tensor) != copy:
+                raise TaskError(changed_in_pass(f"parameter {name}"))
             continue
-        if isinstance(tensor, nn.Parameter):
-            raise TaskError(changed_in_pass(f"parameter {name}"))
+        if is_same and same_bits(tensor, copy):
+            continue
         changed.append(name)
         held_in[key] = tensor
         tensor.copy_(copy)
     return changed
+
+
+def _kept(tensor: Tensor) -> Tensor | int:
+    """What tells whether a tensor changes: a copy to put back, of parameters a checksum."""
+    return checksum(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def changed_in_pass(what: str) -> str:

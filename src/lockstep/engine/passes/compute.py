@@ -72,13 +72,19 @@ class Compute:
         return self._model.open() if isinstance(self._model, Pipeline) else nullcontext()
 
     def _check_stage(self, where: str) -> None:
-        """Refuse a loss that was computed without the model on a stage that has no output."""
-        axis = self._model.axis if isinstance(self._model, Pipeline) else None
-        if axis is not None and not axis.is_last:
-            raise TaskError(
-                f"Task.{where}: did not call the model it was given, which is in stages (mesh.pp): "
-                "a stage has some of its blocks only, so call the whole model, once"
-            )
+        """Refuse a loss that was computed without the model, where other ranks count on that."""
+        if not isinstance(self._model, Pipeline) or self._model.axis is None:
+            return
+        if not self._model.axis.is_last:
+            how = "stages (mesh.pp): a stage has some of its blocks only"
+        elif self._model.storage is not None and not self._model.num_calls:
+            how = "slices (sharding=parameters): ranks gather its blocks together"
+        else:
+            return
+        raise TaskError(
+            f"Task.{where}: did not call the model it was given, which is in {how}, so call the "
+            "whole model, once"
+        )
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.passes.backward import Backward, Forwarded
+from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
@@ -19,9 +20,11 @@ from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.timing import Stopwatch
+from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.fold import Fold
-from lockstep.parallel.layout import Range
+from lockstep.parallel.layout import Dealt
+from lockstep.parallel.rounds import LateGradientError, Rounds
 
 
 class Passes:
@@ -43,6 +46,7 @@ class Passes:
         places: Places,
         loss_scale: LossScale,
         watch: Stopwatch,
+        storage: BlockStorage | None = None,
     ) -> None:
         self._runtime = runtime
         self._model = model
@@ -51,13 +55,15 @@ class Passes:
         self._places = places
         self._loss_scale = loss_scale
         self._watch = watch
+        self._storage = storage
         self._inside = FaultsInside(model, runtime.at)
         self.num_scalars = 2 + 2 * len(compute.metrics)
         self.use(flat)
 
     def use(self, flat: FlatTensors) -> None:
         """Make gradients of these parameters from now on."""
-        self._backward = Backward(self._model, list(flat.tensors), self._state)
+        self._flat = flat
+        self._backward = Backward(self._model, list(flat.tensors), self._state, self._storage)
         self._num_tensors = len(flat.tensors) + len(self._state.flat.tensors)
 
     def begin(self, step: int) -> None:
@@ -68,18 +74,25 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
 
-    def run(self, step: int, microbatches: Range, batches: Iterator[Any], fold: Fold) -> None:
+    def run(
+        self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: Fold | Rounds
+    ) -> None:
         """Compute a step's microbatches.
 
         Args:
             step: number of the step.
-            microbatches: microbatches of this rank.
+            microbatches: microbatches of this rank; numbers that are too high are rounds in which
+                it has none.
             batches: step, number and batch of each of them, in order.
-            fold: takes their leaves.
+            sums: takes their leaves.
         """
         watch = self._watch
         passed: dict[int, Forwarded | None] = {}
         for kind, microbatch in self._places.passes(microbatches):
+            if microbatch >= self._places.mesh.num_microbatches:
+                assert isinstance(sums, Rounds)
+                self._stand_by(kind, sums)
+                continue
             if kind == "forward":
                 *place, batch = next(batches)
                 # A rank that has caught up by a copy of the state has not read a step's data:
@@ -89,7 +102,7 @@ class Passes:
                 watch.data_s += watch.lap()
                 passed[microbatch] = self._forward(step, microbatch, batch)
                 continue
-            self._fold(step, microbatch, passed.pop(microbatch), fold)
+            self._add(step, microbatch, passed.pop(microbatch), sums)
             watch.compute_s += watch.lap()
             self._runtime.pulse.beat()
             self._runtime.at("compute", step)
@@ -98,10 +111,14 @@ class Passes:
     def restart(self) -> None:
         """Forget what a pass has left half done: gradients, buffers, and work of hooks."""
         self._backward.restart()
+        if self._storage is not None:
+            self._storage.restart()
 
     def _forward(self, step: int, microbatch: int, batch: Any) -> Forwarded | None:
         """The forward pass of a microbatch; None if there is nothing in it."""
         if batch is None:
+            if self._storage is not None:
+                self._storage.skip_forward()
             return None
         self._backward.begin()
         try:
@@ -110,19 +127,43 @@ class Passes:
             return self._backward.forwarded(None, done.outputs, [0.0] * self.num_scalars)
         return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))
 
-    def _fold(self, step: int, microbatch: int, passed: Forwarded | None, fold: Fold) -> None:
+    def _stand_by(self, kind: str, rounds: Rounds) -> None:
+        """Do for other ranks what a pass without a microbatch has to."""
+        if kind == "forward":
+            if self._storage is not None:
+                self._storage.skip_forward()
+            return
+        if self._storage is not None:
+            self._storage.begin_backward(has_leaf=False)
+            self._storage.end_backward()
+        rounds.add(None, self._on_device([0.0] * self.num_scalars))
+
+    def _add(
+        self, step: int, microbatch: int, passed: Forwarded | None, sums: Fold | Rounds
+    ) -> None:
         """The backward pass of a microbatch, and its leaf into the tree."""
         if passed is None:
+            if self._storage is not None:
+                self._storage.begin_backward()
+                self._storage.end_backward()
             # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
             # on whether a rank has other leaves to add it to.
-            fold.add([None] * self._num_tensors, self._on_device([0.0] * self.num_scalars))
+            sums.add([None] * self._num_tensors, self._on_device([0.0] * self.num_scalars))
             return
         leaf, scalars, counted = self._backward.leaf(
             passed, self._loss_scale.value, self._compute.phases.parameters(step)
         )
         # Kept for the message that names the microbatch, should the sum not be finite.
         self.losses[microbatch] = scalars[0]
-        fold.add(leaf, self._on_device(scalars))
+        try:
+            sums.add(leaf, self._on_device(scalars))
+        except LateGradientError as late:
+            raise TaskError(
+                f"parameter {self._flat.entries[late.index].name}: got a gradient after the "
+                "backward pass of its block was over (sharding); let the loss reach it by way of "
+                "the model's blocks, or read it after the model was called, or set "
+                "sharding=optimizer"
+            ) from None
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]

@@ -21,7 +21,7 @@ def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
     """Refuse more stages than a model has blocks, and blocks that cannot be parted.
 
     Raises:
-        ConfigError: naming `mesh.pp`.
+        ConfigError: naming `mesh.pp` or `sharding`.
         TaskError: a module is in several blocks.
     """
     pp = config.mesh.pp
@@ -29,6 +29,12 @@ def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
         raise ConfigError(
             f"mesh.pp={pp}: the model is a {type(model).__name__}, which is one block; build it as "
             "a lockstep.nn.Pipeline of blocks, or set mesh.pp=1"
+        )
+    if config.shards_parameters and not isinstance(model, Pipeline):
+        raise ConfigError(
+            f"sharding=parameters: the model is a {type(model).__name__}, which is one block, so "
+            "its parameters would be whole all the time; build it as a lockstep.nn.Pipeline of "
+            "blocks, or set sharding=gradients"
         )
     if isinstance(model, Pipeline) and pp > len(model):
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.engine.timing import Times
-from lockstep.parallel.layout import Range, share
+from lockstep.parallel.layout import Dealt, Range, share
 
 _LEAST_GAIN = 0.1
 """Part of a step's time that new ranges must save: less may be noise, and moving has its price."""
@@ -35,16 +35,16 @@ class Balancer:
         ranges: present range of microbatches of each rank.
     """
 
-    def __init__(self, every: int, ranges: Sequence[Range]) -> None:
+    def __init__(self, every: int, ranges: Sequence[Dealt]) -> None:
         self._every = every
         self.restart(ranges)
 
-    def restart(self, ranges: Sequence[Range]) -> None:
+    def restart(self, ranges: Sequence[Dealt]) -> None:
         """Watch a new group from now on, with these ranges."""
         self._each: dict[int, float] = {}
         self.use(ranges)
 
-    def use(self, ranges: Sequence[Range]) -> None:
+    def use(self, ranges: Sequence[Dealt]) -> None:
         """Watch the same group with other ranges."""
         self.ranges = list(ranges)
         self._before: list[float] | None = None
@@ -74,7 +74,7 @@ class Balancer:
         return better(self.ranges, self._each)
 
 
-def better(ranges: Sequence[Range], each: Mapping[int, float]) -> Proposal | None:
+def better(ranges: Sequence[Dealt], each: Mapping[int, float]) -> Proposal | None:
     """Ranges by measured speed, if the slowest rank would be done sooner by a tenth.
 
     Args:

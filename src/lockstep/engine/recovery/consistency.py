@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.digests import tensor_digest, tensors_digest
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.step.flat import tensor_digest, tensors_digest
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
+from lockstep.nn.elsewhere import Elsewhere
+from lockstep.nn.layers import is_let_go
 from lockstep.nn.units import EVERYWHERE
 
 
@@ -59,6 +62,7 @@ def check_replicas(
     buffers: Mapping[str, Tensor],
     task_state: TaskState,
     step: int,
+    slices: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Compare all ranks' parameters, buffers and state of the task after a step.
 
@@ -68,6 +72,7 @@ def check_replicas(
         buffers: buffers of the model that its `state_dict` leaves out, by name.
         task_state: state of the task and its hooks, which is compared too.
         step: number of the step.
+        slices: parts of parameters, by name, that some other ranks keep too.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
@@ -75,13 +80,18 @@ def check_replicas(
     """
     transport = places.world
     own = everywhere(transport, task_state.digests)
+    kept = _digests(slices)
+    if any(transport.gather_json(bool(kept))):
+        which = _first_difference(transport, kept)
+        if which:
+            raise _diverged(step, which)
     if not places.is_split:
-        tensors = model.state_dict() | dict(buffers)
+        tensors = _whole_ones(model.state_dict()) | dict(buffers)
         everyone = transport.gather_json([tensors_digest(tensors), own])
         if all(theirs == everyone[0] for theirs in everyone):
             return
     else:
-        tensors = held_tensors(model, places.own) | dict(buffers)
+        tensors = _whole_ones(held_tensors(model, places.own)) | dict(buffers)
         units = units_of(model)
         by_unit: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
@@ -91,8 +101,11 @@ def check_replicas(
         pairs = {pair for theirs, _ in ranks for pair in theirs.items()}
         if all(r[1] == own for r in ranks) and len(pairs) == len(dict(pairs)):
             return
-    which = _first_difference(transport, _digests(tensors) | own)
-    raise shared(
+    raise _diverged(step, _first_difference(transport, _digests(tensors) | own))
+
+
+def _diverged(step: int, which: str) -> DivergenceError:
+    return shared(
         DivergenceError(
             f"step {step}: {which}, though all ranks must hold the same bits: memory or hardware "
             "may be failing, or the task changed parameters outside the optimizer; the run stops, "
@@ -127,7 +140,12 @@ def check_streams(transport: Transport, landmarks: dict[str, str], step: int) ->
             )
 
 
-def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+def _whole_ones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are in memory; of others this rank keeps slices."""
+    return {n: t for n, t in tensors.items() if not isinstance(t, Elsewhere) and not is_let_go(t)}
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: tensor_digest(name, t).hex() for name, t in tensors.items()}
 
 

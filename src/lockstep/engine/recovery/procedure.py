@@ -153,7 +153,10 @@ class Recovery:
             return None
         # Who has committed has whole parameters, changed by the task since they were stepped.
         pairs = zip(origin.held, lead.have_committed, strict=True)
-        return collect(train_step, origin.held, {h.column for h, is_done in pairs if is_done})
+        complete = {held.column for held, is_done in pairs if is_done}
+        if self._parts.places.in_slices:
+            complete.clear()
+        return collect(train_step, origin.held, complete)
 
     def _take_place(self) -> None:
         """Connect every rank to those beside it on the mesh; few hold other units than before."""

@@ -17,6 +17,7 @@ from lockstep.engine.recovery.positions import Held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
 from lockstep.parallel.arena import slice_up
+from lockstep.parallel.exchange import gather_slices
 from lockstep.parallel.mesh import NEW
 
 
@@ -41,8 +42,7 @@ def holders(column: int, held: Sequence[Held], with_buddy: bool) -> list[int]:
             raise shared(
                 RankFailure(
                     f"the rank with slice {owner} has died, and with it the last copy of its part "
-                    "of the optimizer's state (optimizer.sharded=true); resume from the newest "
-                    "checkpoint"
+                    "of the optimizer's state (sharding); resume from the newest checkpoint"
                 )
             )
         roots.append(left[0])
@@ -58,7 +58,8 @@ def collect(train_step: TrainStep, held: Sequence[Held], complete: Set[int]) -> 
     Args:
         train_step: training step with parameters and optimizer.
         held: what each rank of the group holds.
-        complete: columns of which some rank has all parameters; those stay as they are.
+        complete: columns of which some rank has all parameters; those stay as they are. None has
+            of parameters in slices.
 
     Returns:
         The state of the column that this rank is in by now, laid out as that column's parameters.
@@ -99,20 +100,27 @@ def whole_state(train_step: TrainStep) -> OptimizerState:
     mine, state = _joined(train_step, [Held(0)] * world.size)
     state.flats.update(mine)
     if train_step.sharded:
+        slices = train_step.workspace.slices
         for segments in mine.values():
-            for segment, flat in enumerate(segments):
-                train_step.workspace.reduction.gather(segment, flat)
+            for flat, of_ranks in zip(segments, slices, strict=True):
+                gather_slices(train_step.places.data, flat, of_ranks)
     return state
 
 
+def numbers_of_state(train_step: TrainStep) -> OptimizerState:
+    """All of an optimizer's state that is not tensors, and the keys of these; a collective."""
+    held = [Held(0)] * train_step.places.world.size
+    return _joined(train_step, held, tensors=False)[1]
+
+
 def _joined(
-    train_step: TrainStep, held: Sequence[Held]
+    train_step: TrainStep, held: Sequence[Held], tensors: bool = True
 ) -> tuple[dict[str, list[Tensor]], OptimizerState]:
     """The flats of this rank, in which what others hold is zero; and all ranks' state without them.
 
     The latter has their keys. Those who hold nothing have no state yet.
     """
-    mine = train_step.flat_optimizer.state()
+    mine = train_step.flat_optimizer.state(tensors)
     own = {"keys": sorted(mine.flats), "scalars": mine.scalars, "shared": mine.shared}
     ranks = train_step.places.world.gather_json(own)
     known = [theirs for theirs, there in zip(ranks, held, strict=True) if there.column != NEW]
@@ -122,7 +130,7 @@ def _joined(
         scalars |= theirs["scalars"]
     keys = sorted({key for theirs in known for key in theirs["keys"]})
     is_new = held[train_step.places.world.rank].column == NEW
-    like = [] if is_new else train_step.flat.flats
+    like = [] if is_new or not tensors else train_step.flat.flats
     flats = {key: mine.flats.get(key) or [torch.zeros_like(f) for f in like] for key in keys}
     shared_by_all = _shared([theirs["shared"] for theirs in known])
     return flats, OptimizerState({key: [] for key in keys}, {}, scalars, shared_by_all)
@@ -145,8 +153,8 @@ def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
             ):
                 raise shared(
                     TaskError(
-                        "optimizer.sharded=true: the optimizer keeps numbers that depend on the "
-                        "slice it steps, so it is not element-wise; set optimizer.sharded=false"
+                        "sharding: the optimizer keeps numbers that depend on the "
+                        "slice it steps, so it is not element-wise; set sharding=none"
                     )
                 )
             known["groups"] = [b if a is None else a for a, b in pairs]

@@ -6,17 +6,17 @@ parameters as always. Offsets depend on the model and the optimizer's groups onl
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
-from lockstep.nn.units import EVERYWHERE, Holding, Unit
+from lockstep.nn.layers import is_let_go, let_go
+from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.layout import Range
 
@@ -77,9 +77,11 @@ class FlatTensors:
         segments: size and dtype of each flat tensor.
         flats: flat tensors, one for each segment, of one dimension.
         pieces: ranges of flat memory that each optimizer group takes.
-        kinds: segment and optimizer group of the tensors, those that other ranks hold too.
-        parts: blocks of each unit in the order of flat memory, those that other ranks hold too.
+        kinds: dtype and optimizer group of the tensors, those that other ranks hold too.
+        parts: blocks of each unit, those that other ranks hold too, in an order that does not
+            depend on `by_block`.
         names: name of each tensor by its id, of those that other ranks hold too.
+        blocks: for each segment, the block of a pipeline that it is of; `WHOLE` if it has all.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class FlatTensors:
         shards: Mapping[str, Shard] | None = None,
         units: Mapping[str, Unit] | None = None,
         own: Holding | None = None,
+        by_block: bool = False,
     ) -> None:
         """Move tensors.
 
@@ -98,6 +101,7 @@ class FlatTensors:
             shards: what those tensors that are cut are parts of, by name.
             units: unit of each tensor that not every rank need hold, by name.
             own: blocks and shards to hold; None holds all.
+            by_block: whether each block of a pipeline has segments of its own.
 
         Raises:
             TaskError: a tensor's dtype is neither float32 nor float64.
@@ -106,11 +110,12 @@ class FlatTensors:
         self.entries: list[Entry] = []
         self.segments: list[Segment] = []
         self.pieces: list[Piece] = []
-        self.kinds: list[tuple[int, int]] = []
+        self.kinds: list[tuple[torch.dtype, int]] = []
+        self.blocks: list[int] = []
         self.parts: list[Part] = []
         self._groups, self._what, self._shards = groups, what, dict(shards or {})
         self._units = dict(units or {})
-        self._own = own
+        self._own, self._by_block = own, by_block
         self.names = {id(tensor): name for group in groups for name, tensor in group}
         for group in groups:
             for name, tensor in group:
@@ -121,18 +126,20 @@ class FlatTensors:
                     )
         for dtype in DTYPES:
             self._place(groups, dtype)
-        self.flats = [
-            torch.zeros(s.numel, dtype=s.dtype, device=self._device()) for s in self.segments
-        ]
-        for tensor, entry in zip(self.tensors, self.entries, strict=True):
-            view = self.view(self.flats, entry)
-            view.copy_(tensor.detach())
-            # By `data`, so that modules and optimizers keep the very objects they hold.
-            tensor.data = view
+        self.flats: list[Tensor] = []
+        # One after the other, so that what a segment replaces is freed before the next one is made.
+        for number, (dtype, numel) in enumerate(self.segments):
+            self.flats.append(torch.zeros(numel, dtype=dtype, device=self._device()))
+            for tensor, entry in self._of_segment(number):
+                view = self.view(self.flats, entry)
+                view.copy_(tensor.detach())
+                # By `data`, so that modules and optimizers keep the very objects they hold.
+                tensor.data = view
 
     def restricted(self, own: Holding) -> FlatTensors:
         """The same tensors in new memory, of some units only; the others keep theirs."""
-        return FlatTensors(self._groups, self._what, self._shards, self._units, own)
+        groups, what = self._groups, self._what
+        return FlatTensors(groups, what, self._shards, self._units, own, self._by_block)
 
     @property
     def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -165,19 +172,88 @@ class FlatTensors:
         segments = []
         for number, (dtype, _) in enumerate(self.segments):
             blocks = [p.num_blocks for p in self.parts if p.segment == number and own.has(p.unit)]
-            segments.append(Segment(dtype, max(1, sum(blocks)) * BLOCK))
+            segments.append(Segment(dtype, max(self._fewest, sum(blocks)) * BLOCK))
         return segments
+
+    @property
+    def _fewest(self) -> int:
+        """Blocks of a segment of which nothing is held."""
+        return 0 if self._by_block else 1
 
     def holds(self, unit: Unit) -> bool:
         """Whether the tensors of a unit are held here."""
         return self._own is None or self._own.has(unit)
 
+    def renew(self) -> None:
+        """Move tensors to memory that nobody else knows of, so that `close` can free it."""
+        for segment, flat in enumerate(self.flats):
+            self.flats[segment] = flat.clone()
+            for tensor, entry in self._of_segment(segment):
+                tensor.data = self.view(self.flats, entry)
+
+    def open(self, segment: int) -> None:
+        """Give a segment memory, of undefined content, and its tensors their place in there."""
+        flat = self.flats[segment]
+        # Of the same storage as before, which what autograd has kept for backward passes refers to.
+        flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+        for tensor, entry in self._of_segment(segment):
+            tensor.data = self.view(self.flats, entry)
+
+    def close(self, segment: int) -> None:
+        """Free the memory of a segment, of whose tensors shapes remain."""
+        for tensor, _ in self._of_segment(segment):
+            let_go(tensor)
+        storage = self.flats[segment].untyped_storage()
+        if not storage.resizable():
+            names = [entry.name for _, entry in self._of_segment(segment)]
+            named = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise TaskError(
+                f"a parameter of one block ({named}) was given to numpy, which keeps its memory "
+                "from being freed (sharding=parameters): give it a copy (`.clone().numpy()`), or "
+                "set sharding=gradients"
+            )
+        storage.resize_(0)
+
+    def check_views(self, segment: int) -> None:
+        """Make sure that the tensors of an open segment lie in it.
+
+        Raises:
+            TaskError: one was given memory of its own.
+        """
+        for tensor, entry in self._of_segment(segment):
+            if tensor.data_ptr() != self.view(self.flats, entry).data_ptr():
+                raise TaskError(given_other_memory(entry.name))
+
+    def entries_of(self, segment: int) -> list[Entry]:
+        """Places of the tensors of a segment."""
+        return [entry for entry in self.entries if entry.segment == segment]
+
+    def take_gradients(self, segment: int) -> list[Tensor | None]:
+        """The gradients of a segment's tensors, which then have none."""
+        gradients = []
+        for tensor, _ in self._of_segment(segment):
+            gradients.append(tensor.grad)
+            tensor.grad = None
+        return gradients
+
+    def _of_segment(self, segment: int) -> Iterator[tuple[Tensor, Entry]]:
+        pairs = zip(self.tensors, self.entries, strict=True)
+        return ((tensor, entry) for tensor, entry in pairs if entry.segment == segment)
+
     def take_back(self) -> None:
         """Make tensors views of the flats again that were given memory of their own since.
 
         That is what `p.data = …` does, as in `nn.utils.vector_to_parameters` and in optimizers.
+
+        Raises:
+            TaskError: a tensor was given some whose segment is closed.
         """
+        is_closed = [f.numel() > 0 == f.untyped_storage().nbytes() for f in self.flats]
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
+            if is_closed[entry.segment]:
+                if not is_let_go(tensor):
+                    raise TaskError(given_other_memory(entry.name))
+                continue
             view = self.view(self.flats, entry)
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor.detach())
@@ -201,23 +277,29 @@ class FlatTensors:
         return {e.name: self.view(flats, e) for e in self.entries}
 
     def _place(self, groups: Sequence[Sequence[tuple[str, Tensor]]], dtype: torch.dtype) -> None:
-        if not any(tensor.dtype == dtype for group in groups for _, tensor in group):
-            return
-        segment = len(self.segments)
-        offset = 0
-        for index, group in enumerate(groups):
-            first = offset
-            if any(tensor.dtype == dtype for _, tensor in group):
-                self.kinds.append((segment, index))
+        of_dtype = [[(n, t) for n, t in group if t.dtype == dtype] for group in groups]
+        homes = sorted({self._home(self._unit(n)) for group in of_dtype for n, _ in group})
+        first_segment = len(self.segments)
+        ends = [0] * len(homes)
+        for index, group in enumerate(of_dtype):
+            firsts = list(ends)
+            if group:
+                self.kinds.append((dtype, index))
             for unit in sorted({EVERYWHERE, *self._units.values()}):
-                named = [(n, t) for n, t in group if t.dtype == dtype and self._unit(n) == unit]
-                offset = self._place_part(named, segment, index, unit, offset)
-            if offset > first:
-                self.pieces.append(Piece(segment, index, Range(first, offset)))
-        numel = max(1, -(-offset // BLOCK)) * BLOCK
-        if not self._units:
-            self.parts.append(Part(segment, EVERYWHERE, numel // BLOCK))
-        self.segments.append(Segment(dtype, numel))
+                named = [(n, t) for n, t in group if self._unit(n) == unit]
+                if named:
+                    home = homes.index(self._home(unit))
+                    segment = first_segment + home
+                    ends[home] = self._place_part(named, segment, index, unit, ends[home])
+            for home, (first, last) in enumerate(zip(firsts, ends, strict=True)):
+                if last > first:
+                    self.pieces.append(Piece(first_segment + home, index, Range(first, last)))
+        for home, end in zip(homes, ends, strict=True):
+            numel = max(self._fewest, -(-end // BLOCK)) * BLOCK
+            if not self._units:
+                self.parts.append(Part(len(self.segments), EVERYWHERE, numel // BLOCK))
+            self.segments.append(Segment(dtype, numel))
+            self.blocks.append(home)
 
     def _place_part(
         self,
@@ -234,7 +316,7 @@ class FlatTensors:
                 self.tensors.append(tensor)
                 self.entries.append(Entry(name, segment, group, offset, tensor.shape))
             offset += -(-tensor.numel() // _ALIGN) * _ALIGN
-        if self._units and named:
+        if self._units:
             num_blocks = -(-(offset - first) // BLOCK)
             self.parts.append(Part(segment, unit, num_blocks))
             offset = first + num_blocks * BLOCK
@@ -243,30 +325,17 @@ class FlatTensors:
     def _unit(self, name: str) -> Unit:
         return self._units.get(name, EVERYWHERE)
 
+    def _home(self, unit: Unit) -> int:
+        return unit.block if self._by_block else WHOLE
+
     def _device(self) -> torch.device:
         return next(tensor.device for group in self._groups for _, tensor in group)
 
 
-def tensor_digest(name: str, tensor: Tensor) -> bytes:
-    """SHA-256 of a tensor's name, dtype, shape and bytes."""
-    sha = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    sha.update(_bytes(tensor))
-    return sha.digest()
-
-
-def model_digest(model: nn.Module, more: Mapping[str, Tensor] | None = None) -> str:
-    """SHA-256 of all parameters, persistent buffers and `more` tensors, by sorted name."""
-    return tensors_digest(model.state_dict() | dict(more or {}))
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of all tensors by sorted name."""
-    sha = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        sha.update(tensor_digest(name, tensor))
-    return sha.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    data: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    return data
+def given_other_memory(name: str) -> str:
+    """What to say of a parameter whose memory a pass has replaced."""
+    return (
+        f"{name} was given other memory (`.data = …`) in a forward or backward pass, so it is no "
+        "longer trained; compute a changed weight without storing it, or change it in place in "
+        "Task.after_step(model, step)"
+    )

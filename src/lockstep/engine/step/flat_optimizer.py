@@ -27,6 +27,7 @@ from lockstep.engine.checkpoint.optimizer_state import (
 from lockstep.engine.passes.phases import PhaseOptimizers
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups
+from lockstep.engine.step.slices import Slice, is_in, storages, within
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 
@@ -56,8 +57,7 @@ class FlatOptimizer:
         self,
         optimizer: optim.Optimizer,
         flat: FlatTensors,
-        gradients: Sequence[Tensor],
-        owned: Sequence[Sequence[Range]],
+        slices: Sequence[Sequence[Slice]],
         sharded: bool = False,
     ) -> None:
         """Bind the optimizer to memory.
@@ -66,8 +66,7 @@ class FlatOptimizer:
             optimizer: optimizer of the parameters in `flat`; changed to step flat tensors if it
                 can.
             flat: trainable parameters in flat memory.
-            gradients: mean gradient, laid out as `flat.flats`.
-            owned: ranges of elements to step, for each segment.
+            slices: what to step, for each segment.
             sharded: whether other ranks step other ranges.
         """
         self._optimizer = optimizer
@@ -81,7 +80,7 @@ class FlatOptimizer:
         self.description = describe(self._optimizers, flat.names)
         self._groups = own_groups(self._optimizers)
         self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
-        memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
+        memory = storages(slices)
         self._shared = {
             path: SharedState(inner, self._groups[path], memory)
             for path, inner in self._optimizers.items()
@@ -92,39 +91,37 @@ class FlatOptimizer:
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
         if self.elementwise:
-            self.own(owned)
-        self.bind(gradients)
+            self.own(slices)
+        self.bind(slices)
 
-    def own(self, owned: Sequence[Sequence[Range]]) -> None:
-        """Step these ranges of elements from now on; an optimizer's state is then lost."""
+    def own(self, slices: Sequence[Sequence[Slice]]) -> None:
+        """Step these parameters from now on; an optimizer's state is then lost."""
+        for shared in self._shared.values():
+            shared.storages = storages(slices)
         self._optimizer.state.clear()
-        self._make_pieces(owned)
+        self._make_pieces(slices)
 
-    def move(
-        self, flat: FlatTensors, gradients: Sequence[Tensor], owned: Sequence[Sequence[Range]]
-    ) -> None:
+    def move(self, flat: FlatTensors, slices: Sequence[Sequence[Slice]]) -> None:
         """Step other memory from now on; the optimizer's state is then lost.
 
         Args:
             flat: trainable parameters in flat memory, in the groups that they were in.
-            gradients: mean gradient, laid out as `flat.flats`.
-            owned: ranges of elements to step, for each segment.
+            slices: what to step, for each segment.
         """
         assert self.elementwise, "others step whole parameters, which are never moved"
         self._flat = flat
-        memory = {f.untyped_storage().data_ptr() for f in (*flat.flats, *gradients)}
-        for shared in self._shared.values():
-            shared.storages = memory
-        self.own(owned)
-        self.bind(gradients)
+        self.own(slices)
+        self.bind(slices)
 
-    def bind(self, gradients: Sequence[Tensor]) -> None:
+    def bind(self, slices: Sequence[Sequence[Slice]]) -> None:
         """Take gradients from this memory from now on."""
         if self.elementwise:
             # Once for all steps: these gradients are views of the memory that reductions fill.
             for part in self._stepped:
-                part.tensor.grad = gradients[part.segment][part.range.first : part.range.last]
+                own = next(own for own in slices[part.segment] if is_in(part.range, own.range))
+                part.tensor.grad = own.gradient[within(part.range, own.range)]
         else:
+            gradients = [of_segment[0].gradient for of_segment in slices]
             self._gradients = [
                 (tensor, self._flat.view(gradients, entry))
                 for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
@@ -193,7 +190,7 @@ class FlatOptimizer:
             raise ConfigError(
                 f"build_optimizer: {type(self._optimizer).__name__} draws random numbers when it "
                 "steps, other ones on each rank that steps a part of the parameters; set "
-                "optimizer.sharded=false, mesh.tp=1 and mesh.pp=1"
+                "sharding=none, mesh.tp=1 and mesh.pp=1"
             )
         for _ in self._states():
             pass
@@ -201,8 +198,19 @@ class FlatOptimizer:
         for shared in self._shared.values():
             shared.check(ids)
 
-    def state(self) -> OptimizerState:
+    def state_of(self, segment: int, key: str) -> list[tuple[Range, Tensor]]:
+        """A key of an element-wise optimizer's state, of what is stepped here of a segment."""
+        return [
+            (part.range, value)
+            for part, name, value in self._states()
+            if part.segment == segment and name == key
+        ]
+
+    def state(self, tensors: bool = True) -> OptimizerState:
         """Copies of all state; flats are zero where not owned.
+
+        Args:
+            tensors: whether flats are wanted; else there are their keys only.
 
         Raises:
             TaskError: something cannot be saved.
@@ -212,6 +220,8 @@ class FlatOptimizer:
             kept = TENSOR
             if not isinstance(value, Tensor) or value.dim() == 0:
                 kept = to_json(value, part.tensor.device)
+            elif self.elementwise and not tensors:
+                state.flats[name] = []
             elif self.elementwise:
                 if name not in state.flats:
                     state.flats[name] = [torch.zeros_like(f) for f in self._flat.flats]
@@ -253,20 +263,21 @@ class FlatOptimizer:
             return state.flats[name][part.segment][first:last].clone()
         return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
 
-    def _make_pieces(self, owned: Sequence[Sequence[Range]]) -> None:
-        """Replace each group's parameters by the owned part of its flat tensors."""
+    def _make_pieces(self, slices: Sequence[Sequence[Slice]]) -> None:
+        """Replace each group's parameters by what of its flat tensors is stepped here."""
         self._stepped = []
         for group in self._optimizer.param_groups:
             group["params"] = []
             if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
                 group["fused"] = group["fused"] is not False
         for piece in self._flat.pieces:
-            for own in owned[piece.segment]:
-                first, last = max(piece.range.first, own.first), min(piece.range.last, own.last)
-                if first < last:
-                    parameter = nn.Parameter(self._flat.flats[piece.segment][first:last])
+            for own in slices[piece.segment]:
+                part = Range(
+                    max(piece.range.first, own.range.first), min(piece.range.last, own.range.last)
+                )
+                if part.first < part.last:
+                    parameter = nn.Parameter(own.parameters[within(part, own.range)])
                     self._optimizer.param_groups[piece.group]["params"].append(parameter)
-                    part = Range(first, last)
                     self._stepped.append(
                         _Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
                     )

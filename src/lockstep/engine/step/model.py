@@ -61,8 +61,8 @@ def built(
         cut(model, config.num_shards)
     if isinstance(model, Pipeline):
         model.axis = DepthAxis([Range(0, len(model))])
-        model.is_called_once = config.mesh.pp > 1
-        if config.mesh.pp > 1:
+        model.is_called_once = config.mesh.pp > 1 or config.shards_parameters
+        if model.is_called_once:
             say_what_is_held(model)
     check_pipeline(model, config)
     recompute_activations(model, config.activation_checkpointing)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
-
 from lockstep.comm.transport import Transport
 from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.slices import Slice
 from lockstep.errors import NonFiniteError, shared
 
 _OTHERS = (
-    ". A loss that reads parameters itself sees NaN for those of other ranks (mesh.tp, mesh.pp)"
+    ". A loss that reads parameters itself sees NaN for those of other ranks (mesh.tp, mesh.pp) "
+    "and of blocks that are not computed just then (sharding=parameters)"
 )
 _UNCHANGED = "parameters and checkpoints are as after the step before"
 
 
 def non_finite_loss(
-    transport: Transport, step: int, losses: Mapping[int, float], is_split: bool = False
+    transport: Transport, step: int, losses: Mapping[int, float], is_divided: bool = False
 ) -> NonFiniteError:
     """Name the microbatches; a collective.
 
@@ -26,7 +26,7 @@ def non_finite_loss(
         transport: the group of ranks.
         step: number of the step.
         losses: loss sums of this rank's microbatches by number.
-        is_split: whether a rank has a part of the parameters only.
+        is_divided: whether a rank has a part of the parameters only.
     """
     bad = [[m, str(value)] for m, value in losses.items() if not math.isfinite(value)]
     everyone = transport.gather_json(bad)
@@ -39,13 +39,13 @@ def non_finite_loss(
     return shared(
         NonFiniteError(
             f"step {step}: the loss is {', '.join(places[:3])}{rest}; {_UNCHANGED}. Lower lr, "
-            f"set clip_norm, or look at the data of this step{_OTHERS if is_split else ''}"
+            f"set clip_norm, or look at the data of this step{_OTHERS if is_divided else ''}"
         )
     )
 
 
 def non_finite_gradient(
-    transport: Transport, step: int, flat: FlatTensors, gradients: Sequence[Tensor]
+    transport: Transport, step: int, flat: FlatTensors, stepped: Sequence[Sequence[Slice]]
 ) -> NonFiniteError:
     """Name the parameters; a collective.
 
@@ -53,10 +53,13 @@ def non_finite_gradient(
         transport: the group of ranks.
         step: number of the step.
         flat: trainable parameters in flat memory.
-        gradients: gradient, laid out as `flat.flats`.
+        stepped: slices of each segment that this rank has the gradient of.
     """
     names = [
-        entry.name for entry in flat.entries if not flat.view(gradients, entry).isfinite().all()
+        entry.name
+        for entry in flat.entries
+        for own in stepped[entry.segment]
+        if not own.of(entry.range).isfinite().all()
     ]
     affected = sorted({n for part in transport.gather_json(names) for n in part})
     return shared(

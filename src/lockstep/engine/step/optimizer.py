@@ -85,15 +85,18 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
         )
     for path, inner in optimizers_in(optimizer).items():
         _check_groups(optimizer, inner, f"{name} {path}".rstrip())
-    if config.optimizer.sharded and isinstance(optimizer, PhaseOptimizers):
+    is_set, other = f"sharding={config.sharding}", "sharding=none"
+    if config.sharding == "none":
+        is_set, other = "optimizer.sharded=True", "optimizer.sharded=false"
+    if config.shards_optimizer and isinstance(optimizer, PhaseOptimizers):
         raise ConfigError(
-            "optimizer.sharded=True: a task with an optimizer for each phase steps whole "
-            "parameters; set optimizer.sharded=false, or give one optimizer for all phases"
+            f"{is_set}: a task with an optimizer for each phase steps whole parameters; set "
+            f"{other}, or give one optimizer for all phases"
         )
-    if config.optimizer.sharded and not is_elementwise(optimizer):
+    if config.shards_optimizer and not is_elementwise(optimizer):
         raise ConfigError(
-            f"optimizer.sharded=True: {name} is not known to be element-wise, so it cannot step "
-            "slices; set optimizer.sharded=false, or `elementwise = True` on its class"
+            f"{is_set}: {name} is not known to be element-wise, so it cannot step slices; set "
+            f"{other}, or `elementwise = True` on its class"
         )
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     for key, size in sizes.items():

@@ -19,22 +19,28 @@ from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.passes.block_storage import BlockStorage
+from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute, check_weight
 from lockstep.engine.passes.passes import Passes, float64
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
+from lockstep.engine.step.allocation import give_back_large
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.schedule import Schedule
+from lockstep.engine.step.sliced_parameters import SlicedParameters
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
-from lockstep.parallel.layout import Range
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.layout import Dealt
+from lockstep.parallel.reduction import OrderedReduction
 
 
 class TrainStep:
@@ -49,6 +55,7 @@ class TrainStep:
         schedule: learning rates of all steps.
         loss_scale: loss scale of fp16; 1 for other precisions.
         watch: stopwatch of compute, communication, data and checkpoints.
+        parameters: parameters in slices, and all of them for a while.
         workspace: ranges, gradients and reduction of this rank in the present group.
         places: place of each rank on the mesh.
         sharded: whether the optimizer is sharded.
@@ -74,7 +81,7 @@ class TrainStep:
         self._config = config
         self._model = model
         self._compute = compute
-        self.sharded = config.optimizer.sharded
+        self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.task_state = task_state
         self.watched = compute.watched
@@ -83,18 +90,23 @@ class TrainStep:
         self.loss_scale = LossScale(config.precision)
         self.watch = Stopwatch()
         self._constants = constants
+        self._storage: BlockStorage | None = None
+        if config.shards_gradients:
+            give_back_large()
+        if config.shards_gradients and isinstance(model, Pipeline):
+            self._storage = BlockStorage(model, places, self._at)
         self._passes = Passes(
-            runtime, model, compute, flat, state, places, self.loss_scale, self.watch
+            runtime, model, compute, flat, state, places, self.loss_scale, self.watch, self._storage
         )
         self._summed: Summed | None = None
+        self.parameters = SlicedParameters(model, places)
+        if places.in_slices:
+            flat.renew()
         self.workspace = self._lay_out(places.mesh.microbatches)
         self.flat_optimizer = FlatOptimizer(
-            optimizer,
-            flat,
-            self.workspace.gradients,
-            self.workspace.owned,
-            self.shares_state,
+            optimizer, flat, self.workspace.stepped, self.shares_state
         )
+        self.parameters.close()
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
         )
@@ -107,24 +119,34 @@ class TrainStep:
         self._passes.restart()
         if self.applied is not None:
             self.workspace.put_back()
+        self.parameters.open()
+
+    def _at(self, moment: StorageMoment) -> None:
+        self._runtime.at(moment, self.places.step)
+
+    def mend(self) -> None:
+        """Go on in the same group after a failure that all ranks have noticed; a collective."""
+        self.places.mend()
+        self.workspace.use(self.places.storage)
 
     def deal_out(
         self,
-        ranges: Sequence[Range],
+        ranges: Sequence[Dealt],
         state: OptimizerState | None = None,
     ) -> None:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
 
         Args:
-            ranges: range of microbatches of each rank.
+            ranges: microbatches of each rank.
             state: whole state of the optimizer if it is sharded and the group is another one.
         """
         self._summed = None
         self.workspace = self._lay_out(ranges)
         if state is not None:
-            self.flat_optimizer.own(self.workspace.owned)
+            self.flat_optimizer.own(self.workspace.stepped)
             self.flat_optimizer.load_state(state)
-        self.flat_optimizer.bind(self.workspace.gradients)
+        self.flat_optimizer.bind(self.workspace.stepped)
+        self.parameters.close()
 
     def take_place(self) -> None:
         """Hold the shards of this rank's place on the mesh; `deal_out` must follow.
@@ -138,10 +160,10 @@ class TrainStep:
         self._constants.watch_anew()
         self._summed = None
         self.workspace = self._lay_out(self.places.mesh.microbatches)
-        self.flat_optimizer.move(self.flat, self.workspace.gradients, self.workspace.owned)
+        self.flat_optimizer.move(self.flat, self.workspace.stepped)
 
-    def _lay_out(self, ranges: Sequence[Range]) -> Workspace:
-        return Workspace(
+    def _lay_out(self, ranges: Sequence[Dealt]) -> Workspace:
+        workspace = Workspace(
             self._runtime,
             self._config,
             self.flat,
@@ -152,6 +174,10 @@ class TrainStep:
             num_header=num_values(self.state.num_counters),
             with_buddy=self.with_buddy,
         )
+        self.parameters.use(self.flat, workspace)
+        if self._storage is not None:
+            self._storage.use(self.flat, workspace)
+        return workspace
 
     def run(self, step: int, decays: int, batches: Iterator[Any]) -> StepResult:
         """Compute this rank's microbatches, sum over all ranks, step the parameters.
@@ -177,16 +203,16 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self.places.refresh()
             self._constants.mark(step)
-            fold = self.workspace.reduction.fold
-            self._passes.run(step, self.workspace.microbatches, batches, fold)
+            sums = self.workspace.reduction.leaves
+            self._passes.run(step, self.workspace.microbatches, batches, sums)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header tells them, and all raise the same error.
             error = caught
-            if self.places.is_split and not self._runtime.transport.can_regroup:
-                raise  # others wait for this rank's shards, and only its end wakes them
-            self.places.give_up()  # or they would wait for this rank's shards
+            if self.places.are_coupled and not self._runtime.transport.can_regroup:
+                raise  # others wait for this rank, and only its end wakes them
+            self.places.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
         headers = self._reduce(error)
         self._runtime.at("reduced", step)
@@ -220,6 +246,11 @@ class TrainStep:
         return self.sharded or self.places.is_split
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether whole tensors come together one at a time only, on all ranks of one column."""
+        return self.places.are_coupled and not self.places.is_split
+
+    @property
     def applied(self) -> StepResult | None:
         """The result of an interrupted step that this rank has applied, if it has; so all must."""
         return self._summed.result if self._summed else None
@@ -241,15 +272,14 @@ class TrainStep:
             counters=tuple(self._passes.counters),
         )
         own = float64(header.pack()).to(self._runtime.device)
-        if self.places.is_split:
+        if self.places.are_coupled:
             headers = self._headers(own)
             # Nobody sums: a column that has no failed rank would, and the others would not.
             if any(h.has_failed for h in headers):
                 return headers
-        self.workspace.reduction.header.copy_(own)
-        self.workspace.reduction.reduce()
+        self.workspace.reduction.reduce(own)
         self.workspace.spread_scalars()
-        if not self.places.is_split:
+        if isinstance(self.workspace.reduction, OrderedReduction) and not self.places.is_split:
             # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
             values = self.workspace.reduction.headers().tolist()
             headers = [Header.unpack(v) for v in values]
@@ -273,7 +303,7 @@ class TrainStep:
         norm = self.workspace.norm() * (1.0 / (weight * self.loss_scale.value))
         if not math.isfinite(norm) and not self.loss_scale.enabled:
             transport = self._runtime.transport
-            raise non_finite_gradient(transport, step, self.flat, self.workspace.gradients)
+            raise non_finite_gradient(transport, step, self.flat, self.workspace.stepped)
         return norm
 
     def _apply(self, step: int, factors: list[float], summed: Summed, norm: float) -> StepResult:
@@ -288,8 +318,8 @@ class TrainStep:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 unit *= config.clip_norm / (norm + 1e-6)
             # Mean, loss scale and clipping in one factor: one pass over memory, one rounding.
-            for gradient in self.workspace.own_gradients:
-                gradient.mul_(unit)
+            for own in self.workspace.every_slice:
+                own.gradient.mul_(unit)
             key = (
                 random_key(config.seed, Stream.OPTIMIZER, step)
                 if self.flat_optimizer.may_draw
@@ -332,6 +362,7 @@ class TrainStep:
             raise failure
         # The sum tells of any microbatch: NaN and infinity do not cancel in it.
         if not math.isfinite(scalars[0]):
-            losses, is_split = self._passes.losses, self.places.is_split
-            raise non_finite_loss(self._runtime.transport, step, losses, is_split)
+            is_divided = self.places.is_split or self.places.in_slices
+            losses = self._passes.losses
+            raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
         check_weight(scalars[1], step)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.parallel.layout import Range, stepped_slices
+from lockstep.engine.step.slices import Slice
+from lockstep.parallel.exchange import copy_to_next, gather_slices
+from lockstep.parallel.layout import Dealt, Range, stepped_slices
 from lockstep.parallel.norm import (
+    NormPart,
     ScatteredNorms,
     block_norms,
     combined,
@@ -20,20 +24,20 @@ from lockstep.parallel.norm import (
     sharded_block_norms,
 )
 from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.rounds import Rounds
 
 
 class Workspace:
     """Laid out anew when the group or the microbatches of its ranks change.
 
     Attributes:
-        microbatches: range of microbatches that this rank computes.
+        microbatches: microbatches that this rank computes; those of rounds that it has none in are
+            numbers too high.
         reduction: ordered sum over all ranks.
-        gradients: summed gradient, laid out as the parameters; if sharded, just the slices to
-            step are right.
-        own_gradients: parts of it that this rank steps.
+        stepped: for each segment, the slices that this rank steps: its own one first.
+        every_slice: those of all segments.
+        slices: range of elements that each rank owns, for each segment.
         buffer_sums: summed changes of buffers, one flat tensor for each segment.
-        slices: range of elements of each rank, for each segment.
-        owned: ranges of elements that this rank steps, for each segment.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Workspace:
         flat: FlatTensors,
         state: ForwardState,
         places: Places,
-        ranges: Sequence[Range],
+        ranges: Sequence[Dealt],
         *,
         num_scalars: int,
         num_header: int,
@@ -54,62 +58,121 @@ class Workspace:
         Args:
             runtime: the group of ranks.
             config: config of the run.
-            flat: trainable parameters in flat memory.
+            flat: trainable parameters in flat memory, all of it.
             state: buffers that forward passes change.
             places: place of each rank on the mesh.
-            ranges: range of microbatches of each rank.
+            ranges: microbatches of each rank.
             num_scalars: number of float64 sums beside the gradient.
             num_header: number of float64 values in a header.
             with_buddy: whether each rank steps the slice of the rank before it too.
         """
-        self._transport = places.data
+        self._transport = places.storage
         self._places = places
         self._flat = flat
-        self._sharded = config.optimizer.sharded
-        self._with_buddy = with_buddy
+        self._sharded = config.shards_optimizer
+        self._in_slices = config.shards_parameters
         rank = self._transport.rank
         in_column = places.of_column(ranges)
-        self.microbatches = in_column[rank]
-        self.reduction = OrderedReduction(
-            self._transport,
-            [*flat.segments, *state.flat.segments],
-            [*flat.places, *state.flat.places],
-            num_scalars=num_scalars,
-            num_header=num_header,
-            num_microbatches=config.num_microbatches,
-            ranges=in_column,
-            device=runtime.device,
-            bucket_bytes=config.bucket_bytes,
-            gather=not self._sharded,
-        )
+        self.microbatches = places.mesh.rounds(in_column[rank])
+        segments = [*flat.segments, *state.flat.segments]
+        tensors = [*flat.places, *state.flat.places]
+        self.reduction: OrderedReduction | Rounds
+        if config.shards_gradients:
+            self.reduction = Rounds(
+                self._transport,
+                segments,
+                tensors,
+                num_scalars=num_scalars,
+                num_microbatches=config.num_microbatches,
+                num_replicas=len(places.mesh.replicas),
+                device=runtime.device,
+                bucket_bytes=config.bucket_bytes,
+                order=_last_block_first(flat, len(segments), places.late_blocks),
+            )
+        else:
+            self.reduction = OrderedReduction(
+                self._transport,
+                segments,
+                tensors,
+                num_scalars=num_scalars,
+                num_header=num_header,
+                num_microbatches=config.num_microbatches,
+                ranges=in_column,
+                device=runtime.device,
+                bucket_bytes=config.bucket_bytes,
+                gather=not self._sharded,
+            )
         num_segments = len(flat.segments)
-        self.gradients = self.reduction.total.segments[:num_segments]
-        self.buffer_sums = self.reduction.total.segments[num_segments:]
+        self.slices = self.reduction.slices[:num_segments]
+        self._buffer_slices = self.reduction.slices[num_segments:]
         self._buffer_entries = [
             [(e, places.unit_of(e.name)) for e in state.flat.entries if e.segment == s]
             for s in range(len(state.flat.segments))
         ]
-        self.slices = self.reduction.slices[:num_segments]
-        self.owned = [[Range(0, s.numel)] for s in flat.segments]
-        if self._sharded:
-            self.owned = [stepped_slices(s, rank, with_buddy) for s in self.slices]
-        parts = [(s, part) for s, owned in enumerate(self.owned) for part in owned]
-        self.own_gradients = [self.gradients[s][part.first : part.last] for s, part in parts]
-        self._own = [flat.flats[s][part.first : part.last] for s, part in parts]
-        self._spares = [torch.empty_like(own) for own in self._own] if with_buddy else []
+        self.buffer_sums = self.reduction.total.segments[num_segments:]
+        if isinstance(self.reduction, Rounds):
+            self.buffer_sums = [torch.zeros_like(f) for f in state.flat.flats]
+        self.stepped = [self._stepped(s, rank, with_buddy) for s in range(num_segments)]
+        self._with_buddy = with_buddy and self._transport.size > 1
+        self.every_slice = [own for of_segment in self.stepped for own in of_segment]
+        keeps_aside = with_buddy and not self._in_slices
+        self._spares = [torch.empty_like(own.parameters) for own in self.every_slice if keeps_aside]
+        self.take_slices()
+        parts = [NormPart(flat.segments[p.segment].dtype, *p) for p in flat.parts]
         holders = {part.unit: places.lowest_rank(part.unit) for part in flat.parts}
-        self._norms = ScatteredNorms(flat.parts, holders, places.world.rank)
+        self._norms = ScatteredNorms(parts, holders, places.world.rank)
+
+    def _stepped(self, segment: int, rank: int, with_buddy: bool) -> list[Slice]:
+        """The slices of a segment that this rank steps, and the memory of each."""
+        flat, total = self._flat.flats[segment], self.reduction.total.segments[segment]
+        ranges = [Range(0, len(flat))]
+        if self._sharded:
+            ranges = stepped_slices(self.slices[segment], rank, with_buddy)
+        made = []
+        for number, (first, last) in enumerate(ranges):
+            parameters = flat.new_empty(last - first) if self._in_slices else flat[first:last]
+            gradient = total
+            if not isinstance(self.reduction, Rounds):
+                gradient = total[first:last]
+            elif number > 0:
+                gradient = torch.zeros_like(parameters)
+            made.append(Slice(Range(first, last), parameters, gradient))
+        return made
+
+    def use(self, transport: Transport) -> None:
+        """Go on with another transport between the same ranks."""
+        self._transport = transport
+        if isinstance(self.reduction, Rounds):
+            self.reduction.transport = transport
+
+    def take_slices(self) -> None:
+        """With parameters in slices, keep those of the parameters as they are in flat memory."""
+        if self._in_slices:
+            for flat, of_segment in zip(self._flat.flats, self.stepped, strict=True):
+                for (first, last), parameters, _ in of_segment:
+                    parameters.copy_(flat[first:last])
+
+    def open(self, segment: int) -> None:
+        """Give a segment memory, in which what this rank keeps of it is right."""
+        self._flat.open(segment)
+        for (first, last), parameters, _ in self.stepped[segment]:
+            self._flat.flats[segment][first:last] = parameters
+
+    def gather(self, segment: int) -> None:
+        """Have a segment of parameters in slices whole; a collective of the column."""
+        self.open(segment)
+        gather_slices(self._transport, self._flat.flats[segment], self.slices[segment])
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
+        own = [of_segment[0].gradient for of_segment in self.stepped]
         if not (self._sharded or self._places.is_split):
-            return global_norm(self.gradients)
-        norms = [block_norms(gradient) for gradient in self.gradients]
+            return global_norm(own)
+        norms = [block_norms(gradient) for gradient in own]
         if self._sharded:
-            norms = sharded_block_norms(self._transport, self.gradients, self.slices)
-        if self._places.is_split:
-            norms = self._norms.gather(self._places.world, norms, self._flat.holds)
-        return combined(norms)
+            norms = sharded_block_norms(self._transport, own, self.slices)
+        world = self._places.world if self._places.is_split else LocalTransport()
+        return combined(self._norms.gather(world, norms, self._flat.holds))
 
     def spread_scalars(self) -> None:
         """Send every rank the sums of loss and metrics, which the last stage has; a collective."""
@@ -123,8 +186,12 @@ class Workspace:
         """
         places = self._places
         if self._sharded:
-            for segment, sums in enumerate(self.buffer_sums, start=len(self.slices)):
-                self.reduction.gather(segment, sums)
+            own = self.reduction.total.segments[len(self.slices) :]
+            for sums, total, slices in zip(self.buffer_sums, own, self._buffer_slices, strict=True):
+                if isinstance(self.reduction, Rounds):
+                    first, last = slices[self._transport.rank]
+                    sums[first:last] = total
+                gather_slices(self._transport, sums, slices)
         if not places.are_staged:
             return
         for sums, entries in zip(self.buffer_sums, self._buffer_entries, strict=True):
@@ -133,30 +200,47 @@ class Workspace:
                 places.world.broadcast(of_stage, places.mesh.members(column)[0])
                 for entry, unit in entries:
                     if places.held_by(column).has(unit):
-                        own = slice(*entry.range)
-                        sums[own] = of_stage[own]
+                        own_part = slice(*entry.range)
+                        sums[own_part] = of_stage[own_part]
 
     def exchange_slices(self) -> None:
         """Send every rank the gradients for its slices; a collective."""
-        if self._with_buddy and self._transport.size > 1:
-            for segment in range(len(self.slices)):
-                self.reduction.copy_to_next(segment)
+        if self._with_buddy:
+            for slices, (own, buddy) in zip(self.slices, self.stepped, strict=True):
+                copy_to_next(self._transport, own.gradient, buddy.gradient, slices)
 
     def gather_parameters(self) -> None:
         """Send every rank the slices that others have stepped; a collective.
 
+        Parameters in slices need no such thing: the next forward pass gathers those of each block.
+
         If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
         (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.
         """
-        for segment, flat in enumerate(self._flat.flats):
-            self.reduction.gather(segment, flat)
+        if not self._in_slices:
+            for flat, slices in zip(self._flat.flats, self.slices, strict=True):
+                gather_slices(self._transport, flat, slices)
 
     def keep_aside(self) -> None:
         """Keep a copy of the slices just stepped, if a buddy is to have them."""
-        for own, spare in zip(self._own, self._spares, strict=False):
-            spare.copy_(own)
+        for own, spare in zip(self.every_slice, self._spares, strict=False):
+            spare.copy_(own.parameters)
 
     def put_back(self) -> None:
         """Undo what an interrupted `gather_parameters` has done to the slices of this rank."""
-        for own, spare in zip(self._own, self._spares, strict=False):
-            own.copy_(spare)
+        for own, spare in zip(self.every_slice, self._spares, strict=False):
+            own.parameters.copy_(spare)
+
+
+def _last_block_first(flat: FlatTensors, num_segments: int, late: Set[int]) -> list[int]:
+    """Segments in the order in which backward passes are done with them.
+
+    Args:
+        flat: trainable parameters in flat memory.
+        num_segments: number of segments, those of buffers, which come last, included.
+        late: blocks whose gradients are there at the end of a backward pass only.
+    """
+    early = [s for s, block in enumerate(flat.blocks) if block not in late]
+    early.sort(key=lambda segment: -flat.blocks[segment])
+    order = [*early, *(s for s in range(num_segments) if s not in early)]
+    return [s for s in order if s >= len(flat.segments) or flat.segments[s].numel]

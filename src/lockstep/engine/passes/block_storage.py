@@ -1,0 +1,149 @@
+"""Block by block: parameters are whole while their block is computed, gradients until it is left.
+
+The rest of the time a rank has its slices of them only (ZeRO-3 and ZeRO-2: Rajbhandari et al. 2020,
+sections 5.2 and 5.3). A forward pass goes through the blocks of this rank from the first to the
+last, and a backward pass from the last to the first. Ranks that have no microbatch go through them
+as the others do, since they keep slices that the others need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from lockstep.engine.places import Places
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.workspace import Workspace
+from lockstep.errors import TaskError
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.rounds import Rounds
+
+Moment = Literal["unshard", "leave"]
+"""Before the slices of a segment of parameters come together, and before its gradients are sent."""
+
+
+class BlockStorage:
+    """Has the parameters of blocks come and go, and sends their gradients to those who sum them.
+
+    All calls are collectives of the ranks that hold the same blocks (`Places.storage`).
+    """
+
+    def __init__(self, pipeline: Pipeline, places: Places, at: Callable[[Moment], None]) -> None:
+        self._pipeline, self._places, self._at = pipeline, places, at
+        self._users: Counter[int] = Counter()
+        self._next, self._has_leaf, self._is_kept = -1, False, False
+        self._is_backward, self._is_regular = False, True
+        pipeline.descend = self.descend
+        if places.in_slices:
+            pipeline.storage = self
+
+    def use(self, flat: FlatTensors, workspace: Workspace) -> None:
+        """Work on this memory from now on."""
+        assert isinstance(workspace.reduction, Rounds)
+        self._flat, self._workspace, self._rounds = flat, workspace, workspace.reduction
+        self._own = self._places.own.blocks
+        self._segments = {
+            block: [s for s, of in enumerate(flat.blocks) if of == block and flat.segments[s].numel]
+            for block in range(*self._own)
+        }
+        self._users.clear()
+
+    def restart(self) -> None:
+        """Forget a pass that was broken off."""
+        for segment in +self._users:
+            self._flat.close(segment)
+        self._users.clear()
+        self._pipeline.ties.share()
+        self._is_kept = self._is_backward = False
+        self._is_regular = True
+
+    def unshard(self, block: int) -> None:
+        """Have the parameters of a block."""
+        for segment in self._needed(block):
+            self._users[segment] += 1
+            if self._users[segment] == 1:
+                self._at("unshard")
+                self._workspace.gather(segment)
+        self._pipeline.ties.share()
+
+    def reshard(self, block: int) -> None:
+        """Free the parameters of a block, unless its backward pass comes next."""
+        is_last = block == len(self._pipeline) - 1
+        self._is_kept = torch.is_grad_enabled() and is_last
+        if not self._is_kept:
+            self._drop(block)
+
+    def skip_forward(self) -> None:
+        """Go through all blocks without a microbatch."""
+        if self._places.in_slices:
+            for block in range(*self._own):
+                self.unshard(block)
+                self.reshard(block)
+
+    def begin_backward(self, has_leaf: bool = True) -> None:
+        """Begin with the last block.
+
+        Args:
+            has_leaf: whether there is a microbatch.
+        """
+        self._has_leaf, self._next, self._is_backward = has_leaf, self._own.last - 1, True
+        # Not in step with autograd where the loss calls the model more than once.
+        self._is_regular &= not has_leaf or self._pipeline.num_calls <= 1
+        self.descend(self._next)
+
+    def descend(self, block: int) -> None:
+        """Have the parameters of a block, and be done with those behind it.
+
+        Raises:
+            TaskError: the loss computes gradients itself, with parameters in slices.
+        """
+        if not self._is_backward:
+            if self._places.in_slices:
+                raise TaskError(
+                    "Task.loss: computes gradients itself (torch.autograd.grad), for which the "
+                    "parameters of all blocks are needed; set sharding=gradients"
+                )
+            self._is_regular = False
+        if not self._is_regular:
+            return
+        while self._next >= max(block, self._own.first):
+            self._leave(self._next + 1)
+            if self._places.in_slices and not self._is_kept:
+                self.unshard(self._next)
+            self._is_kept = False
+            self._next -= 1
+
+    def end_backward(self) -> None:
+        """Be done with all blocks, also those that the backward pass has not come to."""
+        self.descend(self._own.first)
+        if self._is_regular:
+            self._leave(self._own.first)
+        self._is_backward, self._is_regular = False, True
+
+    def _leave(self, block: int) -> None:
+        """Send the gradients of a block, and free its parameters."""
+        if block == self._own.last:
+            return
+        if block not in self._places.late_blocks:
+            for segment in self._segments[block]:
+                self._at("leave")
+                gradients = self._flat.take_gradients(segment) if self._has_leaf else None
+                self._rounds.take(segment, gradients)
+        if self._places.in_slices:
+            self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        for segment in self._needed(block):
+            self._users[segment] -= 1
+            if not self._users[segment]:
+                self._flat.check_views(segment)
+                self._flat.close(segment)
+        self._pipeline.ties.share()
+
+    def _needed(self, block: int) -> list[int]:
+        """Segments with parameters that a block computes with: also such as earlier ones have."""
+        firsts = {t.first for t in self._pipeline.ties if t.block == block and t.is_shared}
+        return [segment for there in sorted({block, *firsts}) for segment in self._segments[there]]

@@ -1,0 +1,146 @@
+"""Whether a rank has the memory for what a step keeps, before any of it is asked for."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import optim
+
+from lockstep.cgroups import control_groups
+from lockstep.config import TrainConfig
+from lockstep.config.train_config import Sharding
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.errors import ConfigError
+from lockstep.nn.pipeline import Pipeline
+from lockstep.parallel.fold import rows_needed
+from lockstep.parallel.layout import Range
+
+_GIB = 1 << 30
+_MOST_RANKS = 4096
+_STATM = Path("/proc/self/statm")
+"""Pages of this process: all, and those in memory."""
+
+
+class Needs:
+    """The least bytes that a rank keeps of parameters, gradients and optimizer state.
+
+    Activations, and what ranks exchange, come on top.
+    """
+
+    def __init__(
+        self, config: TrainConfig, flat: FlatTensors, optimizer: optim.Optimizer, has_buddy: bool
+    ) -> None:
+        """Count.
+
+        Args:
+            config: config of the run.
+            flat: trainable parameters of this rank's column.
+            optimizer: optimizer of the parameters.
+            has_buddy: whether ranks keep the slices of others too.
+        """
+        sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
+        self.parameters = sum(sizes)
+        self._largest = max(sizes)
+        self._num_states = _num_states(optimizer)
+        self._copies = 2 if has_buddy else 1
+        self._num_microbatches = config.num_microbatches
+
+    def of(self, sharding: Sharding, num_ranks: int) -> int:
+        """Bytes of each of some ranks that share out microbatches and slices."""
+        whole, num = self.parameters, self._num_microbatches
+        slices = whole * min(self._copies, num_ranks) // num_ranks
+        states = self._num_states * (whole if sharding == "none" else slices)
+        if sharding in ("none", "optimizer"):
+            rows = rows_needed(Range(0, -(-num // num_ranks)), num)
+            return (2 + rows) * whole + states
+        # The fold's rows have this rank's own slice; a gradient is whole for a block only.
+        sums = rows_needed(Range(0, num), num) * whole // num_ranks + slices - whole // num_ranks
+        kept = slices + self._largest if sharding == "parameters" else whole
+        return kept + self._largest + sums + states
+
+
+def check_memory(
+    config: TrainConfig,
+    model: torch.nn.Module,
+    flat: FlatTensors,
+    optimizer: optim.Optimizer,
+    num_ranks: int,
+    can_regroup: bool,
+) -> None:
+    """Refuse a run for which a rank's memory cannot suffice, and say what would.
+
+    Args:
+        config: config of the run.
+        model: model of which `flat` has the trainable parameters.
+        flat: trainable parameters of this rank's column.
+        optimizer: optimizer of the parameters.
+        num_ranks: number of ranks of the column.
+        can_regroup: whether survivors can go on without ranks that die.
+
+    Raises:
+        ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
+            less than what the run needs at least.
+    """
+    if flat.flats[0].is_cuda:
+        return
+    needs = Needs(config, flat, optimizer, config.optimizer.buddy and can_regroup)
+    sharding: Sharding = config.sharding
+    if sharding == "none" and config.optimizer.sharded:
+        sharding = "optimizer"
+    needed = needs.of(sharding, num_ranks)
+    # The parameters are there already.
+    limit, available = min(_limits(), key=lambda pair: pair[1])
+    available += needs.parameters
+    if needed <= available:
+        return
+    lean = Needs(config, flat, optimizer, has_buddy=False)
+    kind: Sharding = "parameters" if isinstance(model, Pipeline) else "gradients"
+    enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
+    number = next(enough, None)
+    remedy = "use a smaller model, or give ranks more memory"
+    if number is not None:
+        remedy = (
+            f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
+            f"{number} ranks"
+        )
+    raise ConfigError(
+        f"memory: a rank needs at least {_gib(needed)} for parameters, gradients and optimizer "
+        f"state (sharding={sharding}, world size {num_ranks}), and has {_gib(available)} "
+        f"({limit}); {remedy}"
+    )
+
+
+def _num_states(optimizer: optim.Optimizer) -> int:
+    """Numbers that an optimizer keeps for each parameter, of those that it is known of."""
+    if isinstance(optimizer, (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax)):
+        return 2
+    if isinstance(optimizer, optim.SGD):
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return int(isinstance(optimizer, (optim.Adagrad, optim.RMSprop)))
+
+
+def _limits() -> Iterator[tuple[str, int]]:
+    """What this process may still take, by what limits it; more than there is without a limit."""
+    page = resource.getpagesize()
+    try:
+        size, resident = (int(n) * page for n in _STATM.read_text().split()[:2])
+    except OSError:  # no Linux
+        size = resident = 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        yield f"ulimit -v {soft // 1024}", soft - size
+    for is_unified, folder in control_groups("memory"):
+        path = folder / ("memory.max" if is_unified else "memory.limit_in_bytes")
+        try:
+            yield str(path), int(path.read_text()) - resident
+        except (OSError, ValueError):
+            continue
+    yield "the host's memory", os.sysconf("SC_PHYS_PAGES") * page - resident
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB"

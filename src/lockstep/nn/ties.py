@@ -1,0 +1,151 @@
+"""Parameters of several blocks of a pipeline: the weight of an embedding and of the head, say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lockstep.nn.layers import let_go
+from lockstep.nn.storage import Storage
+from lockstep.nn.units import Holding, Unit
+from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.layout import Range
+
+_Role = Literal["trains", "uses", "alone"]
+"""Whether a stage trains a parameter that another one uses, or the other way, or neither."""
+
+
+@dataclass(eq=False)
+class Tie:
+    """A parameter that an earlier block has, too.
+
+    Attributes:
+        original: its name in the first block that has it, whose stage trains it.
+        names: its names in this block.
+        first: number of the first block.
+        block: number of this block.
+        parameter: tensor of the first block.
+        copy: tensor of this block.
+        is_shared: whether the copy is to share the memory of the first block's tensor.
+        is_used: whether this rank computes with the copy.
+    """
+
+    original: str
+    names: list[str]
+    first: int
+    block: int
+    parameter: nn.Parameter
+    copy: nn.Parameter
+    is_shared: bool = True
+    is_used: bool = True
+
+
+class Ties:
+    """All of a pipeline's ties, and what stages do about them.
+
+    Each has one gradient for each block; they are added in the order of blocks.
+    """
+
+    def __init__(self, ties: list[Tie]) -> None:
+        self._ties = ties
+
+    def __iter__(self) -> Iterator[Tie]:
+        """In the order of blocks."""
+        return iter(self._ties)
+
+    def take_place(self, own: Holding, units: Mapping[str, Unit]) -> None:
+        """Have copies share the memory of the first tensor, where that is held.
+
+        A block whose first tensor is not held here gets memory of its own, for `refresh`.
+
+        Args:
+            own: blocks and shards that this rank holds.
+            units: unit of each parameter by name.
+        """
+        for tie in self._ties:
+            copy, unit = tie.copy, units[tie.original]
+            tie.is_shared = own.has(unit)
+            tie.is_used = tie.is_shared or own.has(Unit(tie.block, unit.shard))
+            if tie.is_used and not tie.is_shared:
+                copy.data = torch.zeros(copy.shape, dtype=copy.dtype, device=copy.device)
+            elif not tie.is_used:
+                let_go(copy)
+        self.share()
+
+    def share(self) -> None:
+        """Have copies follow the memory of the first tensors, where these are held."""
+        for tie in self._ties:
+            if tie.is_shared:
+                tie.copy.data = tie.parameter.data
+
+    def refresh(self, axis: DepthAxis, storage: Storage | None) -> None:
+        """Bring what later stages have of earlier blocks' parameters up to date; a collective.
+
+        Args:
+            axis: the stages.
+            storage: where parameters of blocks are, if they are in slices.
+        """
+        for tie in self._ties:
+            role, other = _role(tie, axis)
+            if role == "trains" and storage is not None:
+                storage.unshard(tie.first)
+                axis.send([tie.parameter.detach().clone()], other)
+                storage.reshard(tie.first)
+            elif role == "trains":
+                axis.send([tie.parameter.detach()], other)
+            elif role == "uses":
+                [received] = axis.receive(other)
+                assert received is not None
+                tie.copy.data.copy_(received)
+
+    def skip_refresh(self, stages: Sequence[Range], stage: int, storage: Storage) -> None:
+        """Do for other ranks what `refresh` has to on a rank that computes nothing.
+
+        Args:
+            stages: range of blocks of each stage.
+            stage: stage whose parameters this rank keeps slices of.
+            storage: where parameters of blocks are.
+        """
+        stage_of = {block: number for number, own in enumerate(stages) for block in range(*own)}
+        for tie in self._ties:
+            if tie.is_used and stage_of[tie.first] == stage != stage_of[tie.block]:
+                storage.unshard(tie.first)
+                storage.reshard(tie.first)
+
+    def collect(self, axis: DepthAxis) -> None:
+        """Add the gradients of copies to those of the first tensors, in the order of blocks.
+
+        A collective of the stages. Those of copies are gone afterwards.
+        """
+        for tie in self._ties:
+            role, other = _role(tie, axis)
+            gradient, tie.copy.grad = tie.copy.grad, None
+            if role == "uses":
+                axis.send([gradient], other)
+                continue
+            if role == "trains":
+                [gradient] = axis.receive(other)
+            if gradient is None:
+                continue
+            total = tie.parameter.grad
+            tie.parameter.grad = gradient if total is None else total + gradient
+
+    def forget(self) -> None:
+        """Forget the gradients that `collect` would add up."""
+        for tie in self._ties:
+            tie.copy.grad = None
+
+
+def _role(tie: Tie, axis: DepthAxis) -> tuple[_Role, int]:
+    """What this rank does about a tied parameter, and the stage that it does this with."""
+    if len(axis.stages) > 1 and tie.is_used:
+        trains, uses = axis.stage_of(tie.first), axis.stage_of(tie.block)
+        if trains != uses and axis.stage == trains:
+            return "trains", uses
+        if trains != uses and axis.stage == uses:
+            return "uses", trains
+    return "alone", axis.stage

@@ -1,0 +1,218 @@
+"""Ordered reduction in rounds: no rank keeps more of a sum than its slice.
+
+In round j the W ranks compute the microbatches jW … jW+W-1. As soon as the gradients of a segment
+are there, each rank sends every owner its slice of them, and owners fold the W leaves that arrive
+along the canonical tree. So a gradient is whole for as long as it takes to send it, and
+
+    bytes received by a rank in a step    about P for each round
+    memory of sums                        P/W for each of log2 M rows
+
+where P are the bytes of the flat gradient and M is the number of microbatches (ZeRO-2: Rajbhandari
+et al. 2020, section 5.2; the order of the sum is that of `lockstep.parallel.layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.transport import Transport
+from lockstep.parallel.arena import BLOCK, ArenaLayout, Row, Segment, slice_up
+from lockstep.parallel.fold import Fold, rows_needed
+from lockstep.parallel.layout import Range
+
+_NOTHING = torch.empty(0, dtype=torch.float64)
+
+
+class LateGradientError(Exception):
+    """A leaf has a gradient of a segment that was summed before its backward pass was over.
+
+    Attributes:
+        index: number of the tensor among those of the leaf.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(f"gradient {index} came after the others of its segment were summed")
+        self.index = index
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Elements of a segment that are exchanged at a time.
+
+    Attributes:
+        parts: of each rank, those of the slice it owns.
+        fold: sum of those of this rank.
+    """
+
+    parts: list[Range]
+    fold: Fold
+
+
+class Rounds:
+    """Sums leaves of gradients and scalars over all ranks, each of which keeps a slice.
+
+    For each step: `restart`; then, for each round, `take` for each segment whose gradients are
+    there already, and `add` for the rest. All ranks call the same methods in the same order, also
+    those without a microbatch in a round.
+
+    Attributes:
+        transport: transport between the ranks.
+        total: after the last round, the sum of the slices that this rank owns.
+        slices: for each segment, the range of elements that each rank owns.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        segments: Sequence[Segment],
+        places: Sequence[Sequence[tuple[int, torch.Size]]],
+        *,
+        num_scalars: int,
+        num_microbatches: int,
+        num_replicas: int,
+        device: torch.device,
+        bucket_bytes: int,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """Lay out the memory.
+
+        Args:
+            transport: transport between the ranks.
+            segments: dtype and number of elements of each segment of the flat gradient.
+            places: for each segment, the (offset, shape) of each tensor of a leaf; offsets in
+                elements.
+            num_scalars: number of float64 sums beside the gradient.
+            num_microbatches: number of leaves of the tree.
+            num_replicas: number of ranks that compute microbatches: the first ones.
+            device: device on which the gradients lie.
+            bucket_bytes: greatest number of bytes of gradient to receive at a time.
+            order: numbers of the segments in the order in which all ranks take them.
+        """
+        rank = transport.rank
+        self.transport, self._device = transport, device
+        self._segments, self._places = list(segments), [list(of) for of in places]
+        self._num_microbatches, self._num_replicas = num_microbatches, num_replicas
+        self._order = list(order or range(len(segments)))
+        self.slices = slice_up(segments, transport.size)
+        every = Range(0, num_microbatches)
+        own = [Segment(s.dtype, len(of[rank])) for s, of in zip(segments, self.slices, strict=True)]
+        layout = ArenaLayout(own, num_scalars, 0)
+        _, [arena] = layout.allocate([rows_needed(every, num_microbatches)], device)
+        self._arena = arena
+        self.total: Row = arena.rows[0]
+        rows = [Row([], row.scalars) for row in arena.rows]
+        self._scalars = Fold(rows, [], every, num_microbatches)
+        self._buckets = [self._cut(s, bucket_bytes) for s in range(len(segments))]
+        firsts = accumulate((len(of) for of in self._places), initial=0)
+        self._tensors = [slice(first, last) for first, last in pairwise(firsts)]
+        self.restart()
+
+    def _cut(self, segment: int, bucket_bytes: int) -> list[_Bucket]:
+        """The buckets of a segment: whole blocks, at least one of each leaf."""
+        slices, rank = self.slices[segment], self.transport.rank
+        num_bytes = self._segments[segment].dtype.itemsize * self._num_replicas
+        length = max(bucket_bytes // num_bytes // BLOCK, 1) * BLOCK
+        buckets = []
+        for start in range(0, max(map(len, slices)), length):
+            parts = [
+                Range(min(s.first + start, s.last), min(s.first + start + length, s.last))
+                for s in slices
+            ]
+            first = parts[rank].first - slices[rank].first
+            size = torch.Size([len(parts[rank])])
+            memory = [row.segments[segment][first : first + size[0]] for row in self._arena.rows]
+            rows = [Row([part], _NOTHING) for part in memory]
+            every = Range(0, self._num_microbatches)
+            fold = Fold(rows, [[(0, size)]], every, self._num_microbatches)
+            buckets.append(_Bucket(parts, fold))
+        return buckets
+
+    @property
+    def leaves(self) -> Rounds:
+        """What takes this rank's leaves."""
+        return self
+
+    def reduce(self, header: Tensor | None = None) -> None:
+        """Nothing to do after the last round; headers travel by themselves."""
+
+    def restart(self) -> None:
+        """Forget the leaves of a step."""
+        self._round = 0
+        self._taken: set[int] = set()
+        self._scalars.restart()
+        for bucket in [bucket for of_segment in self._buckets for bucket in of_segment]:
+            bucket.fold.restart()
+
+    def take(self, segment: int, tensors: Sequence[Tensor | None] | None) -> None:
+        """Sum the gradients of a segment in this round; a collective.
+
+        Args:
+            segment: number of the segment, which was not taken yet.
+            tensors: its tensors; None counts as zeros. None for all: there is no microbatch.
+        """
+        assert segment == self._order[len(self._taken)], "all ranks take segments in one order"
+        self._taken.add(segment)
+        rank, num_leaves = self.transport.rank, self._num_leaves
+        leaf = self._leaf(segment, tensors)
+        for parts, fold in ((bucket.parts, bucket.fold) for bucket in self._buckets[segment]):
+            length = len(parts[rank])
+            received = leaf.new_empty(length * num_leaves)
+            self.transport.all_to_all(
+                leaf,
+                [len(p) if rank < num_leaves else 0 for p in parts],
+                [p.first for p in parts],
+                received,
+                [length if r < num_leaves else 0 for r in range(self.transport.size)],
+            )
+            for theirs in received.view(num_leaves, length):
+                fold.add([theirs], _NOTHING)
+
+    def add(self, tensors: Sequence[Tensor | None] | None, scalars: Tensor) -> None:
+        """Sum what is left of this round; a collective.
+
+        Args:
+            tensors: all tensors of the leaf, of which those of segments that were taken are None;
+                None if this rank has no microbatch in this round.
+            scalars: sums of the leaf's scalars, float64 [num_scalars]; any if it has none.
+
+        Raises:
+            LateGradientError: there is a tensor of a segment that was taken.
+        """
+        for segment in self._order:
+            own = self._tensors[segment]
+            theirs = None if tensors is None else tensors[own]
+            if segment not in self._taken:
+                self.take(segment, theirs)
+                continue
+            late = [n for n, tensor in enumerate(theirs or []) if tensor is not None]
+            if late:
+                raise LateGradientError(own.start + late[0])
+        size, num_leaves = self.transport.size, self._num_leaves
+        everyone = scalars.new_empty(len(scalars) * size)
+        self.transport.all_gather(scalars, everyone, [len(scalars)] * size)
+        for row in everyone.view(size, len(scalars))[:num_leaves]:
+            self._scalars.add([], row)
+        self._round += 1
+        self._taken.clear()
+
+    @property
+    def _num_leaves(self) -> int:
+        """Number of ranks that have a microbatch in this round."""
+        left = self._num_microbatches - self._round * self._num_replicas
+        return min(self._num_replicas, left)
+
+    def _leaf(self, segment: int, tensors: Sequence[Tensor | None] | None) -> Tensor:
+        """The segment of this rank's leaf; nothing if it has none."""
+        dtype, numel = self._segments[segment]
+        if tensors is None:
+            return torch.empty(0, dtype=dtype, device=self._device)
+        leaf = torch.zeros(numel, dtype=dtype, device=self._device)
+        for (offset, shape), tensor in zip(self._places[segment], tensors, strict=True):
+            if tensor is not None:
+                leaf[offset : offset + shape.numel()].view(shape).copy_(tensor)
+        return leaf

@@ -1,0 +1,71 @@
+"""What a rank keeps, counted before it is there."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn, optim
+
+import lockstep as ls
+from lockstep.comm.transport import LocalTransport
+from lockstep.config import TrainConfig
+from lockstep.engine.runtime import shared_error
+from lockstep.engine.step import memory
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.errors import ConfigError, EnvironError
+from lockstep.nn.cutting import units_of
+
+MIB = 1 << 20
+
+
+def parts(blocks: int = 4):
+    model = ls.nn.Pipeline(*[nn.Linear(512, 512, bias=False) for _ in range(blocks)])
+    named = [list(model.named_parameters())]
+    return model, FlatTensors(named, "parameter", {}, units_of(model), by_block=True)
+
+
+def test_counted_bytes_are_those_of_the_design() -> None:
+    """4 MiB of parameters in blocks of 1 MiB, 8 microbatches: 3 rows of sums, 2 states of Adam."""
+    model, flat = parts()
+    adam = optim.Adam(model.parameters())
+    config = TrainConfig(num_microbatches=8)
+    lean = memory.Needs(config, flat, adam, has_buddy=False)
+    buddy = memory.Needs(config, flat, adam, has_buddy=True)
+    assert lean.parameters == 4 * MIB
+    assert lean.of("none", 1) == (1 + 3 + 1 + 2) * 4 * MIB
+    assert lean.of("none", 4) == (1 + 1 + 1 + 2) * 4 * MIB
+    assert lean.of("optimizer", 4) == (1 + 1 + 1) * 4 * MIB + 2 * MIB
+    assert buddy.of("optimizer", 4) == (1 + 1 + 1) * 4 * MIB + 4 * MIB
+    assert lean.of("gradients", 4) == 4 * MIB + MIB + 3 * MIB + 2 * MIB
+    assert lean.of("parameters", 4) == MIB + 2 * MIB + 3 * MIB + 2 * MIB
+    assert buddy.of("parameters", 4) == 2 * MIB + 2 * MIB + 4 * MIB + 4 * MIB
+    sgd = memory.Needs(config, flat, optim.SGD(model.parameters(), 0.1), has_buddy=False)
+    assert sgd.of("none", 1) == (1 + 3 + 1) * 4 * MIB
+
+
+def test_a_run_that_cannot_have_its_memory_is_told_what_would_do(monkeypatch) -> None:
+    model, flat = parts()
+    adam = optim.Adam(model.parameters())
+    config = TrainConfig(num_microbatches=8)
+    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
+    with pytest.raises(ConfigError) as caught:
+        memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
+    message = str(caught.value)
+    assert "memory: a rank needs at least 0.03 GiB" in message
+    assert "and has 0.01 GiB (ulimit -v 9)" in message
+    assert "sharding=parameters optimizer.buddy=false needs 0.01 GiB on each of 3 ranks" in message
+    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 24 * MIB)]))
+    memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
+
+
+def test_this_process_has_limits() -> None:
+    limits = dict(memory._limits())
+    assert limits["the host's memory"] > 0
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_memory_that_cannot_be_had_is_one_message(kind) -> None:
+    error = kind("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes\nmore")
+    told = shared_error(LocalTransport(), error)
+    assert isinstance(told, EnvironError)
+    assert "rank 0 is out of memory: DefaultCPUAllocator: can't allocate memory" in str(told)
+    assert "\n" not in str(told)
