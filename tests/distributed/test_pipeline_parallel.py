@@ -108,7 +108,8 @@ def test_an_exception_in_one_stage_is_one_on_all(train_on, reference, tmp_path, 
             marks=pytest.mark.slow,
         ),
         ("Language", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
-        ("Twice", ("mesh.pp=2",), "Task.loss: calls the model twice"),
+        ("Twice", ("mesh.pp=2",), "Task.loss or Task.evaluate calls the model twice"),
+        ("Cached", ("mesh.pp=2",), "model.1.cached: keeps a view of a parameter"),
         ("Around", ("mesh.pp=2",), "did not call the model"),
         ("Shared", ("num_shards=1",), "0 and 2.0 are one module in two blocks"),
         pytest.param(
@@ -189,4 +190,4 @@ def test_a_hook_does_not_get_the_parameters_of_another_stage(train_on, tmp_path,
     keys = ("mesh.pp=2", f"num_shards={num_shards}", "steps=1")
     ended = train_on(tmp_path / "run", 2, *keys, target=f"{script}:Hooked")
     assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert " lies on other ranks, or some of its shards do" in ended.stderr
+    assert " lies on other ranks, or some of its shards or slices do" in ended.stderr

@@ -143,7 +143,7 @@ def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
 @pytest.mark.parametrize(
     ("task", "key", "words"),
     [
-        ("Twice", PARAMETERS, "Task.loss: calls the model twice"),
+        ("Twice", PARAMETERS, "Task.loss or Task.evaluate calls the model twice"),
         ("Around", PARAMETERS, "did not call the model it was given, which is in slices"),
         ("Early", GRADIENTS, "1.gain: got a gradient after the backward pass of its block"),
         ("Penalised", PARAMETERS, "Task.loss: loss comes out otherwise when the parameters"),
@@ -160,6 +160,27 @@ def test_what_cannot_be_in_slices(train_on, tmp_path, task, key, words):
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert words in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_an_error_in_an_evaluation_ends_all_ranks(train_on, tmp_path, launcher):
+    """Of three ranks two have a batch, and the third would wait for their blocks."""
+    target = TASK.replace(":Deep", ":Unmeasured")
+    ended = train_on(tmp_path / "run", 3, PARAMETERS, target=target, launcher=launcher)
+    assert ended.returncode != 0
+    assert "Task.evaluate: did not call the model it was given" in ended.stderr
+
+
+@pytest.mark.slow
+def test_all_ranks_go_on_when_the_disk_is_full_in_the_middle_of_a_checkpoint(train_on, tmp_path):
+    target = TASK.replace(":Deep", ":Limited")
+    ended = train_on(tmp_path / "run", 3, PARAMETERS, target=target)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "the checkpoint of step 4 could not be written" in ended.stdout
+    assert "the last checkpoint could not be written" in ended.stderr
+    assert "step 8: train" in ended.stdout
+    assert not list((tmp_path / "run" / "checkpoints").glob("*step_*"))
 
 
 BIG = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -242,6 +243,21 @@ class Measured(Deep):
         loss = super().loss(model, batch)
         norm = model[1].norm1.weight.detach().norm()  # type: ignore[index, union-attr]
         return ls.Loss(loss.sum, loss.weight, {"norm": (norm, 1)})
+
+
+class Unmeasured(Deep):
+    """An evaluation without the model."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        return ls.Loss(torch.zeros(()), len(batch[0]))
+
+
+class Limited(Deep):
+    """Cannot write files as large as its model."""
+
+    def build_model(self) -> nn.Module:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
+        return super().build_model()
 
 
 class Cached(Deep):

@@ -210,3 +210,14 @@ def test_a_stage_is_called_by_the_loss_alone() -> None:
         model(torch.ones(1, 2))
     with model.open(), pytest.raises(StageDone):
         model(torch.ones(1, 2))
+
+
+def test_a_call_outside_of_a_loss_leaves_no_trace() -> None:
+    model = Pipeline(nn.Linear(2, 3), nn.Linear(3, 2))
+    model.axis = DepthAxis([Range(0, 2)])
+    before = dict(vars(model))
+    model(torch.ones(1, 2))
+    assert vars(model) == before
+    with model.open():
+        model(torch.ones(1, 2))
+    assert model.num_calls == 1

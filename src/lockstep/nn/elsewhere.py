@@ -46,9 +46,10 @@ class Elsewhere(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         own = next((leaf for leaf in leaves if isinstance(leaf, Elsewhere)), cls)
         raise TaskError(
-            f"state_dict: {own._name} lies on other ranks, or some of its shards do (mesh.tp, "
-            "mesh.pp); in a loss, compute with what the model gives rather than with its "
-            "parameters; in a hook, set both to 1; lockstep.load gives a run's whole model"
+            f"state_dict: {own._name} lies on other ranks, or some of its shards or slices do "
+            "(mesh.tp, mesh.pp, sharding=parameters); in a loss, compute with what the model gives "
+            "rather than with its parameters; in a hook, set both to 1 and sharding=gradients; "
+            "lockstep.load gives a run's whole model"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -154,9 +154,9 @@ class Pipeline(nn.Sequential):
             self.num_calls += 1
         if self.is_called_once and self.num_calls > 1:
             raise TaskError(
-                "Task.loss: calls the model twice, and a model in stages (mesh.pp) or in slices "
-                "(sharding=parameters) is computed once for each microbatch; put both calls into "
-                "one, or set mesh.pp=1 and sharding=gradients"
+                "Task.loss or Task.evaluate calls the model twice, and a model in stages (mesh.pp) "
+                "or in slices (sharding=parameters) is computed once for each microbatch; put both "
+                "calls into one, or set mesh.pp=1 and sharding=gradients"
             )
 
     def block_of(self, name: str) -> int:

@@ -111,19 +111,8 @@ class OrderedReduction:
         """Forget the leaves of a step."""
         self.fold.restart()
 
-    @property
-    def leaves(self) -> Fold:
-        """What takes this rank's leaves."""
-        return self.fold
-
-    def reduce(self, header: Tensor | None = None) -> None:
-        """Sum over all ranks into `total`.
-
-        Args:
-            header: values for `header`.
-        """
-        if header is not None:
-            self.header.copy_(header)
+    def reduce(self) -> None:
+        """Sum over all ranks into `total`."""
         self._exchange.run()
 
     def headers(self) -> Tensor:

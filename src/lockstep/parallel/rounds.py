@@ -132,14 +132,6 @@ class Rounds:
             buckets.append(_Bucket(parts, fold))
         return buckets
 
-    @property
-    def leaves(self) -> Rounds:
-        """What takes this rank's leaves."""
-        return self
-
-    def reduce(self, header: Tensor | None = None) -> None:
-        """Nothing to do after the last round; headers travel by themselves."""
-
     def restart(self) -> None:
         """Forget the leaves of a step."""
         self._round = 0

@@ -80,11 +80,8 @@ def check_replicas(
     """
     transport = places.world
     own = everywhere(transport, task_state.digests)
-    kept = _digests(slices)
-    if any(transport.gather_json(bool(kept))):
-        which = _first_difference(transport, kept)
-        if which:
-            raise _diverged(step, which)
+    if places.in_slices and (which := _first_difference(transport, _digests(slices))):
+        raise _diverged(step, which)
     if not places.is_split:
         tensors = _whole_ones(model.state_dict()) | dict(buffers)
         everyone = transport.gather_json([tensors_digest(tensors), own])

@@ -6,7 +6,7 @@ parameters as always. Offsets depend on the model and the optimizer's groups onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,11 +126,15 @@ class FlatTensors:
                     )
         for dtype in DTYPES:
             self._place(groups, dtype)
+        # Looked up for each block in each pass: not by going through all tensors each time.
+        self._by_segment: list[list[tuple[Tensor, Entry]]] = [[] for _ in self.segments]
+        for tensor, entry in zip(self.tensors, self.entries, strict=True):
+            self._by_segment[entry.segment].append((tensor, entry))
         self.flats: list[Tensor] = []
         # One after the other, so that what a segment replaces is freed before the next one is made.
         for number, (dtype, numel) in enumerate(self.segments):
             self.flats.append(torch.zeros(numel, dtype=dtype, device=self._device()))
-            for tensor, entry in self._of_segment(number):
+            for tensor, entry in self._by_segment[number]:
                 view = self.view(self.flats, entry)
                 view.copy_(tensor.detach())
                 # By `data`, so that modules and optimizers keep the very objects they hold.
@@ -188,7 +192,7 @@ class FlatTensors:
         """Move tensors to memory that nobody else knows of, so that `close` can free it."""
         for segment, flat in enumerate(self.flats):
             self.flats[segment] = flat.clone()
-            for tensor, entry in self._of_segment(segment):
+            for tensor, entry in self._by_segment[segment]:
                 tensor.data = self.view(self.flats, entry)
 
     def open(self, segment: int) -> None:
@@ -196,16 +200,16 @@ class FlatTensors:
         flat = self.flats[segment]
         # Of the same storage as before, which what autograd has kept for backward passes refers to.
         flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
-        for tensor, entry in self._of_segment(segment):
+        for tensor, entry in self._by_segment[segment]:
             tensor.data = self.view(self.flats, entry)
 
     def close(self, segment: int) -> None:
         """Free the memory of a segment, of whose tensors shapes remain."""
-        for tensor, _ in self._of_segment(segment):
+        for tensor, _ in self._by_segment[segment]:
             let_go(tensor)
         storage = self.flats[segment].untyped_storage()
         if not storage.resizable():
-            names = [entry.name for _, entry in self._of_segment(segment)]
+            names = [entry.name for _, entry in self._by_segment[segment]]
             named = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             raise TaskError(
                 f"a parameter of one block ({named}) was given to numpy, which keeps its memory "
@@ -220,25 +224,21 @@ class FlatTensors:
         Raises:
             TaskError: one was given memory of its own.
         """
-        for tensor, entry in self._of_segment(segment):
+        for tensor, entry in self._by_segment[segment]:
             if tensor.data_ptr() != self.view(self.flats, entry).data_ptr():
                 raise TaskError(given_other_memory(entry.name))
 
     def entries_of(self, segment: int) -> list[Entry]:
         """Places of the tensors of a segment."""
-        return [entry for entry in self.entries if entry.segment == segment]
+        return [entry for _, entry in self._by_segment[segment]]
 
     def take_gradients(self, segment: int) -> list[Tensor | None]:
         """The gradients of a segment's tensors, which then have none."""
         gradients = []
-        for tensor, _ in self._of_segment(segment):
+        for tensor, _ in self._by_segment[segment]:
             gradients.append(tensor.grad)
             tensor.grad = None
         return gradients
-
-    def _of_segment(self, segment: int) -> Iterator[tuple[Tensor, Entry]]:
-        pairs = zip(self.tensors, self.entries, strict=True)
-        return ((tensor, entry) for tensor, entry in pairs if entry.segment == segment)
 
     def take_back(self) -> None:
         """Make tensors views of the flats again that were given memory of their own since.

@@ -203,8 +203,8 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self.places.refresh()
             self._constants.mark(step)
-            sums = self.workspace.reduction.leaves
-            self._passes.run(step, self.workspace.microbatches, batches, sums)
+            leaves = self.workspace.leaves
+            self._passes.run(step, self.workspace.microbatches, batches, leaves)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
@@ -277,12 +277,14 @@ class TrainStep:
             # Nobody sums: a column that has no failed rank would, and the others would not.
             if any(h.has_failed for h in headers):
                 return headers
-        self.workspace.reduction.reduce(own)
+        reduction = self.workspace.reduction
+        if isinstance(reduction, OrderedReduction):  # rounds have summed by now
+            reduction.header.copy_(own)
+            reduction.reduce()
+            if not self.places.is_split:
+                # One `tolist` for all: on a GPU each item would be a message and a wait.
+                headers = [Header.unpack(v) for v in reduction.headers().tolist()]
         self.workspace.spread_scalars()
-        if isinstance(self.workspace.reduction, OrderedReduction) and not self.places.is_split:
-            # One `tolist` for all: on a GPU each item would be a message and a wait of its own.
-            values = self.workspace.reduction.headers().tolist()
-            headers = [Header.unpack(v) for v in values]
         self.watch.communication_s += self.watch.lap()
         return headers
 

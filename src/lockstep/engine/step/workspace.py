@@ -14,6 +14,7 @@ from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.slices import Slice
 from lockstep.parallel.exchange import copy_to_next, gather_slices
+from lockstep.parallel.fold import Fold
 from lockstep.parallel.layout import Dealt, Range, stepped_slices
 from lockstep.parallel.norm import (
     NormPart,
@@ -34,6 +35,7 @@ class Workspace:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
             numbers too high.
         reduction: ordered sum over all ranks.
+        leaves: what takes those of this rank: in rounds, they are summed over all ranks at once.
         stepped: for each segment, the slices that this rank steps: its own one first.
         every_slice: those of all segments.
         slices: range of elements that each rank owns, for each segment.
@@ -102,6 +104,9 @@ class Workspace:
                 bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
             )
+        self.leaves: Fold | Rounds = (
+            self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
+        )
         num_segments = len(flat.segments)
         self.slices = self.reduction.slices[:num_segments]
         self._buffer_slices = self.reduction.slices[num_segments:]
