@@ -13,17 +13,14 @@ import resource
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import lockstep
+from block_row import Row, timed
 from lockstep.config import CheckpointConfig, OptimizerConfig
-from lockstep.front import Sitting, run
 from lockstep.launchers.rank.environment import detect
-from lockstep.observe import read_events, read_result
 
 WARMUP = 1
 LR = 1e-4
@@ -86,27 +83,6 @@ def greatest_peak(rank: int, world_size: int) -> int:
     return peak
 
 
-class Row(lockstep.Task):
-    """A row of blocks, and the mean square of what they give."""
-
-    def __init__(self, args: argparse.Namespace, config: lockstep.TrainConfig) -> None:
-        super().__init__(config)
-        self._args = args
-
-    def build_model(self) -> lockstep.nn.Pipeline:
-        """The same initial values as in the peer."""
-        return lockstep.nn.Pipeline(*blocks(self._args))
-
-    def dataset(self, split: str) -> TensorDataset | None:
-        """The samples of one step."""
-        return TensorDataset(inputs(self._args)) if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        """The mean square of the output."""
-        y = model(batch[0])
-        return lockstep.Loss(y.square().sum(), y.numel())
-
-
 def main() -> None:
     args = arguments()
     place = detect(os.environ)
@@ -121,16 +97,10 @@ def main() -> None:
         log_every=1,
         checkpoint=CheckpointConfig(every=WARMUP + args.repeats + 1),
     )
-    with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
-        run(Row(args, config), config, Sitting(run_dir=folder, console=False))
-        peak = greatest_peak(place.rank, place.world_size)
-        if place.rank:
-            return
-        rows = read_events(Path(folder) / "events.jsonl")
-        sha256 = read_result(Path(folder))["params_sha256"]
-    seconds = [row["seconds"] for row in rows if row["event"] == "StepDone"][WARMUP:]
-    found = {"seconds": seconds, "peak_bytes": peak, "digest": sha256[:16]}
-    print(json.dumps(found), flush=True)
+    found = timed(Row(config, lambda: blocks(args), inputs(args)), WARMUP)
+    peak = greatest_peak(place.rank, place.world_size)
+    if place.rank == 0:
+        print(json.dumps({**found, "peak_bytes": peak}), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import lockstep
+from block_row import Row, timed
 from lockstep.config import CheckpointConfig, MeshConfig, OptimizerConfig
-from lockstep.front import Sitting, run
 from lockstep.launchers.rank.environment import detect
-from lockstep.observe import read_events, read_result
 from sharded_layers import Block
 
 TOKENS = 128
@@ -51,27 +46,6 @@ def inputs(args: argparse.Namespace) -> Tensor:
     return torch.randn(args.microbatches * args.samples, TOKENS, args.width, generator=generator)
 
 
-class Staged(lockstep.Task):
-    """A row of equal blocks, and the mean square of what they give."""
-
-    def __init__(self, args: argparse.Namespace, config: lockstep.TrainConfig) -> None:
-        super().__init__(config)
-        self._args = args
-
-    def build_model(self) -> lockstep.nn.Pipeline:
-        """The same initial values as in the peer."""
-        return lockstep.nn.Pipeline(*blocks(self._args))
-
-    def dataset(self, split: str) -> TensorDataset | None:
-        """The samples of one step."""
-        return TensorDataset(inputs(self._args)) if split == "train" else None
-
-    def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-        """The mean square of the output."""
-        y = model(batch[0])
-        return lockstep.Loss(y.square().sum(), y.numel())
-
-
 def main() -> None:
     args = arguments()
     place = detect(os.environ)
@@ -86,14 +60,9 @@ def main() -> None:
         log_every=1,
         checkpoint=CheckpointConfig(every=WARMUP + args.repeats + 1),
     )
-    with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
-        run(Staged(args, config), config, Sitting(run_dir=folder, console=False))
-        if place.rank:
-            return
-        rows = read_events(Path(folder) / "events.jsonl")
-        sha256 = read_result(Path(folder))["params_sha256"]
-    seconds = [row["seconds"] for row in rows if row["event"] == "StepDone"][WARMUP:]
-    print(json.dumps({"seconds": seconds, "digest": sha256[:16]}), flush=True)
+    found = timed(Row(config, lambda: blocks(args), inputs(args)), WARMUP)
+    if place.rank == 0:
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
