@@ -10,6 +10,7 @@ from its module when it is first used.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
+from lockstep.allocation import use_large_pages as _use_large_pages
 from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_interrupt
 from lockstep.launchers.rank.early import prepare as _prepare
 
@@ -107,6 +108,7 @@ _HOMES = {
 """The module that each name of `__all__` comes from, but for those that are modules."""
 
 _prepare()
+_use_large_pages()
 
 
 if not TYPE_CHECKING:  # else type checkers would take any name for one of this module

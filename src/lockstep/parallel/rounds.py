@@ -104,6 +104,8 @@ class Rounds:
         layout = ArenaLayout(own, num_scalars, 0)
         _, [arena] = layout.allocate([rows_needed(every, num_microbatches)], device)
         self._arena = arena
+        # Fresh memory for each segment would cost more time than the sum itself.
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self.total: Row = arena.rows[0]
         rows = [Row([], row.scalars) for row in arena.rows]
         self._scalars = Fold(rows, [], every, num_microbatches)
@@ -132,6 +134,12 @@ class Rounds:
             buckets.append(_Bucket(parts, fold))
         return buckets
 
+    def use(self, transport: Transport) -> None:
+        """Go on with another transport between the same ranks."""
+        self.transport = transport
+        # What the other one has left under way may still be written to memory it was given.
+        self._scratch.clear()
+
     def restart(self) -> None:
         """Forget the leaves of a step."""
         self._round = 0
@@ -153,7 +161,7 @@ class Rounds:
         leaf = self._leaf(segment, tensors)
         for parts, fold in ((bucket.parts, bucket.fold) for bucket in self._buckets[segment]):
             length = len(parts[rank])
-            received = leaf.new_empty(length * num_leaves)
+            received = self._memory("received", leaf.dtype, length * num_leaves)
             self.transport.all_to_all(
                 leaf,
                 [len(p) if rank < num_leaves else 0 for p in parts],
@@ -203,8 +211,16 @@ class Rounds:
         dtype, numel = self._segments[segment]
         if tensors is None:
             return torch.empty(0, dtype=dtype, device=self._device)
-        leaf = torch.zeros(numel, dtype=dtype, device=self._device)
+        leaf = self._memory("leaf", dtype, numel).zero_()
         for (offset, shape), tensor in zip(self._places[segment], tensors, strict=True):
             if tensor is not None:
                 leaf[offset : offset + shape.numel()].view(shape).copy_(tensor)
         return leaf
+
+    def _memory(self, what: str, dtype: torch.dtype, numel: int) -> Tensor:
+        """Memory for a purpose, of any content; until it is asked for again for the same one."""
+        known = self._scratch.get((what, dtype))
+        if known is None or known.numel() < numel:
+            known = torch.empty(numel, dtype=dtype, device=self._device)
+            self._scratch[what, dtype] = known
+        return known[:numel]

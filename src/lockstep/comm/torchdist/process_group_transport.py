@@ -57,10 +57,8 @@ class GroupTransport(Transport):
         recv_counts: Sequence[int],
     ) -> None:
         """See `Transport.all_to_all`."""
-        parts = [send[o : o + n] for o, n in zip(send_offsets, send_counts, strict=True)]
-        self._finish(
-            self.group.alltoall_base(recv, torch.cat(parts), list(recv_counts), list(send_counts))
-        )
+        own = _in_a_row(send, send_counts, send_offsets)
+        self._finish(self.group.alltoall_base(recv, own, list(recv_counts), list(send_counts)))
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -190,3 +188,12 @@ class ProcessGroupTransport(GroupTransport):
         """Destroy the group: gloo's threads can crash a process that exits without that."""
         self.group = None
         dist.destroy_process_group()
+
+
+def _in_a_row(tensor: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Parts of a tensor one behind the other: where they lie so, the tensor's own memory."""
+    expected = offsets(counts)
+    begin = next((o for o, n in zip(starts, counts, strict=True) if n), 0)
+    if all(o == begin + e for o, e, n in zip(starts, expected, counts, strict=True) if n):
+        return tensor[begin : begin + sum(counts)]
+    return torch.cat([tensor[o : o + n] for o, n in zip(starts, counts, strict=True)])

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
@@ -27,7 +28,6 @@ from lockstep.engine.passes.passes import Passes, float64
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
-from lockstep.engine.step.allocation import give_back_large
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values

@@ -148,7 +148,7 @@ class Workspace:
         """Go on with another transport between the same ranks."""
         self._transport = transport
         if isinstance(self.reduction, Rounds):
-            self.reduction.transport = transport
+            self.reduction.use(transport)
 
     def take_slices(self) -> None:
         """With parameters in slices, keep those of the parameters as they are in flat memory."""

@@ -1,12 +1,26 @@
-"""What becomes of memory that was freed."""
+"""How the process gets large blocks of memory, and what becomes of those that were freed.
+
+Of the standard library only: what is set here must be before torch is imported.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 
 _M_MMAP_THRESHOLD = -3
 """`mallopt`'s number of the parameter, in glibc's malloc.h."""
 _LARGE_BYTES = 1 << 20
+
+
+def use_large_pages() -> None:
+    """Have torch ask for large pages for tensors of 2 MiB or more, where the system has them.
+
+    In pages of 4 KiB, to touch a fresh block for the first time takes longer than to fill it: a
+    step in which the parameters of blocks come and go was twice as long. torch looks when it makes
+    its first tensor.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def give_back_large() -> None:
