@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lockstep.engine.digests import checksum
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.nn.pipeline import Pipeline
 
@@ -19,7 +20,11 @@ from lockstep.nn.pipeline import Pipeline
 class Rehearsal:
     """Stands for the storage of a pipeline's blocks: fills what would be freed with NaN.
 
-    Views see that too, which share the memory. Talks to nobody.
+    Views see that too, which share the memory. Gradients go when their block is left, for there is
+    no memory for all. Talks to nobody.
+
+    Attributes:
+        gradients: checksums of those that went in this pass, by the parameter's id.
     """
 
     def __init__(self, model: Pipeline, flat: FlatTensors) -> None:
@@ -33,10 +38,13 @@ class Rehearsal:
         self._kept = [memory.clone() for memory in flat.flats]
         self._users: Counter[int] = Counter()
         self._next = -1
+        self.gradients: dict[int, int] = {}
         homes = {id(t): e.segment for t, e in zip(flat.tensors, flat.entries, strict=True)}
         self._needed = [
             sorted({homes[id(p)] for p in block.parameters() if id(p) in homes}) for block in model
         ]
+        uses = Counter(segment for needed in self._needed for segment in needed)
+        self._of_one_block = {segment for segment, num in uses.items() if num == 1}
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -76,9 +84,19 @@ class Rehearsal:
     def descend(self, block: int) -> None:
         """Begin the backward pass of a block; that of those behind it is over."""
         while self._next >= block:
+            self._take_gradients(self._next + 1)
             self._drop(self._next + 1)
             self.unshard(self._next)
             self._next -= 1
+
+    def _take_gradients(self, block: int) -> None:
+        for segment in self._of_one_block.intersection(self._needed[block]):
+            for tensor in self._flat.tensors_of(segment):
+                gradient = tensor.grad
+                # Of others the trial has no checksums to compare with.
+                if gradient is not None and gradient.is_cpu and gradient.layout == torch.strided:
+                    self.gradients[id(tensor)] = checksum(gradient)
+                    tensor.grad = None
 
     def _drop(self, block: int) -> None:
         for segment in self._needed[block]:

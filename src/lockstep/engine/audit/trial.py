@@ -81,6 +81,7 @@ class Trial:
         self._compute = compute
         self._loader = loader
         self._end_pass: Callable[[], None] = _nothing
+        self._gone: dict[int, int] = {}
         at_first = self._held()
         self._first = self._run()
         once = self._held()
@@ -113,12 +114,12 @@ class Trial:
             TaskError: something comes out otherwise.
         """
         with rehearsal.begun():
-            self._end_pass = rehearsal.end_pass
+            self._end_pass, self._gone = rehearsal.end_pass, rehearsal.gradients
             for step, expected in self._by_step.items():
                 phase = self._compute.phases.at(step).name
                 where = f"Task.{phase}: the loss" if phase else "Task.loss"
                 self._check_rehearsed(where, expected, self._run(step))
-            self._end_pass = _nothing
+            self._end_pass, self._gone = _nothing, {}
             for split, (evaluation, expected_metrics) in evaluations.items():
                 now = evaluation.first_batch(self._model, self._compute)
                 for name, value in expected_metrics.items():
@@ -224,19 +225,24 @@ class Trial:
         passed: list[tuple[str, Loss, list[object]]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
         digest, loss, drawn = passed[0]
-        gradients = [self._checksum(name, tensor.grad) for name, tensor in self._named]
+        gradients = [self._gradient(name, tensor) for name, tensor in self._named]
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
         return _Outcome(digest, drawn, values, gradients, changed)
 
+    def _gradient(self, name: str, tensor: Tensor) -> int | None:
+        """The checksum of a gradient, also of one that has gone when its block was left."""
+        gone = self._gone.pop(id(tensor), None)
+        return gone if tensor.grad is None else self._checksum(name, tensor.grad)
+
     @staticmethod
-    def _checksum(name: str, gradient: Tensor | None) -> int | None:
-        if gradient is not None and gradient.layout != torch.strided:
+    def _checksum(name: str, gradient: Tensor) -> int | None:
+        if gradient.layout != torch.strided:
             raise TaskError(
                 f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
                 "build its layer without `sparse=True`"
             )
-        if gradient is None or gradient.device.type != "cpu":
+        if gradient.device.type != "cpu":
             return None
         return checksum(gradient)
 

@@ -228,6 +228,10 @@ class FlatTensors:
             if tensor.data_ptr() != self.view(self.flats, entry).data_ptr():
                 raise TaskError(given_other_memory(entry.name))
 
+    def tensors_of(self, segment: int) -> list[Tensor]:
+        """The tensors of a segment."""
+        return [tensor for tensor, _ in self._by_segment[segment]]
+
     def entries_of(self, segment: int) -> list[Entry]:
         """Places of the tensors of a segment."""
         return [entry for _, entry in self._by_segment[segment]]
