@@ -75,6 +75,17 @@ class PressesCtrlC(Line):
             os.kill(self.program, signal.SIGINT)
 
 
+class Waits(Line):
+    """Takes its time until all newcomers have joined, however long they take to start."""
+
+    events = Path()
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        if self.events.exists() and self.events.read_text().count('"Joined"') < 3:
+            time.sleep(0.03)
+        return super().loss(model, batch)
+
+
 def target(run_dir: Path) -> str:
     return str(json.loads((run_dir / "run.json").read_text())["target"])
 
@@ -126,8 +137,9 @@ def test_a_killed_rank_is_replaced_by_one_that_gets_the_copy_too(
     plain = ls.train(Line(long), run_dir=tmp_path / "plain", quiet=True)
     for name, value in to_env([PlannedFault(slot=1, step=3)]).items():
         monkeypatch.setenv(name, value)
-    task = Line(long)
+    task = Waits(long)
     vars(task)["more"] = lambda: 3
+    task.events = Path("run", "events.jsonl").absolute()
     result = launch(task, replacements=1, run_dir="run")
     assert target(result.run_dir) == ""
     assert result.params_sha256 == plain.params_sha256
