@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.engine.audit.aliases import check_aliases
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import check_pipeline
 from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
@@ -57,6 +58,7 @@ def built(
         LockstepError: one of them cannot work.
     """
     model = build_model(task, config, device)
+    check_aliases(task, model)
     if config.num_shards > 1:
         cut(model, config.num_shards)
     if isinstance(model, Pipeline):
