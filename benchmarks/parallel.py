@@ -110,6 +110,14 @@ def two_stages(quick: bool, rounds: int) -> Section:
             "torch.distributed.pipelining, two stages (gloo)", STAGES_PEER, size, "torchrun", 2
         ),
     ]
+    several = (*size, "--interleave", "2")
+    programs += [
+        Program("2 x 2 stages, MPI", STAGES, several, "mpirun", 2),
+        Program("2 x 2 stages, gloo", STAGES, several, "torchrun", 2),
+        Program(
+            "torch.distributed.pipelining, 2 x 2 stages (gloo)", STAGES_PEER, several, "torchrun", 2
+        ),
+    ]
     results = alternate(programs, rounds)
     best = 2 * NUM_MICROBATCHES / (NUM_MICROBATCHES + 1)
     section = Section(
@@ -119,7 +127,8 @@ def two_stages(quick: bool, rounds: int) -> Section:
         "backward, the sum over microbatches and SGD; Lockstep's is that of its training loop. "
         "`bits` is a SHA-256 of the final parameters: it is to be the same on one rank and on "
         f"two. Two stages can be at most 2M/(M+1) = {best:.2f} times as fast as one rank, for the "
-        "first and last microbatch leave a stage idle.",
+        "first and last microbatch leave a stage idle; two for each rank (`mesh.interleave=2`) "
+        f"2M/(M+1/2) = {2 * NUM_MICROBATCHES / (NUM_MICROBATCHES + 0.5):.2f} times.",
         ("", "time", "one rank / this", "bits"),
         raw=dict(results),
     )
@@ -130,12 +139,17 @@ def two_stages(quick: bool, rounds: int) -> Section:
         row = (name, duration(Spread.of(times(found))), ratio(faster), ", ".join(digests))
         section.rows.append(row)
     ours = [times(results[f"two stages, {name}"]) for name in ("MPI", "gloo")]
-    theirs = times(results[programs[-1].name])
+    theirs = times(results["torch.distributed.pipelining, two stages (gloo)"])
     section.at_least(
         "two stages over one rank, on MPI", Spread.of_ratios(base, ours[0]), 0.9 * best
     )
     section.at_least("torch / Lockstep, on MPI", Spread.of_ratios(theirs, ours[0]), 1.0)
     section.at_least("torch / Lockstep, both on gloo", Spread.of_ratios(theirs, ours[1]), 1.0)
+    ours = [times(results[f"2 x 2 stages, {name}"]) for name in ("MPI", "gloo")]
+    theirs = times(results["torch.distributed.pipelining, 2 x 2 stages (gloo)"])
+    for name, seconds in zip(("on MPI", "both on gloo"), ours, strict=True):
+        what = f"interleaved: torch / Lockstep, {name}"
+        section.at_least(what, Spread.of_ratios(theirs, seconds), 1.0)
     return section
 
 

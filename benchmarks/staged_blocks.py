@@ -30,6 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
+    parser.add_argument("--interleave", type=int, default=1, help="stages of each rank")
     parser.add_argument("--repeats", type=int, default=5, help="steps")
     return parser.parse_args()
 
@@ -53,7 +54,7 @@ def main() -> None:
         batch_size=args.microbatches * args.samples,
         num_microbatches=args.microbatches,
         steps=WARMUP + args.repeats,
-        mesh=MeshConfig(pp=place.world_size),
+        mesh=MeshConfig(pp=place.world_size, interleave=args.interleave),
         optimizer=OptimizerConfig(name="sgd"),
         lr=LR,
         device="cpu",

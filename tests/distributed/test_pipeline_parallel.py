@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.conftest import result
 from tests.distributed.conftest import CONFIG, check_newcomers, same
 
 from lockstep.engine.faults import PlannedFault
@@ -11,23 +12,38 @@ TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Deep"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "num_ranks", "pp", "tp"),
+    ("launcher", "num_ranks", "pp", "tp", "interleave"),
     [
-        pytest.param("mpi", 3, 3, 1, marks=pytest.mark.slow),
-        ("local", 5, 2, 2),  # and a spare
-        pytest.param("torchrun", 2, 2, 1, marks=pytest.mark.slow),
-        pytest.param("local", 7, 7, 1, marks=pytest.mark.slow),  # the last trains no parameter
-        pytest.param("mpi", 8, 2, 2, marks=pytest.mark.slow),
-        pytest.param("mpi", 6, 3, 2, marks=pytest.mark.slow),
+        pytest.param("mpi", 3, 3, 1, 1, marks=pytest.mark.slow),
+        ("local", 5, 2, 2, 1),  # and a spare
+        ("mpi", 2, 2, 1, 3),
+        pytest.param("torchrun", 2, 2, 1, 1, marks=pytest.mark.slow),
+        pytest.param("local", 7, 7, 1, 1, marks=pytest.mark.slow),  # the last trains no parameter
+        pytest.param("mpi", 8, 2, 2, 1, marks=pytest.mark.slow),
+        pytest.param("mpi", 6, 3, 2, 1, marks=pytest.mark.slow),
+        pytest.param("local", 5, 2, 2, 2, marks=pytest.mark.slow),
+        pytest.param("torchrun", 4, 2, 1, 2, marks=pytest.mark.slow),
+        pytest.param("local", 3, 3, 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_any_mesh_gives_the_bits_of_one_process(
-    train_on, reference, tmp_path, launcher, num_ranks, pp, tp
+    train_on, reference, tmp_path, launcher, num_ranks, pp, tp, interleave
 ):
-    keys = (f"mesh.pp={pp}", f"mesh.tp={tp}")
+    keys = (f"mesh.pp={pp}", f"mesh.tp={tp}", f"mesh.interleave={interleave}")
     ended = train_on(tmp_path / "run", num_ranks, *keys, launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     same(tmp_path / "run", reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [("mesh.pp=2", "mesh.interleave=4"), ("mesh.pp=4",)])
+def test_stages_share_a_weight_and_a_loss_changes_its_batch(train_on, tmp_path, keys):
+    target = TASK.replace(":Deep", ":Moving")
+    keys = ("num_shards=1", "num_microbatches=7", *keys)
+    for name, num_ranks, more in (("one", 1, keys[:2]), ("all", 4, keys)):
+        ended = train_on(tmp_path / name, num_ranks, *more, target=target)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "all", result(tmp_path / "one"))
 
 
 @pytest.mark.slow
@@ -39,6 +55,34 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, referen
     keys = ("mesh.pp=2", "mesh.tp=1", "stop_at_step=null")
     assert lockstep("resume", run_dir, "-n", 2, "--launcher", "mpi", *keys).returncode == 0
     same(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_ranks_than_a_replica_had(train_on, lockstep, reference, tmp_path):
+    run_dir, keys = tmp_path / "run", ("mesh.pp=2", "mesh.tp=2")
+    assert train_on(run_dir, 4, *keys, "stop_at_step=3").returncode == 0
+    refused = lockstep("resume", run_dir, "-n", 3)
+    assert refused.returncode == 2
+    assert "a replica needs 4 ranks, and world size is 3" in refused.stderr
+    ended = lockstep("resume", run_dir, "-n", 3, "stop_at_step=6", "mesh.shrink=replan")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "3 were started: computed with mesh.pp=1, mesh.tp=2" in ended.stdout
+    # The mesh that was asked for comes back with its ranks.
+    again = lockstep("resume", run_dir, "-n", 4, "--launcher", "mpi", "stop_at_step=null")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "were started" not in again.stdout
+    same(run_dir, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+def test_a_newcomer_knows_a_mesh_that_has_shrunk(train_on, reference, tmp_path, launcher):
+    """Five ranks are 2 x 2 and a spare, which takes the place of the dead one."""
+    keys = ("mesh.pp=3", "mesh.tp=2", "mesh.shrink=replan", "--replace", 1)
+    planned = [PlannedFault(0, 2)]
+    ended = train_on(tmp_path / "run", 5, *keys, launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
@@ -108,6 +152,12 @@ def test_an_exception_in_one_stage_is_one_on_all(train_on, reference, tmp_path, 
             marks=pytest.mark.slow,
         ),
         ("Language", ("mesh.pp=2",), "mesh.pp=2: the model is a Transformer, which is one block"),
+        ("Deep", ("mesh.pp=2", "mesh.interleave=4"), "set mesh.pp x mesh.interleave to at most 7"),
+        (
+            "Deep",
+            ("mesh.pp=2", "mesh.interleave=2", "sharding=gradients"),
+            "mesh.interleave=2: sharding=gradients sums gradients after each microbatch",
+        ),
         ("Twice", ("mesh.pp=2",), "Task.loss or Task.evaluate calls the model twice"),
         ("Cached", ("mesh.pp=2",), "model.1.cached: keeps a view of a parameter"),
         ("Around", ("mesh.pp=2",), "did not call the model"),

@@ -330,3 +330,31 @@ class Exposed(Deep):
         self.mean = float(layer.norm1.weight.detach().numpy().mean())  # type: ignore[union-attr, operator]
 
     scratch = ("mean",)
+
+
+class Everywhere(nn.Module):
+    """Uses the embedding's weight once more."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(F.linear(x, self.weight).tanh(), self.weight.t())
+
+
+class Moving(Language):
+    """A weight of four blocks, one of them in place, and a loss that changes its batch."""
+
+    def build_model(self) -> nn.Module:
+        start = nn.Embedding(TOKENS, 16)
+        head = nn.Linear(16, TOKENS, bias=False)
+        head.weight = start.weight
+        return ls.nn.Pipeline(
+            start, nn.Linear(16, 16), Everywhere(start), nn.ReLU(inplace=True), Everywhere(start),
+            nn.Linear(16, 16), nn.Dropout(0.1, inplace=True), head,
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        batch[0].add_(1).remainder_(TOKENS)
+        return super().loss(model, batch)

@@ -77,7 +77,7 @@ def test_a_state_dict_speaks_of_whole_tensors() -> None:
 
 def test_what_a_rank_lets_go_of_has_a_shape_and_no_content() -> None:
     whole, parts = pair()
-    own = Holding(Range(0, 1), Range(1, 3))
+    own = Holding((Range(0, 1),), Range(1, 3))
     keep(parts, own)
     assert parts.state_dict()["embedding.weight"].is_meta
     assert parts.state_dict()["embedding.weight"].shape == (TOKENS, 16)
@@ -102,7 +102,7 @@ def test_any_layout_of_shards_gives_the_same_bits(size: int) -> None:
         cut(mine, 4)
         axis = ShardAxis(4, transport)
         compute_in(mine, Region(axis))
-        keep(mine, Holding(Range(0, 1), axis.own))
+        keep(mine, Holding((Range(0, 1),), axis.own))
         loss = loss_of(mine)
         loss.backward()
         return loss.detach(), {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
@@ -242,7 +242,7 @@ def test_a_layer_that_is_used_in_two_places() -> None:
         {"0.0": "column", "0.1": "row"},
     )
     cut(model, 2)
-    own = Holding(Range(0, 1), Range(0, 1))
+    own = Holding((Range(0, 1),), Range(0, 1))
     keep(model, own)
     names = set(held_tensors(model, own))
     assert {"0.0.weight_0", "1.0.weight_0"} < names
@@ -332,7 +332,7 @@ def test_sketched_layers_give_the_same_bits_on_any_layout() -> None:
         axis = ShardAxis(4, transport)
         compute_in(mine, Region(axis))
         mine.zero_grad()
-        keep(mine, Holding(Range(0, 1), axis.own))
+        keep(mine, Holding((Range(0, 1),), axis.own))
         mine(x).square().sum().backward()
         return {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
 

@@ -170,7 +170,7 @@ def test_the_parameter_of_a_cut_layer_says_what_has_become_of_it() -> None:
 
 def test_a_whole_tensor_of_which_others_have_a_part_has_a_shape_only() -> None:
     net = cut_net(Net())
-    keep(net, Holding(Range(0, 1), Range(0, 1)))
+    keep(net, Holding((Range(0, 1),), Range(0, 1)))
     state = net.state_dict()
     weight = state["up.weight"]
     assert (weight.shape, weight.dtype, weight.numel()) == ((8, 4), torch.float32, 32)

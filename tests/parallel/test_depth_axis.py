@@ -15,9 +15,9 @@ from torch import Tensor
 
 from lockstep.comm.transport import GroupBroken, LocalTransport, Sending
 from lockstep.errors import TaskError
-from lockstep.parallel.depth_axis import DepthAxis, balanced
+from lockstep.parallel.depth_axis import TIED, DepthAxis, balanced
 from lockstep.parallel.layout import Range
-from lockstep.parallel.pipeline_schedule import one_forward_one_backward
+from lockstep.parallel.pipeline_schedule import Pass, one_forward_one_backward
 
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 
@@ -38,39 +38,67 @@ def test_stages_are_as_balanced_as_can_be(costs: list[float], num_stages: int) -
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5), st.integers(0, 12), st.integers(1, 6))
+@given(st.integers(0, 5), st.integers(0, 25), st.integers(1, 6), st.integers(1, 5))
 def test_stages_never_wait_for_one_another_in_a_circle(
-    first: int, count: int, num_stages: int
+    first: int, count: int, num_places: int, interleave: int
 ) -> None:
     microbatches = Range(first, first + count)
-    orders = [
-        list(one_forward_one_backward(microbatches, stage, num_stages))
-        for stage in range(num_stages)
-    ]
-    for stage, order in enumerate(orders):
-        for kind in ("forward", "backward"):
-            assert [p.microbatch for p in order if p.kind == kind] == list(range(*microbatches))
+    orders = _orders(microbatches, num_places, interleave)
+    for place, order in enumerate(orders):
+        for stage in range(place, num_places * interleave, num_places):
+            for kind in ("forward", "backward"):
+                there = [p.microbatch for p in order if (p.kind, p.stage) == (kind, stage)]
+                assert there == list(range(*microbatches))
         open_passes = itertools.accumulate(1 if p.kind == "forward" else -1 for p in order)
-        assert max(open_passes, default=0) <= num_stages - stage
-    # A forward pass needs that of the stage before, a backward pass that of the stage behind.
-    done: set[tuple[int, str, int]] = set()
-    while any(orders):
+        if interleave == 1:
+            assert max(open_passes, default=0) <= num_places - place
+    _played(orders, num_places * interleave)
+
+
+@pytest.mark.parametrize(
+    ("count", "num_places", "interleave"), [(8, 2, 1), (8, 2, 2), (7, 2, 3), (9, 4, 2), (13, 3, 4)]
+)
+def test_how_long_stages_are_idle(count: int, num_places: int, interleave: int) -> None:
+    """Narayanan et al. 2021, section 2.2.2: the pipeline's flush divided by the stages of each."""
+    orders = _orders(Range(0, count), num_places, interleave)
+    took = _played(orders, num_places * interleave)
+    computing = 3 * count * interleave
+    assert took == computing + 3 * (num_places - 1)
+
+
+def _orders(microbatches: Range, num_places: int, interleave: int) -> list[list[Pass]]:
+    return [
+        list(one_forward_one_backward(microbatches, place, num_places, interleave))
+        for place in range(num_places)
+    ]
+
+
+def _played(orders: list[list[Pass]], num_stages: int) -> int:
+    """When all is done, if a forward pass of a stage takes 1 and a backward pass 2."""
+    done: dict[Pass, int] = {}
+    free = [0] * len(orders)
+    left = [order.copy() for order in orders]
+    while any(left):
         ready = [
-            (stage, order)
-            for stage, order in enumerate(orders)
-            if order and _needed(stage, num_stages, *order[0]) <= done
-        ]
+            (place, order) for place, order in enumerate(left)
+            if order and _needed(order[0], num_stages) <= done.keys()
+        ]  # fmt: skip
         assert ready
-        for stage, order in ready:
-            done.add((stage, *order.pop(0)))
+        for place, order in ready:
+            one = order.pop(0)
+            begin = max([free[place], *(done[n] for n in _needed(one, num_stages))])
+            free[place] = done[one] = begin + (1 if one.kind == "forward" else 2)
+    return max(free)
 
 
-def _needed(stage: int, num_stages: int, kind: str, microbatch: int) -> set[tuple[int, str, int]]:
-    needed = set()
-    if kind == "forward" and stage:
-        needed.add((stage - 1, kind, microbatch))
-    if kind == "backward" and stage < num_stages - 1:
-        needed.add((stage + 1, kind, microbatch))
+def _needed(one: Pass, num_stages: int) -> set[Pass]:
+    """A forward pass needs that of the stage before, a backward pass that of the stage behind."""
+    kind, microbatch, stage = one
+    if kind == "forward":
+        return {Pass("forward", microbatch, stage - 1)} if stage else set()
+    needed = {Pass("forward", microbatch, stage)}
+    if stage < num_stages - 1:
+        needed.add(Pass("backward", microbatch, stage + 1))
     return needed
 
 
@@ -92,14 +120,14 @@ def test_tensors_arrive_as_they_are() -> None:
     def body(transport: ThreadTransport) -> list[Tensor | None]:
         axis = DepthAxis([Range(0, 1), Range(1, 3)], transport)
         if axis.is_first:
-            axis.send([*TENSORS, trained], 1)
-            axis.send([], 1)
+            axis.pass_on([*TENSORS, trained])
+            axis.send([], 1, TIED)
             axis.finish()
             return []
-        received = axis.receive(0)
-        assert axis.receive(0) == []
+        assert axis.receive(0, TIED) == []  # what comes before it waits
+        received = axis.take_over()
         assert (axis.stage, axis.is_last, axis.own) == (1, True, Range(1, 3))
-        assert axis.stage_of(0) == 0
+        assert axis.place_of(0) == 0
         return received
 
     *plain, last = on_ranks(2, body)[1]
@@ -117,10 +145,33 @@ def test_tensors_arrive_as_they_are() -> None:
     assert last.tolist() == [3.0, 3.0]
 
 
+def test_a_rank_has_every_so_manieth_stage() -> None:
+    stages = [Range(n, n + 1) for n in range(4)]
+
+    def body(transport: ThreadTransport) -> list[float]:
+        axis = DepthAxis(stages, transport)
+        assert list(axis.own_stages) == [transport.rank, transport.rank + 2]
+        assert [axis.place_of(block) for block in range(4)] == [0, 1, 0, 1]
+        passed = []
+        for stage in axis.own_stages:
+            axis.enter(stage)
+            tensor: Tensor | None = torch.zeros(1)
+            if not axis.is_first:
+                [tensor] = axis.take_over()
+            assert tensor is not None
+            passed.append(tensor.item())
+            if not axis.is_last:
+                axis.pass_on([tensor + 1])
+        axis.finish()
+        return passed
+
+    assert on_ranks(2, body) == [[0.0, 2.0], [1.0, 3.0]]
+
+
 def test_what_cannot_be_sent() -> None:
     axis = DepthAxis([Range(0, 1)])
     with pytest.raises(TaskError, match="of 9 dims, which cannot go to another stage"):
-        axis.send([torch.zeros([1] * 9)], 0)
+        axis.send([torch.zeros([1] * 9)], 0, TIED)
 
 
 class Breaking(LocalTransport):
@@ -141,7 +192,7 @@ class Breaking(LocalTransport):
 def test_what_is_still_under_way_keeps_its_memory() -> None:
     transport = Breaking()
     axis = DepthAxis([Range(0, 1), Range(1, 2)], transport)
-    axis.send([torch.ones(2), torch.ones(3)], 1)
+    axis.pass_on([torch.ones(2), torch.ones(3)])
     with pytest.raises(GroupBroken):
         axis.finish()
     assert len(transport.messages) == 4

@@ -3,7 +3,7 @@
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.parallel.mesh import NEW, Mesh, rearranged, sizes_of_replicas
+from lockstep.parallel.mesh import NEW, Mesh, fitting, rearranged, sizes_of_replicas
 
 SIZES = st.integers(1, 64)
 
@@ -49,3 +49,21 @@ def test_after_a_loss_few_ranks_change_their_column(kept):
     # Of each column somebody stays, who has what those that come need.
     for column in range(4):
         assert any(old == new == column for old, new in zip(kept, columns, strict=True))
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 6))
+def test_a_replica_that_fits_is_as_large_as_can_be(size: int, pp: int, tp: int) -> None:
+    stages, ranks = fitting(size, pp, tp)
+    assert stages <= pp
+    assert ranks <= tp
+    assert stages * ranks <= size
+    if pp * tp <= size:
+        assert (stages, ranks) == (pp, tp)
+    others = [p * t for p in range(1, pp + 1) for t in range(1, tp + 1) if p * t <= size]
+    assert stages * ranks == max(others)
+
+
+def test_ranks_of_a_stage_are_kept_before_stages() -> None:
+    assert fitting(3, 2, 2) == (1, 2)
+    assert fitting(1, 4, 4) == (1, 1)
+    assert fitting(6, 4, 3) == (2, 3)

@@ -151,6 +151,20 @@ class MeshConfig(Section):
     pp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Stages that compute a microbatch one after another, each some of the model's blocks
     (`lockstep.nn.Pipeline`): pipeline parallelism. A replica has `mesh.pp` x `mesh.tp` ranks."""
+    interleave: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
+    """Stages of each of the `mesh.pp` ranks, which then wait less for one another but send more;
+    without effect where `mesh.pp` is 1."""
     tp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Ranks that compute a microbatch together, each some of the shards (`num_shards`): tensor
     parallelism. All ranks are dealt out to such replicas, which share out the microbatches."""
+
+    shrink: Literal["drop-replica", "replan"] = Field(
+        default="drop-replica", json_schema_extra=NO_OUTCOME
+    )
+    """What a run that is started or resumed with fewer ranks than a replica needs does:
+    `drop-replica` refuses, `replan` goes on with fewer stages and fewer ranks to a stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of ranges of blocks that the ranks of a replica share out."""
+        return self.pp * self.interleave if self.pp > 1 else 1

@@ -133,6 +133,16 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stages_go_with_sharding(self) -> TrainConfig:
+        if self.mesh.num_stages > self.mesh.pp and self.shards_gradients:
+            raise ValueError(
+                f"mesh.interleave={self.mesh.interleave}: sharding={self.sharding} sums gradients "
+                "after each microbatch, of which several are under way at a time here; set "
+                "mesh.interleave=1 or sharding=optimizer"
+            )
+        return self
+
     @property
     def shards_optimizer(self) -> bool:
         """Whether each rank keeps its slice of the optimizer's state only."""

@@ -296,7 +296,8 @@ def _check_size(config: TrainConfig, runtime: Runtime) -> None:
         raise shared(
             ConfigError(
                 f"{said}: a replica needs {needed} ranks, and world size is {size}; start more "
-                f"ranks, or set mesh.pp x mesh.tp to one of {', '.join(fitting)}"
+                f"ranks, or set mesh.pp x mesh.tp to one of {', '.join(fitting)}, or "
+                "mesh.shrink=replan"
             )
         )
     if config.min_ranks > runtime.transport.size:

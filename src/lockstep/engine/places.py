@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -52,6 +54,7 @@ class Places:
         self._model = model
         self._num_microbatches = config.num_microbatches
         self._tp, self._pp = config.mesh.tp, config.mesh.pp
+        self._interleave = config.mesh.num_stages // self._pp
         self._num_columns = self._tp * self._pp
         self.stages = list(stages)
         self._axes: list[DepthAxis] = []
@@ -100,13 +103,14 @@ class Places:
     def own(self) -> Holding:
         """The blocks and shards that this rank holds."""
         if self.column == NEW:
-            return Holding(Range(0, self.stages[-1].last), Range(0, self.num_shards))
+            return Holding((Range(0, self.stages[-1].last),), Range(0, self.num_shards))
         return self.held_by(self.column)
 
     def held_by(self, column: int) -> Holding:
         """The blocks and shards that the ranks of a column hold."""
-        stage, place = divmod(column, self._tp)
-        return Holding(self.stages[stage], split(self.num_shards, self._tp)[place])
+        depth, place = divmod(column, self._tp)
+        blocks = tuple(self.stages[depth :: self._pp])
+        return Holding(blocks, split(self.num_shards, self._tp)[place])
 
     def unit_of(self, name: str) -> Unit:
         """The unit of a buffer, by its name."""
@@ -200,13 +204,14 @@ class Places:
             ties.skip_refresh(self.stages, self.column // self._tp, storage)
 
     def in_turn(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches; while only other ranks have some left, they get what they need of this one.
+        """The batches, each once for each stage of this rank, which computes that one then.
 
-        With parameters in slices a collective of the column, between any two batches too.
+        While only other ranks have some left, they get what they need of this one. With parameters
+        in slices a collective of the column, between any two batches too.
         """
         storage = self._model.storage if isinstance(self._model, Pipeline) else None
         if storage is None:
-            yield from batches
+            yield from self._through_stages(batches)
             return
         left = iter(batches)
         counts = [1] * self.storage.size
@@ -217,15 +222,42 @@ class Places:
                 return
             if item is not None:
                 yield item
+                self.finish()
             else:
                 with torch.no_grad():
                     storage.skip_forward()
 
+    def _through_stages(self, batches: Iterable[T]) -> Iterator[T]:
+        stages = range(1)
+        if isinstance(self._model, Pipeline) and self._model.axis is not None:
+            stages = self._model.axis.own_stages
+        left = iter(batches)
+        while group := list(islice(left, self._pp if len(stages) > 1 else 1)):
+            for stage in stages:
+                _, is_last = self.enter(stage)
+                for item in group:
+                    # An evaluation may change its batch, and each stage has it from the beginning.
+                    yield item if is_last else copy.deepcopy(item)
+            self.finish()
+
     def passes(self, microbatches: Dealt) -> Iterator[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
         # Of spares too, who do in each of them what others of their stage need.
-        stage = 0 if self.column == NEW else self.column // self._tp
-        return one_forward_one_backward(microbatches, stage, self._pp)
+        place = 0 if self.column == NEW else self.column // self._tp
+        return one_forward_one_backward(microbatches, place, self._pp, self._interleave)
+
+    def enter(self, stage: int) -> tuple[bool, bool]:
+        """Compute a stage of this rank; returns whether it is the first, and the last of its."""
+        axis = self._model.axis if isinstance(self._model, Pipeline) else None
+        if axis is None:
+            return True, True
+        axis.enter(stage)
+        return stage == axis.own_stages[0], stage == axis.own_stages[-1]
+
+    def finish(self) -> None:
+        """Return when all that this rank has sent to other stages has been."""
+        if isinstance(self._model, Pipeline) and self._model.axis is not None:
+            self._model.axis.finish()
 
     def give_up(self) -> None:
         """Have the ranks that wait for this one inside of a step notice that it has failed."""
@@ -270,11 +302,12 @@ class Places:
 
     def _described(self, column: int) -> str:
         parts = []
-        for what, own, is_cut in zip(
-            ("blocks", "shards"), self.held_by(column), (self._pp > 1, self._tp > 1), strict=True
-        ):
-            if is_cut:
-                parts.append(f"{what} {own.first} to {own.last - 1}")
+        held = self.held_by(column)
+        if self._pp > 1:
+            ranges = ", ".join(f"{own.first} to {own.last - 1}" for own in held.blocks)
+            parts.append(f"blocks {ranges}")
+        if self._tp > 1:
+            parts.append(f"shards {held.shards.first} to {held.shards.last - 1}")
         return " and ".join(parts)
 
     def _at(self, moment: Moment | PipelineMoment) -> None:

@@ -35,6 +35,7 @@ from lockstep.launchers.rank.signals import StopRequest
 from lockstep.launchers.rank.threads import num_threads
 from lockstep.launchers.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
+from lockstep.parallel.mesh import fitting
 
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
@@ -126,6 +127,7 @@ def _run(
             folder = directory.path / "profile"
             on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
 
+        planned = _planned(config, environment.world_size, hints)
         runtime = Runtime(
             transport=transport,
             device=device,
@@ -150,9 +152,10 @@ def _run(
         try:
             if transport.is_newcomer:
                 task = edited(task, os.environ, environment.rank)
-                trainer = Trainer(task, config, runtime, directory, joins=True)
+                trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
-                trainer = _assembled(task, config, sitting, runtime, directory)
+                claimed = partial(claim, directory, task, config, sitting)
+                trainer = _assembled(task, planned, claimed, runtime, directory)
             for hint in hints:
                 runtime.emit(Warned(step=0, message=hint))
             finished = trainer.run()
@@ -185,8 +188,28 @@ def _result(
     )
 
 
+def _planned(config: TrainConfig, num_ranks: int, hints: list[str]) -> TrainConfig:
+    """The config with a mesh that the ranks can fill, where it may be another one.
+
+    It depends on the number of ranks that were started, which newcomers know too.
+    """
+    mesh = config.mesh
+    pp, tp = fitting(num_ranks, mesh.pp, mesh.tp)
+    if mesh.shrink != "replan" or (pp, tp) == (mesh.pp, mesh.tp):
+        return config
+    hints.append(
+        f"a replica of mesh.pp={mesh.pp}, mesh.tp={mesh.tp} needs {mesh.pp * mesh.tp} ranks, and "
+        f"{num_ranks} were started: computed with mesh.pp={pp}, mesh.tp={tp} (mesh.shrink=replan)"
+    )
+    return config.model_copy(update={"mesh": mesh.model_copy(update={"pp": pp, "tp": tp})})
+
+
 def _assembled(
-    task: Task, config: TrainConfig, sitting: Sitting, runtime: Runtime, directory: RunDirectory
+    task: Task,
+    config: TrainConfig,
+    claimed: Callable[[], object],
+    runtime: Runtime,
+    directory: RunDirectory,
 ) -> Trainer:
     """Everything up to the first step; begun again should a rank die meanwhile."""
     transport = runtime.transport
@@ -194,7 +217,7 @@ def _assembled(
     while True:
         try:
             on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
-            on_first(transport, lambda: claim(directory, task, config, sitting))
+            on_first(transport, claimed)
             on_first(transport, runtime.take_over)
             return Trainer(task, config, runtime, directory)
         except GroupBroken as loss:

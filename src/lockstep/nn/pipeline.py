@@ -35,9 +35,8 @@ class StageDone(BaseException):
         self._axis = axis
 
     def pass_on(self) -> None:
-        """Send the outputs to the next stage, and return when they are there."""
-        self._axis.send(self.outputs, self._axis.stage + 1)
-        self._axis.finish()
+        """Begin to send the outputs to the next stage; `DepthAxis.finish` must follow."""
+        self._axis.pass_on(self.outputs)
 
 
 class Pipeline(nn.Sequential):
@@ -97,8 +96,8 @@ class Pipeline(nn.Sequential):
         self._check_calls()
         key = torch.initial_seed()
         if not self.axis.is_first:
-            self.inputs = self.axis.receive(self.axis.stage - 1)
-            inputs = tuple(self.inputs)
+            self.inputs = self.axis.take_over()
+            inputs = tuple(_boundary(x, None) for x in self.inputs if x is not None)
         outputs = self._through(range(*self.axis.own), inputs, key)
         if not self.axis.is_last:
             raise StageDone(_state(outputs), self.axis)
@@ -139,7 +138,7 @@ class Pipeline(nn.Sequential):
         if not is_in_run:
             return state
         descend = None if self.descend is None else partial(self.descend, number)
-        return tuple(_Boundary.apply(t, descend) for t in state)  # type: ignore[no-untyped-call]
+        return tuple(_boundary(x, descend) for x in state)
 
     def _check_calls(self) -> None:
         assert self.axis is not None
@@ -198,11 +197,18 @@ class Pipeline(nn.Sequential):
         self.ties = Ties(list(ties.values()))
 
 
+def _boundary(x: Tensor, descend: Callable[[], None] | None) -> Tensor:
+    """The same values on the way from one block to the next."""
+    passed: Tensor = _Boundary.apply(x, descend)  # type: ignore[no-untyped-call]
+    return passed
+
+
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, descend: Callable[[], None] | None) -> Tensor:
         ctx.descend = descend
-        return x.view_as(x) if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
+        # Not a view, which a block that begins in place (`nn.ReLU(inplace=True)`) may not change.
+        return x.detach() if _is_plain(x) else x.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

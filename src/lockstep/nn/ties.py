@@ -12,11 +12,11 @@ from torch import nn
 from lockstep.nn.layers import let_go
 from lockstep.nn.storage import Storage
 from lockstep.nn.units import Holding, Unit
-from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.depth_axis import TIED, DepthAxis
 from lockstep.parallel.layout import Range
 
 _Role = Literal["trains", "uses", "alone"]
-"""Whether a stage trains a parameter that another one uses, or the other way, or neither."""
+"""Whether a rank trains a parameter that another one uses, or the other way, or neither."""
 
 
 @dataclass(eq=False)
@@ -93,12 +93,12 @@ class Ties:
             role, other = _role(tie, axis)
             if role == "trains" and storage is not None:
                 storage.unshard(tie.first)
-                axis.send([tie.parameter.detach().clone()], other)
+                axis.send([tie.parameter.detach().clone()], other, TIED)
                 storage.reshard(tie.first)
             elif role == "trains":
-                axis.send([tie.parameter.detach()], other)
+                axis.send([tie.parameter.detach()], other, TIED)
             elif role == "uses":
-                [received] = axis.receive(other)
+                [received] = axis.receive(other, TIED)
                 assert received is not None
                 tie.copy.data.copy_(received)
 
@@ -125,10 +125,10 @@ class Ties:
             role, other = _role(tie, axis)
             gradient, tie.copy.grad = tie.copy.grad, None
             if role == "uses":
-                axis.send([gradient], other)
+                axis.send([gradient], other, TIED)
                 continue
             if role == "trains":
-                [gradient] = axis.receive(other)
+                [gradient] = axis.receive(other, TIED)
             if gradient is None:
                 continue
             total = tie.parameter.grad
@@ -141,11 +141,11 @@ class Ties:
 
 
 def _role(tie: Tie, axis: DepthAxis) -> tuple[_Role, int]:
-    """What this rank does about a tied parameter, and the stage that it does this with."""
-    if len(axis.stages) > 1 and tie.is_used:
-        trains, uses = axis.stage_of(tie.first), axis.stage_of(tie.block)
-        if trains != uses and axis.stage == trains:
+    """What this rank does about a tied parameter, and the place that it does this with."""
+    if axis.num_places > 1 and tie.is_used:
+        trains, uses = axis.place_of(tie.first), axis.place_of(tie.block)
+        if trains != uses and axis.place == trains:
             return "trains", uses
-        if trains != uses and axis.stage == uses:
+        if trains != uses and axis.place == uses:
             return "uses", trains
-    return "alone", axis.stage
+    return "alone", axis.place

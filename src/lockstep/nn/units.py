@@ -26,12 +26,14 @@ EVERYWHERE = Unit()
 class Holding(NamedTuple):
     """The blocks and shards that a rank holds."""
 
-    blocks: Range
+    blocks: tuple[Range, ...]
+    """One range for each of its stages."""
     shards: Range
 
     def has(self, unit: Unit) -> bool:
         """Whether a unit is among them."""
-        return _is_in(unit.block, self.blocks) and _is_in(unit.shard, self.shards)
+        has_block = any(_is_in(unit.block, blocks) for blocks in self.blocks)
+        return has_block and _is_in(unit.shard, self.shards)
 
 
 def _is_in(number: int, range_: Range) -> bool:

@@ -7,6 +7,7 @@ axis: activations go one way, and their gradients the other.
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Literal
@@ -35,14 +36,20 @@ def _nothing(moment: Moment) -> None:
 _HEADER = 32
 """Numbers of a tensor's header: dtype, whether it has a gradient, number of dims, dims."""
 
+TIED = -1
+"""What a message is about that is of no pass of a stage."""
+
 
 class DepthAxis:
     """The ranks that compute one microbatch after another, each some of the blocks.
 
+    With P ranks, rank p has the stages p, p + P, p + 2 P, ….
+
     Attributes:
         stages: range of blocks of each stage.
-        stage: number of this rank's stage.
-        own: range of blocks of this rank.
+        num_places: number of ranks.
+        place: number of this rank among them.
+        stage: number of the stage that this rank computes now.
     """
 
     def __init__(
@@ -55,43 +62,80 @@ class DepthAxis:
         """Take a place.
 
         Args:
-            stages: range of blocks of each stage, in order.
-            transport: transport between the ranks, one for each stage; without one, this process
-                computes all blocks.
+            stages: range of blocks of each stage, in order; as many for each rank.
+            transport: transport between the ranks; without one, this process computes all blocks.
             device: device of all tensors; host memory by default.
             at: function that is called at each moment.
         """
         self._transport = transport or LocalTransport()
         self._device = device or torch.device("cpu")
         self.stages = list(stages)
-        self.stage = self._transport.rank
-        self.own = self.stages[self.stage]
+        self.num_places, self.place = self._transport.size, self._transport.rank
+        self.stage = self.place
         self._at = at
         self._under_way: list[Sending] = []
+        self._early: dict[tuple[int, int], deque[list[Tensor | None]]] = defaultdict(deque)
+
+    def enter(self, stage: int) -> None:
+        """Compute a stage of this rank from now on."""
+        assert stage % self.num_places == self.place, f"stage {stage} at place {self.place}"
+        self.stage = stage
+
+    @property
+    def own_stages(self) -> range:
+        """Numbers of the stages of this rank."""
+        return range(self.place, len(self.stages), self.num_places)
+
+    @property
+    def own(self) -> Range:
+        """Blocks of the stage that is computed now."""
+        return self.stages[self.stage]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank computes the first block."""
+        """Whether the stage that is computed now has the first block."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank computes the last block."""
+        """Whether the stage that is computed now has the last block."""
         return self.stage == len(self.stages) - 1
 
-    def stage_of(self, block: int) -> int:
-        """The stage that computes a block."""
-        return next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
+    def place_of(self, block: int) -> int:
+        """The rank that computes a block."""
+        stage = next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
+        return stage % self.num_places
 
-    def send(self, tensors: Sequence[Tensor | None], stage: int) -> None:
-        """Begin to send tensors to a stage; `finish` must follow before the step ends.
+    def pass_on(self, outputs: Sequence[Tensor | None]) -> None:
+        """Begin to send what this stage has computed to the next one."""
+        self.send(outputs, (self.stage + 1) % self.num_places, 2 * (self.stage + 1))
+
+    def take_over(self) -> list[Tensor | None]:
+        """What the stage before has computed, as leaves of this rank's graph."""
+        return self.receive((self.stage - 1) % self.num_places, 2 * self.stage)
+
+    def give_back(self, gradients: Sequence[Tensor | None]) -> None:
+        """Begin to send the gradients of `take_over` to the stage before."""
+        self.send(gradients, (self.stage - 1) % self.num_places, 2 * self.stage - 1)
+
+    def take_back(self) -> list[Tensor | None]:
+        """The gradients of what `pass_on` has sent."""
+        return self.receive((self.stage + 1) % self.num_places, 2 * self.stage + 1)
+
+    def send(self, tensors: Sequence[Tensor | None], place: int, about: int) -> None:
+        """Begin to send tensors to a rank; `finish` must follow before the step ends.
+
+        Args:
+            tensors: tensors; None arrives as None.
+            place: the rank.
+            about: number that `receive` asks for.
 
         Raises:
             TaskError: a tensor is one that cannot be sent, see `check_sendable`.
         """
         self._at("send")
         header = torch.zeros(1 + len(tensors), _HEADER, dtype=torch.int64)
-        header[0, 0] = len(tensors)
+        header[0, :2] = torch.tensor([len(tensors), about])
         payloads = []
         for row, tensor in zip(header[1:], tensors, strict=True):
             if tensor is None:
@@ -105,22 +149,32 @@ class DepthAxis:
         for message in (header[0], header[1:].reshape(-1), *payloads):
             if message.numel():
                 there = message.to(self._device)
-                self._under_way.append(self._transport.send(there, stage))
+                self._under_way.append(self._transport.send(there, place))
 
-    def receive(self, stage: int) -> list[Tensor | None]:
-        """The next tensors that a stage has sent, as leaves of this rank's graph."""
+    def receive(self, place: int, about: int) -> list[Tensor | None]:
+        """The next tensors about something that a rank has sent, as leaves of this rank's graph."""
         self._at("receive")
-        count = int(self._received((_HEADER,), torch.int64, stage)[0])
-        rows = self._received((count * _HEADER,), torch.int64, stage) if count else torch.empty(0)
+        wanted = self._early[place, about]
+        while not wanted:
+            # Messages come in the order in which they were sent, which is not always that in which
+            # they are needed. None that comes early may hold up the one that is waited for.
+            subject, tensors = self._next(place)
+            self._early[place, subject].append(tensors)
+        return wanted.popleft()
+
+    def _next(self, place: int) -> tuple[int, list[Tensor | None]]:
+        """What the next message of a rank is about, and its tensors."""
+        count, about = self._received((_HEADER,), torch.int64, place)[:2].tolist()
+        rows = self._received((count * _HEADER,), torch.int64, place) if count else torch.empty(0)
         tensors: list[Tensor | None] = []
         for row in rows.view(-1, _HEADER).tolist():
             if row[0] < 0:
                 tensors.append(None)
                 continue
             dtype, with_gradient, num_dims = row[:3]
-            tensor = self._received(row[3 : 3 + num_dims], _DTYPES[dtype], stage)
+            tensor = self._received(row[3 : 3 + num_dims], _DTYPES[dtype], place)
             tensors.append(tensor.requires_grad_(bool(with_gradient)))
-        return tensors
+        return about, tensors
 
     def finish(self) -> None:
         """Return when all that this rank has sent is under way no longer."""
@@ -129,10 +183,10 @@ class DepthAxis:
         # Not earlier: what an error leaves under way may still be read from the memory it holds.
         self._under_way.clear()
 
-    def _received(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> Tensor:
+    def _received(self, shape: Sequence[int], dtype: torch.dtype, place: int) -> Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         if tensor.numel():
-            self._transport.receive(_bytes(tensor), stage)
+            self._transport.receive(_bytes(tensor), place)
         return tensor
 
 

@@ -110,6 +110,21 @@ class Mesh:
         return ranges
 
 
+def fitting(size: int, pp: int, tp: int) -> tuple[int, int]:
+    """Numbers of stages and of ranks of each, of a replica that so many ranks can fill.
+
+    Neither is more than was asked for, most ranks are used, and of equal ways the one with the most
+    ranks to a stage is taken: they share a host.
+
+    Args:
+        size: number of ranks, at least 1.
+        pp: number of stages asked for.
+        tp: number of ranks of each stage asked for.
+    """
+    pairs = [(p, t) for p in range(1, pp + 1) for t in range(1, tp + 1) if p * t <= size]
+    return max(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+
+
 def sizes_of_replicas(size: int, num_shards: int) -> list[tuple[int, int]]:
     """Numbers of stages, and of ranks that share out the shards of each, that leave no spare.
 

@@ -1,11 +1,14 @@
-"""In which order a stage computes the forward and backward passes of its microbatches."""
+"""In which order a rank computes the forward and backward passes of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Literal, NamedTuple, TypeVar
 
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Dealt, split
+
+T = TypeVar("T")
 
 
 class Pass(NamedTuple):
@@ -13,26 +16,46 @@ class Pass(NamedTuple):
 
     kind: Literal["forward", "backward"]
     microbatch: int
+    stage: int
 
 
-def one_forward_one_backward(microbatches: Dealt, stage: int, num_stages: int) -> Iterator[Pass]:
-    """The passes of a stage, 1F1B (Narayanan et al. 2019, PipeDream-Flush: 2021, section 2.2).
+def one_forward_one_backward(
+    microbatches: Dealt, place: int, num_places: int, interleave: int = 1
+) -> Iterator[Pass]:
+    """The passes of a rank, 1F1B (Narayanan et al. 2019; PipeDream-Flush: 2021, section 2.2).
 
-    A stage begins with as many forward passes as there are stages behind it, so it keeps the
-    activations of at most `num_stages - stage` microbatches. Backward passes come in the order of
-    microbatches, on every stage; with one stage, each follows its forward pass at once.
+    A rank has every `num_places`-th stage: one, or several that are interleaved (Narayanan et al.
+    2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", also
+    section 2.2). It begins with forward passes until the first backward pass can have arrived; then
+    they alternate. With M microbatches on P places and V stages of each, places are idle for
+    (P - 1)/(V M) of the time that they compute.
+
+    Forward passes, and backward passes, of a stage come in the order of microbatches. Any number
+    of microbatches is right: none waits for one that waits for it.
 
     Args:
         microbatches: microbatches of the replica.
-        stage: number of the stage, from 0.
-        num_stages: number of stages.
+        place: which of the ranks that share out the stages this is, from 0.
+        num_places: number of these ranks.
+        interleave: number of stages of each.
     """
-    ahead = min(num_stages - 1 - stage, len(microbatches))
-    numbers = range(*microbatches)
-    for number in numbers[:ahead]:
-        yield Pass("forward", number)
-    for forward, backward in zip(numbers[ahead:], numbers, strict=False):
-        yield Pass("forward", forward)
-        yield Pass("backward", backward)
-    for number in numbers[len(numbers) - ahead :]:
-        yield Pass("backward", number)
+    stages = range(place, num_places * interleave, num_places)
+    groups = in_groups(range(*microbatches), num_places)
+    forward = [Pass("forward", m, stage) for g in groups for stage in stages for m in g]
+    backward = [Pass("backward", m, stage) for g in groups for stage in stages[::-1] for m in g]
+    ahead = num_places - 1 - place
+    if interleave > 1:
+        ahead = 2 * ahead + (interleave - 1) * max(map(len, groups), default=0)
+    yield from forward[:ahead]
+    for pair in zip_longest(forward[ahead:], backward):
+        yield from (one for one in pair if one is not None)
+
+
+def in_groups(items: Sequence[T], num_places: int) -> list[Sequence[T]]:
+    """Items that a rank takes through one of its stages before it turns to the next one.
+
+    As many in each as there are places, or somewhat more: fewer would leave places idle, and could
+    have two of them wait for one another.
+    """
+    num_groups = max(1, len(items) // num_places)
+    return [items[own.first : own.last] for own in split(len(items), num_groups)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import copied
+from lockstep.engine.passes.partial_leaves import PartialLeaves, StagePart
 from lockstep.engine.task import Loss, Number
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import DepthAxis
@@ -51,6 +52,7 @@ class Backward:
         self._pipeline = model if isinstance(model, Pipeline) else None
         self._parameters = parameters
         self._state = state
+        self._partial: PartialLeaves | None = None
 
     @property
     def _axis(self) -> DepthAxis | None:
@@ -79,19 +81,23 @@ class Backward:
         if self._axis is not None and self._pipeline is not None:
             inputs, self._pipeline.inputs = self._pipeline.inputs, []
             if not self._axis.is_last:
-                self._axis.send(outputs, self._axis.stage + 1)
+                self._axis.pass_on(outputs)
         total = loss.sum if loss is not None else None
         return Forwarded(total, inputs, outputs, deltas, fetch, len(scalars))
 
     def leaf(
         self,
+        microbatch: int,
         passed: Forwarded,
         loss_scale: float,
         inputs: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor | None], list[float], list[float]]:
+    ) -> tuple[list[Tensor | None], list[float], list[float]] | None:
         """Gradients and changes of buffers of a microbatch, its scalars, and its counters.
 
+        None if other stages of this rank are still to come.
+
         Args:
+            microbatch: number of the microbatch.
             passed: what its forward pass has left.
             loss_scale: factor of the loss in the backward pass, 1 for none.
             inputs: parameters that get gradients; all by default.
@@ -108,23 +114,36 @@ class Backward:
             self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
         if self._storage is not None:
             self._storage.end_backward()
+        numbers, count = passed.fetch(), passed.num_scalars
+        if passed.deltas:
+            # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
+            torch._foreach_mul_(passed.deltas, numbers[1] if weight is None else weight)
+        stage = 0 if self._axis is None else self._axis.stage
+        part = StagePart(stage, passed.deltas, numbers[:count], numbers[count:])
+        if self._axis is not None and len(self._axis.own_stages) > 1:
+            if stage > self._axis.own_stages[0]:
+                self._partial_leaves().keep(microbatch, part)
+                self._clear()
+                return None
+            part = self._partial_leaves().joined(microbatch, part)
         if self._pipeline is not None:
             assert self._pipeline.axis is not None, "there is one in a run"
             self._pipeline.ties.collect(self._pipeline.axis)
         gradients = [p.grad for p in self._parameters]
-        self.restart()
-        numbers = passed.fetch()
-        deltas = passed.deltas
-        if deltas:
-            # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
-            torch._foreach_mul_(deltas, numbers[1] if weight is None else weight)
-        count = passed.num_scalars
-        return [*gradients, *deltas], numbers[:count], numbers[count:]
+        self._clear()
+        return [*gradients, *part.deltas], part.scalars, part.counters
+
+    def _partial_leaves(self) -> PartialLeaves:
+        if self._partial is None:
+            assert self._pipeline is not None, "others have one stage"
+            buffers = [entry.name for entry in self._state.flat.entries]
+            self._partial = PartialLeaves(self._pipeline, self._parameters, buffers)
+        return self._partial
 
     def _backward_from_next(self, outputs: tuple[Tensor, ...]) -> float:
         """The backward pass of a stage that is not the last; returns the weight of the loss."""
         assert self._axis is not None
-        *gradients, weight = self._axis.receive(self._axis.stage + 1)
+        *gradients, weight = self._axis.take_back()
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
@@ -136,7 +155,7 @@ class Backward:
         assert self._axis is not None
         gradients = [None if t is None else t.grad for t in inputs]
         there = torch.tensor(weight, dtype=torch.float64)
-        self._axis.send([*gradients, there], self._axis.stage - 1)
+        self._axis.give_back([*gradients, there])
 
     def finish(self) -> None:
         """Return when all that was sent to other stages has been."""
@@ -144,7 +163,12 @@ class Backward:
             self._axis.finish()
 
     def restart(self) -> None:
-        """Forget what a pass has left behind, also one that an exception has ended."""
+        """Forget what passes have left behind, also ones that an exception has ended."""
+        self._clear()
+        if self._partial is not None:
+            self._partial.forget()
+
+    def _clear(self) -> None:
         self.clear_gradients()
         self._state.restore()
 

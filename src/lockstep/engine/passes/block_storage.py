@@ -44,7 +44,7 @@ class BlockStorage:
         """Work on this memory from now on."""
         assert isinstance(workspace.reduction, Rounds)
         self._flat, self._workspace, self._rounds = flat, workspace, workspace.reduction
-        self._own = self._places.own.blocks
+        [self._own] = self._places.own.blocks
         self._segments = {
             block: [s for s, of in enumerate(flat.blocks) if of == block and flat.segments[s].numel]
             for block in range(*self._own)

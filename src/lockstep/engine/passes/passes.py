@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -87,26 +88,37 @@ class Passes:
             sums: takes their leaves.
         """
         watch = self._watch
-        passed: dict[int, Forwarded | None] = {}
-        for kind, microbatch in self._places.passes(microbatches):
+        passed: dict[tuple[int, int], Forwarded | None] = {}
+        # A loss may change its batch, and each stage computes it from the beginning.
+        copies: dict[int, Any] = {}
+        for kind, microbatch, stage in self._places.passes(microbatches):
             if microbatch >= self._places.mesh.num_microbatches:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
                 continue
+            is_first, is_last = self._places.enter(stage)
             if kind == "forward":
-                *place, batch = next(batches)
-                # A rank that has caught up by a copy of the state has not read a step's data:
-                # a stream that is one step behind must not go unnoticed.
-                if place != [step, microbatch]:
-                    raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+                batch = self._fetched(step, microbatch, batches) if is_first else copies[microbatch]
+                if is_last:
+                    copies.pop(microbatch, None)
+                else:
+                    copies[microbatch] = copy.deepcopy(batch)
                 watch.data_s += watch.lap()
-                passed[microbatch] = self._forward(step, microbatch, batch)
+                passed[microbatch, stage] = self._forward(step, microbatch, batch)
                 continue
-            self._add(step, microbatch, passed.pop(microbatch), sums)
+            self._backward_pass(step, microbatch, passed.pop((microbatch, stage)), sums, is_first)
             watch.compute_s += watch.lap()
             self._runtime.pulse.beat()
             self._runtime.at("compute", step)
         self._backward.finish()
+
+    def _fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
+        *place, batch = next(batches)
+        # A rank that has caught up by a copy of the state has not read a step's data: a stream
+        # that is one step behind must not go unnoticed.
+        if place != [step, microbatch]:
+            raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+        return batch
 
     def restart(self) -> None:
         """Forget what a pass has left half done: gradients, buffers, and work of hooks."""
@@ -138,11 +150,18 @@ class Passes:
             self._storage.end_backward()
         rounds.add(None, self._on_device([0.0] * self.num_scalars))
 
-    def _add(
-        self, step: int, microbatch: int, passed: Forwarded | None, sums: Fold | Rounds
+    def _backward_pass(
+        self,
+        step: int,
+        microbatch: int,
+        passed: Forwarded | None,
+        sums: Fold | Rounds,
+        completes: bool,
     ) -> None:
-        """The backward pass of a microbatch, and its leaf into the tree."""
+        """The backward pass of a stage, and if it completes a leaf, that into the tree."""
         if passed is None:
+            if not completes:
+                return
             if self._storage is not None:
                 self._storage.begin_backward()
                 self._storage.end_backward()
@@ -150,9 +169,12 @@ class Passes:
             # on whether a rank has other leaves to add it to.
             sums.add([None] * self._num_tensors, self._on_device([0.0] * self.num_scalars))
             return
-        leaf, scalars, counted = self._backward.leaf(
-            passed, self._loss_scale.value, self._compute.phases.parameters(step)
+        made = self._backward.leaf(
+            microbatch, passed, self._loss_scale.value, self._compute.phases.parameters(step)
         )
+        if made is None:
+            return
+        leaf, scalars, counted = made
         # Kept for the message that names the microbatch, should the sum not be finite.
         self.losses[microbatch] = scalars[0]
         try:

@@ -36,10 +36,13 @@ def check_pipeline(model: nn.Module, config: TrainConfig) -> None:
             "its parameters would be whole all the time; build it as a lockstep.nn.Pipeline of "
             "blocks, or set sharding=gradients"
         )
-    if isinstance(model, Pipeline) and pp > len(model):
+    num_stages = config.mesh.num_stages
+    if isinstance(model, Pipeline) and num_stages > len(model):
+        many = "" if num_stages == pp else f" mesh.interleave={config.mesh.interleave}"
+        product = "mesh.pp x mesh.interleave" if many else "mesh.pp"
         raise ConfigError(
-            f"mesh.pp={pp}: the Pipeline has len {len(model)}, and each stage needs a block; set "
-            f"mesh.pp to at most {len(model)}"
+            f"mesh.pp={pp}{many}: the Pipeline has len {len(model)}, and each stage needs a block; "
+            f"set {product} to at most {len(model)}"
         )
     if isinstance(model, Pipeline):
         _check_blocks(model)
@@ -71,7 +74,7 @@ def stages_of(
         return [Range(0, 1)]
     if config.mesh.pp == 1:
         return [Range(0, len(model))]
-    return balanced(_costs(model, compute, loader), config.mesh.pp)
+    return balanced(_costs(model, compute, loader), config.mesh.num_stages)
 
 
 def _costs(model: Pipeline, compute: Compute, loader: BatchSource) -> list[float]:
