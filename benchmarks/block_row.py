@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -48,6 +49,19 @@ class Row(lockstep.Task):
         """The mean square of the output."""
         y = model(batch[0])
         return lockstep.Loss(y.square().sum(), y.numel())
+
+
+def parser(
+    doc: str | None, width: int, blocks: int, samples: int, repeats: int
+) -> argparse.ArgumentParser:
+    """What is measured, and how much of it unless it is said."""
+    made = argparse.ArgumentParser(description=doc)
+    made.add_argument("--width", type=int, default=width)
+    made.add_argument("--blocks", type=int, default=blocks)
+    made.add_argument("--microbatches", type=int, default=8)
+    made.add_argument("--samples", type=int, default=samples, help="of a microbatch")
+    made.add_argument("--repeats", type=int, default=repeats, help="steps")
+    return made
 
 
 def timed(row: Row, warmup: int) -> dict[str, Any]:

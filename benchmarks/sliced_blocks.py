@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from block_row import Row, timed
+from block_row import Row, parser, timed
 from lockstep.config import CheckpointConfig, OptimizerConfig
 from lockstep.launchers.rank.environment import detect
 
@@ -41,14 +41,9 @@ class Residual(nn.Module):
 
 def arguments() -> argparse.Namespace:
     """What is measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=32, help="of a microbatch")
-    parser.add_argument("--repeats", type=int, default=3, help="steps")
-    parser.add_argument("--sharding", default="none")
-    return parser.parse_args()
+    asked = parser(__doc__, width=2048, blocks=24, samples=32, repeats=3)
+    asked.add_argument("--sharding", default="none")
+    return asked.parse_args()
 
 
 def blocks(args: argparse.Namespace) -> list[nn.Module]:

@@ -61,9 +61,9 @@ def measured(quick: bool, rounds: int) -> Section:
         "8 microbatches of 32 samples, gloo. The peak is the greatest of all ranks, from start to "
         "end, Python and torch included: with Lockstep that is with the check of the first "
         "microbatch before training and with a checkpoint at the end, with FSDP2 without. Both "
-        "ask for large pages (`THP_MEM_ALLOC_ENABLE=1`, which importing Lockstep sets). Time is "
-        "that of a whole step; 4 ranks share two cores. `bits` is a SHA-256 of the final "
-        "parameters: it is to be the same on any number of ranks.",
+        "ask for large pages (`THP_MEM_ALLOC_ENABLE=1`, which importing Lockstep sets unless it "
+        "is there). Time is that of a whole step; 4 ranks share two cores. `bits` is a SHA-256 of "
+        "the final parameters: it is to be the same on any number of ranks.",
         ("", "time", "peak", "peak / one rank's", "bits"),
         raw=dict(results),
     )

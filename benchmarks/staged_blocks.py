@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from block_row import Row, timed
+from block_row import Row, parser, timed
 from lockstep.config import CheckpointConfig, MeshConfig, OptimizerConfig
 from lockstep.launchers.rank.environment import detect
 from sharded_layers import Block
@@ -25,14 +25,9 @@ LR = 1e-3
 
 def arguments() -> argparse.Namespace:
     """What is measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=4, help="of a microbatch")
-    parser.add_argument("--interleave", type=int, default=1, help="stages of each rank")
-    parser.add_argument("--repeats", type=int, default=5, help="steps")
-    return parser.parse_args()
+    asked = parser(__doc__, width=256, blocks=8, samples=4, repeats=5)
+    asked.add_argument("--interleave", type=int, default=1, help="stages of each rank")
+    return asked.parse_args()
 
 
 def blocks(args: argparse.Namespace) -> list[nn.Module]:

@@ -17,7 +17,8 @@ def use_large_pages() -> None:
     """Have torch ask for large pages for tensors of 2 MiB or more, where the system has them.
 
     In pages of 4 KiB, to touch a fresh block for the first time takes longer than to fill it: a
-    step in which the parameters of blocks come and go was twice as long. torch looks when it makes
+    step in which the parameters of blocks come and go was twice as long
+    (`THP_MEM_ALLOC_ENABLE=0 python benchmarks/slices.py` does without). torch looks when it makes
     its first tensor.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

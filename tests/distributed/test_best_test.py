@@ -7,7 +7,7 @@ import shutil
 import pytest
 from tests.conftest import result
 
-from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import PlannedFault, to_env
 
 LAST = 24
@@ -43,7 +43,7 @@ def of_test(run_dir):
 
 
 def best_step(run_dir):
-    return int(checkpoint.read_hint(run_dir / "checkpoints", "best").name[5:])
+    return int(listing.read_hint(run_dir / "checkpoints", "best").name[5:])
 
 
 def test_it_is_what_the_best_checkpoint_gives(here, finished):
@@ -93,7 +93,7 @@ def test_a_rank_that_dies_meanwhile_changes_nothing(lockstep, finished, tmp_path
 
 def test_without_the_best_checkpoint_it_is_the_last_step_with_a_warning(here, finished):
     ended = result(finished)
-    shutil.rmtree(finished / "checkpoints" / checkpoint.folder_name(best_step(finished)))
+    shutil.rmtree(finished / "checkpoints" / listing.folder_name(best_step(finished)))
     done = here("resume", "run")
     assert done.returncode == 0, done.stderr
     assert f"the state of step {LAST} is evaluated, not the best one" in done.stdout

@@ -74,6 +74,14 @@ def test_a_run_goes_on_with_fewer_ranks_than_a_replica_had(train_on, lockstep, r
     same(run_dir, reference)
 
 
+def test_fewer_ranks_than_a_replica_needs_from_the_start(train_on, reference, tmp_path):
+    keys = ("mesh.pp=3", "mesh.tp=2", "mesh.shrink=replan")
+    ended = train_on(tmp_path / "run", 2, *keys)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 were started: computed with mesh.pp=1, mesh.tp=2" in ended.stdout
+    same(tmp_path / "run", reference)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
 def test_a_newcomer_knows_a_mesh_that_has_shrunk(train_on, reference, tmp_path, launcher):

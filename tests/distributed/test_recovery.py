@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import environment, result, target
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 from lockstep.observe.jsonl import follow_events
@@ -86,8 +87,8 @@ def check(run_dir, reference, num_left, num_lost):
     lost = [r["slot"] for r in rows if r["event"] == "RankLost"]
     assert len(lost) == len(set(lost)) == num_lost
     assert len([r for r in rows if r["event"] == "Finished"]) == 1
-    saved = {folder.name for folder in checkpoint.folders(run_dir / "checkpoints")}
-    assert checkpoint.folder_name(STEPS) in saved
+    saved = {folder.name for folder in listing.folders(run_dir / "checkpoints")}
+    assert listing.folder_name(STEPS) in saved
     snapshot, _, skipped = checkpoint.newest_valid(run_dir / "checkpoints")
     assert snapshot.step == STEPS
     assert skipped == []
@@ -145,7 +146,7 @@ def test_the_best_checkpoint_on_a_slow_disk_outlives_its_writer(train, tmp_path,
     assert done.returncode == 0, done.stderr
     check(tmp_path / "run", reference, num_left=1, num_lost=1)
     root = tmp_path / "run" / "checkpoints"
-    assert checkpoint.read(checkpoint.read_hint(root, "best")).meta["progress"]["best_step"] == 6
+    assert checkpoint.read(listing.read_hint(root, "best")).meta["progress"]["best_step"] == 6
 
 
 @ALWAYS

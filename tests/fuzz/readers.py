@@ -15,7 +15,7 @@ import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limit
 from lockstep.commands.slurm import job_file
 from lockstep.config import load, override
 from lockstep.data.idx import read_labelled, write_idx
-from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.front import SITTING, Sitting
@@ -86,7 +86,7 @@ def result(path: Path) -> None:
 
 
 def hint(path: Path) -> None:
-    found = checkpoint.read_hint(path.parent, path.name)
+    found = listing.read_hint(path.parent, path.name)
     assert found is None or found.parent == path.parent
 
 

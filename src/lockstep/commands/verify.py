@@ -17,6 +17,7 @@ from rich.table import Table
 from lockstep.commands.waiting import shown_status
 from lockstep.config.train_config import Sharding
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.digests import tensor_digest
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
@@ -281,7 +282,7 @@ def _first_difference(training: _Training, runs: tuple[Run, Run], half: int) -> 
         roots.append(training.path(run.legs, every) / "checkpoints")
     names = " and ".join(r.name for r in runs)
     for step in range(1, runs[0].step + 1):
-        read = [checkpoint.read(r / checkpoint.folder_name(step)) for r in roots]
+        read = [checkpoint.read(r / listing.folder_name(step)) for r in roots]
         first, second = (snapshot.model | snapshot.buffers for snapshot in read)
         for name, tensor in first.items():
             other = second[name]

@@ -17,7 +17,7 @@ import torch
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
-from lockstep.engine.checkpoint.format import folder_name
+from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector

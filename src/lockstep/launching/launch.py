@@ -14,7 +14,7 @@ from lockstep import errors
 from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
-from lockstep.engine.checkpoint.format import read_hint
+from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure

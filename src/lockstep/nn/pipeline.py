@@ -72,7 +72,7 @@ class Pipeline(nn.Sequential):
         self.storage: Storage | None = None
         self.descend: Callable[[int], None] | None = None
         self.is_called_once = False
-        self.inputs: list[Tensor | None] = []
+        self.inputs: list[Tensor] = []
         self.ties = Ties([])
         self.num_calls, self._is_open = 0, False
 
@@ -97,7 +97,7 @@ class Pipeline(nn.Sequential):
         key = torch.initial_seed()
         if not self.axis.is_first:
             self.inputs = self.axis.take_over()
-            inputs = tuple(_boundary(x, None) for x in self.inputs if x is not None)
+            inputs = tuple(_boundary(x, None) for x in self.inputs)
         outputs = self._through(range(*self.axis.own), inputs, key)
         if not self.axis.is_last:
             raise StageDone(_state(outputs), self.axis)

@@ -101,18 +101,24 @@ class DepthAxis:
         """Whether the stage that is computed now has the last block."""
         return self.stage == len(self.stages) - 1
 
+    def stage_of(self, block: int) -> int:
+        """The stage that has a block."""
+        return next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
+
     def place_of(self, block: int) -> int:
         """The rank that computes a block."""
-        stage = next(n for n, blocks in enumerate(self.stages) if block in range(*blocks))
-        return stage % self.num_places
+        return self.stage_of(block) % self.num_places
 
-    def pass_on(self, outputs: Sequence[Tensor | None]) -> None:
+    def pass_on(self, outputs: Sequence[Tensor]) -> None:
         """Begin to send what this stage has computed to the next one."""
         self.send(outputs, (self.stage + 1) % self.num_places, 2 * (self.stage + 1))
 
-    def take_over(self) -> list[Tensor | None]:
+    def take_over(self) -> list[Tensor]:
         """What the stage before has computed, as leaves of this rank's graph."""
-        return self.receive((self.stage - 1) % self.num_places, 2 * self.stage)
+        received = self.receive((self.stage - 1) % self.num_places, 2 * self.stage)
+        outputs = [tensor for tensor in received if tensor is not None]
+        assert len(outputs) == len(received), "a block passes on tensors only"
+        return outputs
 
     def give_back(self, gradients: Sequence[Tensor | None]) -> None:
         """Begin to send the gradients of `take_over` to the stage before."""

@@ -17,17 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.format import (
-    Snapshot,
+from lockstep.engine.checkpoint.format import Snapshot, newest_valid, read, read_manifest, write
+from lockstep.engine.checkpoint.listing import (
     bring_back,
     folder_name,
     folders,
-    newest_valid,
-    read,
     read_hint,
-    read_manifest,
     set_aside,
-    write,
     write_hint,
 )
 from lockstep.engine.checkpoint.retention import prune

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint import writer as saver_module
-from lockstep.engine.checkpoint.format import Snapshot, folder_name
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
 from lockstep.engine.pulse import Pulse
@@ -74,7 +76,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     heard.saver.save(make, False, perf_counter())
     heard.saver.poll()
     assert heard == []
-    assert checkpoint.folders(tmp_path) == []
+    assert listing.folders(tmp_path) == []
     gate.set()
     heard.saver.wait()
     assert [type(e) for e in heard] == [Checkpointed]
@@ -104,7 +106,7 @@ def test_without_a_background_thread_the_checkpoint_is_there_at_once(tmp_path: P
     threads = threading.active_count()
     heard.save(1)
     assert threading.active_count() == threads
-    assert [p.name for p in checkpoint.folders(tmp_path)] == [folder_name(1)]
+    assert [p.name for p in listing.folders(tmp_path)] == [folder_name(1)]
     assert [type(e) for e in heard] == [Checkpointed]
 
 
@@ -122,9 +124,9 @@ def test_only_the_newest_and_the_best_are_kept(tmp_path: Path, background: bool)
     for step in (1, 2, 3, 4, 5):
         heard.save(step, best=step == 2)
     heard.saver.wait()
-    assert [p.name for p in checkpoint.folders(tmp_path)] == [folder_name(s) for s in (5, 4, 2)]
-    assert checkpoint.read_hint(tmp_path, "best") == tmp_path / folder_name(2)
-    assert checkpoint.read_hint(tmp_path, "latest") == tmp_path / folder_name(5)
+    assert [p.name for p in listing.folders(tmp_path)] == [folder_name(s) for s in (5, 4, 2)]
+    assert listing.read_hint(tmp_path, "best") == tmp_path / folder_name(2)
+    assert listing.read_hint(tmp_path, "latest") == tmp_path / folder_name(5)
 
 
 @both
@@ -144,7 +146,7 @@ def test_a_full_disk_is_a_warning(
     assert event.step == 2
     assert f"the checkpoint of step 2 could not be written to {tmp_path}" in event.message
     assert "No space left on device" in event.message
-    assert [p.name for p in checkpoint.folders(tmp_path)] == [folder_name(1)]
+    assert [p.name for p in listing.folders(tmp_path)] == [folder_name(1)]
     heard.save(3)
     heard.saver.wait()
     assert [(type(e), e.step) for e in heard[1:]] == [(Checkpointed, 3)]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep as ls
 from lockstep import front
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
@@ -151,7 +152,7 @@ def test_buffers_that_evaluations_change_are_put_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ended = run(folder, Counting(), eval_batch_size=10)
     assert ended.metrics["val/evaluated"] == 10
-    snapshot = checkpoint.read(folder / "checkpoints" / checkpoint.folder_name(STEPS))
+    snapshot = checkpoint.read(folder / "checkpoints" / listing.folder_name(STEPS))
     assert snapshot.model["evaluated"] == 0
     straight = run(tmp_path / "straight", Plain(), eval_batch_size=10)
     assert snapshot.model["norm.running_mean"].equal(
@@ -245,7 +246,7 @@ def test_state_that_cannot_be_saved_is_refused_at_the_start(
     task.state_dict = lambda: state  # type: ignore[method-assign]
     with pytest.raises(TaskError, match=message):
         run(tmp_path, task)
-    assert not checkpoint.folders(tmp_path / "checkpoints")
+    assert not listing.folders(tmp_path / "checkpoints")
 
 
 class Growing(Averaged):
@@ -318,8 +319,8 @@ def test_an_exception_after_a_step_ends_the_run_without_another_try(tmp_path: Pa
 
     with pytest.raises(TaskFailure, match="no more"):
         run(tmp_path, Failing(), checkpoint={"every": 2, "background": False})
-    names = [folder.name for folder in checkpoint.folders(tmp_path / "checkpoints")]
-    assert names == [checkpoint.folder_name(2)]
+    names = [folder.name for folder in listing.folders(tmp_path / "checkpoints")]
+    assert names == [listing.folder_name(2)]
 
 
 def test_a_checkpoint_whose_task_state_is_damaged_is_passed_over(tmp_path: Path) -> None:

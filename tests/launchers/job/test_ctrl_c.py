@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.conftest import TASKS, result, target
 
-from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.launchers.job.commands import rank_environment
 from lockstep.observe import read_events
 
@@ -46,9 +46,9 @@ def strike(folder: Path, argv: list[str], delay_s: float, env: dict[str, str]) -
     if steps:
         ended = result(run_dir)
         assert (ended["status"], ended["exit_code"], ended["step"]) == ("stopped", 130, steps[-1])
-        assert checkpoint.folders(run_dir / "checkpoints")[0].name == f"step_{steps[-1]:08d}"
+        assert listing.folders(run_dir / "checkpoints")[0].name == f"step_{steps[-1]:08d}"
     else:
-        assert not checkpoint.folders(run_dir / "checkpoints"), found
+        assert not listing.folders(run_dir / "checkpoints"), found
         assert errors.strip(), found
     return bool(steps)
 

@@ -19,7 +19,7 @@ from lockstep.commands.chaos.table import Effect, Row, effect_of, render, starte
 from lockstep.commands.waiting import shown_status
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
-from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launching.start import check_replacements, rank_command, start
@@ -188,7 +188,7 @@ def _damage_newest(root: Path) -> None:
 
     A run whose only checkpoint is damaged does not start over by itself.
     """
-    folders = checkpoint.folders(root)
+    folders = listing.folders(root)
     if len(folders) < 2:
         return
     file = folders[0] / "model.safetensors"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.audit.held_state import module_globals, tensors_held
+from lockstep.engine.audit.held_state import has_memory, module_globals, tensors_held
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
 
@@ -29,17 +29,17 @@ def check_aliases(task: Task, model: nn.Module) -> None:
     """
     homes: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and _is_here(parameter):
+        if parameter.requires_grad and has_memory(parameter):
             homes.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
     roots: Mapping[str, object] = {"task": task, "model": model} | module_globals(type(task))
     for path, tensor in _others(model, roots):
-        if not _is_here(tensor) or not tensor.numel():
+        if not has_memory(tensor) or not tensor.numel():
             continue
         for name, trained in homes.get(tensor.untyped_storage().data_ptr(), []):
             if tensor is not trained and _overlap(tensor, trained):
                 raise TaskError(
                     f"{path}: shares memory with the parameter {name}, whose memory moves, and "
-                    f"would keep the values of the start; let both be one parameter (b.weight = "
+                    "would keep the values of the start; let both be one parameter (b.weight = "
                     f"a.weight), or take it from {name} in each forward pass"
                 )
 
@@ -48,10 +48,6 @@ def _others(model: nn.Module, roots: Mapping[str, object]) -> Iterable[tuple[str
     yield from model.named_parameters()
     yield from model.named_buffers()
     yield from tensors_held(roots).items()
-
-
-def _is_here(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -77,6 +77,11 @@ def tensors_held(roots: Mapping[str, object]) -> dict[str, Tensor]:
     return _Walk(roots).tensors
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory that others may share."""
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
 def module_globals(kind: type) -> dict[str, object]:
     """The global variables that may hold state, of a class's module and those beside it.
 

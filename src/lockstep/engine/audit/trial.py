@@ -20,6 +20,7 @@ from lockstep.data.digest import data_digest
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import (
+    has_memory,
     held_generators,
     held_state,
     module_globals,
@@ -146,8 +147,7 @@ class Trial:
             TaskError: naming one.
         """
         for path, tensor in tensors_held(self._roots()).items():
-            is_here = tensor.layout == torch.strided and tensor.device.type != "meta"
-            if is_here and tensor.untyped_storage().data_ptr() in storages:
+            if has_memory(tensor) and tensor.untyped_storage().data_ptr() in storages:
                 raise TaskError(
                     f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
                     "mesh.tp and sharding=parameters; take it from the parameter in each forward "

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.restore import check_fits, held, receive_model, receive_named
 from lockstep.engine.events import Warned
@@ -50,7 +51,7 @@ def borrowed_state(
 
     def read() -> str:
         nonlocal snapshot
-        folder = root / checkpoint.folder_name(step)
+        folder = root / listing.folder_name(step)
         try:
             found = checkpoint.read(folder)
             check_fits(found, model, str(folder))

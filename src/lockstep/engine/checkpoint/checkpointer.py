@@ -16,6 +16,7 @@ import torch
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.restore import capture, check_fits, check_optimizer_fits, restore
 from lockstep.engine.checkpoint.resumable import (
     SamplerMeta,
@@ -209,7 +210,7 @@ class Checkpointer:
             check_optimizer_fits(snapshot, parts.train_step, where)
             check_optimizer_state(snapshot, parts.train_step, where)
             assert folder is not None
-            checkpoint.set_aside(self._root, folder)
+            listing.set_aside(self._root, folder)
             self._mark_best(Progress.from_state_dict(snapshot.meta["progress"]).best_step)
             missing = sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
             return missing, data.pass_starts
@@ -235,9 +236,9 @@ class Checkpointer:
 
     def _mark_best(self, step: int) -> None:
         """Have the hint name the best checkpoint: who wrote that may have died right after."""
-        best = self._root / checkpoint.folder_name(step)
-        if step and best.is_dir() and checkpoint.read_hint(self._root, "best") != best:
-            checkpoint.write_hint(self._root, "best", best.name)
+        best = self._root / listing.folder_name(step)
+        if step and best.is_dir() and listing.read_hint(self._root, "best") != best:
+            listing.write_hint(self._root, "best", best.name)
 
     def _check_data(self, there: SamplerMeta, where: str) -> None:
         here = self._parts.sampler.num_samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.resumable import check_meta
 from lockstep.errors import CheckpointError
@@ -22,7 +23,7 @@ def find_snapshot(root: Path, which: str) -> Snapshot:
         CheckpointError: there is none, or what it says of its progress cannot be.
     """
     snapshot = _read(root, which)
-    check_meta(snapshot, str(root / checkpoint.folder_name(snapshot.step)))
+    check_meta(snapshot, str(root / listing.folder_name(snapshot.step)))
     return snapshot
 
 
@@ -35,7 +36,7 @@ def _read(root: Path, which: str) -> Snapshot:
             )
         return snapshot
     if which == "best":
-        folder = checkpoint.read_hint(root, "best")
+        folder = listing.read_hint(root, "best")
         if folder is None:
             raise CheckpointError(f"{root}: holds no best checkpoint; there was no evaluation yet")
         return checkpoint.read(folder)
@@ -45,4 +46,4 @@ def _read(root: Path, which: str) -> Snapshot:
         raise CheckpointError(
             f"checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
         ) from None
-    return checkpoint.read(root / checkpoint.folder_name(step))
+    return checkpoint.read(root / listing.folder_name(step))

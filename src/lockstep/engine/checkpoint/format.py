@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from lockstep.engine.checkpoint.listing import folder_name, folders, missing, write_hint
 from lockstep.engine.checkpoint.tensor_files import (
     Tensors,
     in_memory,
@@ -37,8 +37,6 @@ from lockstep.errors import CheckpointError
 from lockstep.files import (
     open_to_read,
     read_bytes,
-    read_text,
-    replacing,
     sync_folder,
     temporary_beside,
 )
@@ -48,7 +46,6 @@ FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 _BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
 """There only if there are such tensors."""
-_FOLDER = re.compile(r"step_([0-9]{8,20})")
 
 _CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
 """Keys of a manifest that may differ between two checkpoints of the same state."""
@@ -97,11 +94,6 @@ class _Body:
     format: int
     step: int
     files: dict[str, _Size]
-
-
-def folder_name(step: int) -> str:
-    """The folder of a step's checkpoint."""
-    return f"step_{step:08d}"
 
 
 def write(
@@ -214,77 +206,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return {"sha256": digest, **manifest}
 
 
-def folders(root: Path) -> list[Path]:
-    """All complete checkpoints, newest step first."""
-    if not root.is_dir():
-        return []
-    matches = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
-    steps = {p: int(match[1]) for p, match in matches.items() if match and p.is_dir()}
-    return sorted(steps, key=steps.__getitem__, reverse=True)
-
-
 def newest_valid(root: Path) -> tuple[Snapshot | None, Path | None, list[str]]:
     """The newest checkpoint that verifies, its folder, and why newer ones were passed over."""
-    skipped = _missing(root, "latest")
+    skipped = missing(root, "latest")
     for folder in folders(root):
         try:
             return read(folder), folder, skipped
         except CheckpointError as error:
             skipped.append(str(error))
-    return None, None, skipped + _missing(root, "best")
-
-
-def set_aside(root: Path, newer_than: Path) -> None:
-    """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
-    for folder in folders(root):
-        if folder.name == newer_than.name:
-            break
-        aside = root / f"damaged_{folder.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-    if read_hint(root, "latest") != newer_than:
-        write_hint(root, "latest", newer_than.name)
-
-
-def bring_back(root: Path) -> None:
-    """Undo what a process did that was killed while it replaced a checkpoint by another one.
-
-    Raises:
-        OSError: the disk is read-only, or gone.
-    """
-    for aside in root.glob(".step_*.old"):
-        final = root / aside.name[1:].partition(".")[0]
-        if _FOLDER.fullmatch(final.name) and not final.exists():
-            aside.rename(final)
-
-
-def write_hint(root: Path, name: str, folder: str) -> None:
-    """Make `root/name` say `folder`."""
-    with replacing(root / name) as file:
-        file.write(folder + "\n")
-
-
-def read_hint(root: Path, name: str) -> Path | None:
-    """The folder that `root/name` names, if both exist."""
-    folder = _hinted(root, name)
-    return folder if folder is not None and folder.is_dir() else None
-
-
-def _hinted(root: Path, name: str) -> Path | None:
-    """The folder that `root/name` names, if it names one."""
-    try:
-        folder = read_text(root / name, limit=100).strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return root / folder if _FOLDER.fullmatch(folder) else None
-
-
-def _missing(root: Path, name: str) -> list[str]:
-    """What is wrong with a hint, if it names what is not there."""
-    folder = _hinted(root, name)
-    if folder is None or folder.is_dir():
-        return []
-    return [f"{root / name}: names {folder.name}, which is missing"]
+    return None, None, skipped + missing(root, "best")
 
 
 def _holds(final: Path, body: Mapping[str, Any]) -> bool:

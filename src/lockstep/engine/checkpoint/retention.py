@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.errors import CheckpointError
 
 
@@ -23,10 +24,10 @@ def prune(root: Path, keep: int, keep_every_s: float = 0.0) -> None:
         keep_every_s: least time in seconds between two older ones that are kept for good, of which
             the oldest is the first; 0 keeps none.
     """
-    checkpoint.bring_back(root)
-    old = checkpoint.folders(root)[keep:]
+    listing.bring_back(root)
+    old = listing.folders(root)[keep:]
     stay = [
-        checkpoint.read_hint(root, "best"),
+        listing.read_hint(root, "best"),
         *(_apart(old, keep_every_s) if keep_every_s else ()),
     ]
     for folder in (*(f for f in old if f not in stay), *root.glob(".step_*")):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.config import TrainConfig, outcome
-from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.errors import RunDirectoryError
 from lockstep.files import leftovers, open_regular, read_text, replacing
 from lockstep.parsing import as_type, parse_object, parse_yaml, shown
@@ -158,14 +158,14 @@ class RunDirectory:
                     "choose another with --run-dir"
                 )
         try:
-            checkpoint.bring_back(self.checkpoints)
+            listing.bring_back(self.checkpoints)
         except OSError as error:
             raise RunDirectoryError(
                 f"{error.filename}: cannot be renamed to {error.filename2}: {error.strerror}; it "
                 "is a checkpoint that was about to be replaced; rename it yourself"
             ) from None
-        if checkpoint.folders(self.checkpoints) and not resume:
-            newest = checkpoint.folders(self.checkpoints)[0].name
+        if listing.folders(self.checkpoints) and not resume:
+            newest = listing.folders(self.checkpoints)[0].name
             raise RunDirectoryError(
                 f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot, Streamed
 from lockstep.engine.checkpoint.retention import prune
 from lockstep.engine.events import Checkpointed, Emit, Warned
@@ -138,7 +139,7 @@ class AsyncWriter:
             CheckpointError: it is not.
         """
         self.wait()
-        folder = self._root / checkpoint.folder_name(step)
+        folder = self._root / listing.folder_name(step)
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder}: the last checkpoint could not be written; free space or make the "
@@ -163,7 +164,7 @@ class AsyncWriter:
                 self._root, snapshot, lambda: self._at("checkpoint", step), streamed
             )
             if best:
-                checkpoint.write_hint(self._root, "best", folder.name)
+                listing.write_hint(self._root, "best", folder.name)
             prune(self._root, self._keep, self._keep_every_s)
         except Exception as error:
             self._error = (step, error)

@@ -31,7 +31,7 @@ class Forwarded:
     """
 
     loss: Tensor | None
-    inputs: list[Tensor | None]
+    inputs: list[Tensor]
     outputs: tuple[Tensor, ...]
     deltas: list[Tensor]
     fetch: Callable[[], list[float]]
@@ -77,7 +77,7 @@ class Backward:
         # Before the backward pass, since recomputed activations run forward passes again.
         deltas, counters = self._state.collect()
         fetch = copied([*scalars, *counters])
-        inputs: list[Tensor | None] = []
+        inputs: list[Tensor] = []
         if self._axis is not None and self._pipeline is not None:
             inputs, self._pipeline.inputs = self._pipeline.inputs, []
             if not self._axis.is_last:
@@ -150,17 +150,12 @@ class Backward:
         assert weight is not None
         return float(weight)
 
-    def _send_back(self, inputs: Sequence[Tensor | None], weight: float) -> None:
+    def _send_back(self, inputs: Sequence[Tensor], weight: float) -> None:
         """Send the gradients of what the stage before has sent, and the weight of the loss."""
         assert self._axis is not None
-        gradients = [None if t is None else t.grad for t in inputs]
+        gradients = [tensor.grad for tensor in inputs]
         there = torch.tensor(weight, dtype=torch.float64)
         self._axis.give_back([*gradients, there])
-
-    def finish(self) -> None:
-        """Return when all that was sent to other stages has been."""
-        if self._axis is not None:
-            self._axis.finish()
 
     def restart(self) -> None:
         """Forget what passes have left behind, also ones that an exception has ended."""

@@ -62,11 +62,11 @@ class PartialLeaves:
         assert axis is not None, "there is one in a run"
         parts = [*self._parts.pop(microbatch, []), part]
         # Of each block's own stage, not their sum: 0.0 turns -0.0 into 0.0.
-        deltas = list(part.deltas)
-        for number, block in enumerate(self._blocks):
-            for one in parts:
-                if block in range(*axis.stages[one.stage]):
-                    deltas[number] = one.deltas[number]
+        by_stage = {one.stage: one.deltas for one in parts}
+        deltas = [
+            by_stage.get(axis.stage_of(block), part.deltas)[number]
+            for number, block in enumerate(self._blocks)
+        ]
         last = max(parts, key=lambda one: one.stage)
         counters = [max(values) for values in zip(*(one.counters for one in parts), strict=True)]
         return StagePart(part.stage, deltas, last.scalars, counters)

@@ -110,7 +110,7 @@ class Passes:
             watch.compute_s += watch.lap()
             self._runtime.pulse.beat()
             self._runtime.at("compute", step)
-        self._backward.finish()
+        self._places.finish()
 
     def _fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         *place, batch = next(batches)

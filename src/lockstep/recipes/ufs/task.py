@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.checkpoint.format import newest_valid, read, read_hint
+from lockstep.engine.checkpoint.format import newest_valid, read
+from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.restore import check_fits
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest

@@ -1,0 +1,78 @@
+"""Which checkpoints are there: a folder for each step, and the hints `latest` and `best`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from lockstep.files import read_text, replacing
+
+_FOLDER = re.compile(r"step_([0-9]{8,20})")
+
+
+def folder_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def folders(root: Path) -> list[Path]:
+    """All complete checkpoints, newest step first."""
+    if not root.is_dir():
+        return []
+    matches = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
+    steps = {p: int(match[1]) for p, match in matches.items() if match and p.is_dir()}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
+def set_aside(root: Path, newer_than: Path) -> None:
+    """Rename damaged checkpoints newer than a valid one, so that they don't count any more."""
+    for folder in folders(root):
+        if folder.name == newer_than.name:
+            break
+        aside = root / f"damaged_{folder.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    if read_hint(root, "latest") != newer_than:
+        write_hint(root, "latest", newer_than.name)
+
+
+def bring_back(root: Path) -> None:
+    """Undo what a process did that was killed while it replaced a checkpoint by another one.
+
+    Raises:
+        OSError: the disk is read-only, or gone.
+    """
+    for aside in root.glob(".step_*.old"):
+        final = root / aside.name[1:].partition(".")[0]
+        if _FOLDER.fullmatch(final.name) and not final.exists():
+            aside.rename(final)
+
+
+def write_hint(root: Path, name: str, folder: str) -> None:
+    """Make `root/name` say `folder`."""
+    with replacing(root / name) as file:
+        file.write(folder + "\n")
+
+
+def read_hint(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if both exist."""
+    folder = _hinted(root, name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _hinted(root: Path, name: str) -> Path | None:
+    """The folder that `root/name` names, if it names one."""
+    try:
+        folder = read_text(root / name, limit=100).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return root / folder if _FOLDER.fullmatch(folder) else None
+
+
+def missing(root: Path, name: str) -> list[str]:
+    """What is wrong with a hint, if it names what is not there."""
+    folder = _hinted(root, name)
+    if folder is None or folder.is_dir():
+        return []
+    return [f"{root / name}: names {folder.name}, which is missing"]
