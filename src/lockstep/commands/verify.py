@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from lockstep.commands.waiting import shown_status
 from lockstep.config.train_config import Sharding
@@ -91,6 +92,7 @@ class Run:
         step: number of committed optimizer steps.
         wall_s: wall time of training in seconds.
         error: message of the error that ended it; empty if there was none.
+        carry_sha256: SHA-256 of what microbatches carry in the end; empty if they carry nothing.
     """
 
     legs: tuple[Leg, ...]
@@ -98,6 +100,12 @@ class Run:
     step: int = 0
     wall_s: float = 0.0
     error: str = ""
+    carry_sha256: str = ""
+
+    @property
+    def digests(self) -> tuple[str, str]:
+        """What must be equal: of parameters, and of what microbatches carry."""
+        return self.sha256, self.carry_sha256
 
     @property
     def name(self) -> str:
@@ -157,7 +165,7 @@ def verify(
             with shown_status(console, what, quiet):
                 runs.append(training.run((leg,)))
         half = runs[0].step // 2
-        if half and len({run.sha256 for run in runs}) == 1:
+        if half and len({run.digests for run in runs}) == 1:
             for pair in _pairs(legs, resumes):
                 what = f"{target}: stopped after step {half} and resumed, {pair[1].name}"
                 with shown_status(console, what, quiet):
@@ -169,14 +177,15 @@ def verify(
                 console.print(f"{run.name} failed: {run.error}", markup=False, soft_wrap=True)
         if any(run.error for run in runs):
             return 1
-        odd = [run for run in runs if run.sha256 != runs[0].sha256]
+        odd = [run for run in runs if run.digests != runs[0].digests]
         if not odd:
             console.print(f"equal: {len(runs)} runs, one SHA-256", style="green")
             console.print(runs[0].sha256, soft_wrap=True)
             return 0
         console.print(f"different: {len(odd)} of {len(runs)} runs", style="red")
         for run in (runs[0], odd[0]):
-            console.print(f"{run.name}:\n{run.sha256}", markup=False, soft_wrap=True)
+            shown = "\n".join(filter(None, run.digests))
+            console.print(f"{run.name}:\n{shown}", markup=False, soft_wrap=True)
         console.print(_first_difference(training, (runs[0], odd[0]), half), markup=False)
         return 1
 
@@ -253,7 +262,8 @@ class _Training:
                 return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")
             wall_s += float(result["wall_s"])
-        return Run(legs, result["params_sha256"], result["step"], wall_s)
+        carry = result.get("carry_sha256", "")
+        return Run(legs, result["params_sha256"], result["step"], wall_s, carry_sha256=carry)
 
     def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:
         """The run directory."""
@@ -283,13 +293,19 @@ def _first_difference(training: _Training, runs: tuple[Run, Run], half: int) -> 
     names = " and ".join(r.name for r in runs)
     for step in range(1, runs[0].step + 1):
         read = [checkpoint.read(r / listing.folder_name(step)) for r in roots]
-        first, second = (snapshot.model | snapshot.buffers for snapshot in read)
+        first, second = (_tensors(snapshot) for snapshot in read)
         for name, tensor in first.items():
             other = second[name]
             if tensor_digest(name, tensor) != tensor_digest(name, other):
                 gap = (tensor.double() - other.double()).abs().max().item()
                 return f"{names} first differ after step {step}, in {name} (by up to {gap:.3g})"
     return f"{names} agreed when they were run again: the difference comes and goes"
+
+
+def _tensors(snapshot: checkpoint.Snapshot) -> dict[str, Tensor]:
+    """What must be equal in two runs, by a name for people."""
+    carried = {f"the carry of microbatch {name}": t for name, t in snapshot.carry.items()}
+    return snapshot.model | snapshot.buffers | carried
 
 
 def _table(runs: Sequence[Run]) -> Table:
@@ -300,7 +316,7 @@ def _table(runs: Sequence[Run]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("SHA-256 of the parameters", no_wrap=True)
     for run in runs:
-        equal = run.sha256 and run.sha256 == runs[0].sha256
+        equal = run.sha256 and run.digests == runs[0].digests
         table.add_row(
             ", then ".join(leg.launcher for leg in run.legs),
             ", then ".join(leg.mesh or str(leg.num_ranks) for leg in run.legs),

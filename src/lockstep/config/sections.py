@@ -145,6 +145,15 @@ class DataConfig(Section):
     """Leave out an epoch's last batch if it is smaller than `batch_size`."""
 
 
+class CarryConfig(Section):
+    """What microbatches carry from step to step (`Task.carry`)."""
+
+    buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
+    """Where survivors can go on: each rank also keeps what the microbatches of the rank before it
+    carry, so that the loss of a rank loses nothing. Without, training goes back to the newest
+    checkpoint."""
+
+
 class MeshConfig(Section):
     """Where a run is computed; it never decides what is computed."""
 

@@ -19,6 +19,7 @@ from lockstep.config.section import (
     outcome,
 )
 from lockstep.config.sections import (
+    CarryConfig,
     CheckpointConfig,
     ConvergenceConfig,
     DataConfig,
@@ -69,6 +70,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    carry: CarryConfig = Field(default=CarryConfig(), json_schema_extra=NO_OUTCOME)
     mesh: MeshConfig = MeshConfig()
     sharding: Sharding = Field(default="none", json_schema_extra=NO_OUTCOME)
     """What each rank keeps its slice of only: same bits, less memory. `optimizer`: its state

@@ -32,7 +32,7 @@ from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.task import Task
+from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
@@ -89,6 +89,8 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
         everywhere(transport, lambda: _check_whole_model(task_state, config))
+    if has_carry(task):
+        everywhere(transport, lambda: _check_carry_fits(task, config))
     model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
@@ -255,6 +257,19 @@ def _check_whole_model(task_state: TaskState, config: TrainConfig) -> None:
             f"mesh.tp={config.mesh.tp}, mesh.pp={config.mesh.pp}, sharding={config.sharding}: "
             f"{type(looking[0]).__name__}.after_step would see what one rank holds, not the model; "
             "set both to 1, and sharding to gradients at most"
+        )
+
+
+def _check_carry_fits(task: Task, config: TrainConfig) -> None:
+    """Refuse a mesh on which a carry would be needed where it is not.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if config.mesh.pp > 1:
+        raise ConfigError(
+            f"mesh.pp={config.mesh.pp}: the first stage of a pipeline would need what the last one "
+            f"has made of the carry ({type(task).__name__}.carry); set mesh.pp=1"
         )
 
 

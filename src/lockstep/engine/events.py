@@ -214,6 +214,8 @@ class Finished(Event):
     """The step whose parameters the test split was evaluated with; None if it was not."""
     arrays: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of more than one number: nested lists by "split/name"."""
+    carry_sha256: str = ""
+    """SHA-256 of what microbatches carry to the next step; empty if they carry nothing."""
 
 
 Emit = Callable[[Event], None]

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lockstep.comm.transport import GroupBroken
-from lockstep.engine.task import Loss, Task
+from lockstep.engine.task import Loss, Task, has_carry
 from lockstep.errors import ConfigError
 from lockstep.files import read_bytes
 from lockstep.nn.pipeline import Pipeline
@@ -34,17 +34,17 @@ Moment = Literal[
     "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
     "unshard", "leave",
     "compute", "reduce", "reduced", "optimizer", "gather", "gathered",
-    "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
+    "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
 when some gradients are there; before a sum over shards in a forward and in a backward pass
 (`mesh.tp`); before activations or gradients go to another stage, and before a stage waits for them
 (`mesh.pp`); before the slices of a block's parameters come together, and before its gradients are
-sent (`sharding`); after a microbatch; before and after the reduction; before the
-optimizer; before and after ranks with a sharded one tell each other what they have stepped; after
-the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when a loss was
-noticed; when survivors have regrouped but not agreed yet; when a new process begins, to be taken
-in."""
+sent (`sharding`); after a microbatch; before and after the reduction; before and after copies of
+what microbatches carry (`Task.carry`) go to other ranks; before the optimizer; before and after
+ranks with a sharded one tell each other what they have stepped; after the step; before an
+evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
+have regrouped but not agreed yet; when a new process begins, to be taken in."""
 
 Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
@@ -138,9 +138,11 @@ def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     planned, log = _due(env, slot)
     original = task.loss
 
-    def loss(model: nn.Module, batch: Any) -> Loss:
-        loss = original(model, batch)
-        return replace(loss, sum=loss.sum * (1 + 2**-10))
+    def loss(*args: Any) -> Any:
+        returned = original(*args)
+        loss: Loss = returned[0] if has_carry(task) else returned
+        loss = replace(loss, sum=loss.sum * (1 + 2**-10))
+        return (loss, returned[1]) if has_carry(task) else loss
 
     for fault in planned:
         if fault.kind == "edit":

@@ -250,7 +250,7 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
-        sha256 = self._digest()
+        sha256, carries = self._digest(), parts.train_step.carries
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
@@ -263,6 +263,7 @@ class Trainer:
             checkpoint=folder,
             test_step=state.test_step,
             arrays=progress.arrays,
+            carry_sha256=carries.digest() if carries is not None else "",
         )
         self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)

@@ -62,6 +62,9 @@ class Microbatches:
         of_replicas = [times[ranks[0]] for ranks in self._parts.places.mesh.replicas]
         proposal = self._balancer.propose(of_replicas)
         if proposal is not None:
+            carries = self._parts.train_step.carries
+            if carries is not None:
+                carries.deal_out(self._parts.places.mesh.of_ranks(proposal.ranges))
             self._deal_out(proposal.ranges, step)
         return proposal
 

@@ -70,12 +70,12 @@ class Phase:
 
     Attributes:
         name: its name; an identifier.
-        loss: as `Task.loss`, a function of the model and a batch.
+        loss: as `Task.loss`, a function of the model and a batch, and of the carry if there is one.
         steps: number of optimizer steps that it has, before the next phase's turn.
     """
 
     name: str
-    loss: Callable[[Any, Any], Loss]
+    loss: Callable[..., Any]
     steps: int = 1
 
 
@@ -122,15 +122,35 @@ class Task(ABC):
         Splits are `train` and those in `splits`; None says there is no such split.
         """
 
-    def loss(self, model: Any, batch: Any) -> Loss:
-        """The loss of one batch, with `model` (what `build_model` has made) in training mode.
+    def loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of one batch: `loss(model, batch) -> Loss`.
 
-        Not needed with `phases`.
+        In a task with a `carry`: `loss(model, batch, carry) -> (Loss, carry)`. Not needed with
+        `phases`. `model` is what `build_model` has made, in training mode.
 
         Random numbers drawn here (dropout, noise, augmentation) come from a state that depends
         on seed, step and microbatch only.
         """
         raise TaskError(f"{type(self).__name__}.loss: is missing; write it, or `evaluate` too")
+
+    def carry(self, model: Any, batch: Any) -> Any:
+        """What a microbatch carries into its first step, and `loss` returns anew for the next one.
+
+        For models that go on where the step before has ended: truncated backpropagation through
+        time, memories, adaptive computation. It belongs to the place in the global batch, not to
+        the samples: those of microbatch 3 get what microbatch 3 of the step before has returned.
+        It is kept without its graph, moves with the microbatch when ranks change, is in
+        checkpoints, and is the same on any number of ranks. Gradients do not go through it.
+
+        Args:
+            model: model in training mode; no graph is recorded here.
+            batch: first batch of the microbatch; evaluations call it for each of their batches.
+
+        Returns:
+            A tensor, or dicts, lists and tuples of tensors, finite numbers, text and None. Its
+            shapes may change from step to step.
+        """
+        raise NotImplementedError
 
     def phases(self) -> Sequence[Phase]:
         """Kinds of optimizer steps that follow one another, each with a loss of its own.
@@ -144,8 +164,16 @@ class Task(ABC):
         return ()
 
     def evaluate(self, model: Any, batch: Any) -> Loss:
-        """The metrics of one batch, with `model` in evaluation mode and no gradients."""
-        return self.loss(model, batch)
+        """The metrics of one batch, with `model` in evaluation mode and no gradients.
+
+        In a task with a `carry`, each batch begins with one of its own.
+        """
+        loss: Loss
+        if has_carry(self):
+            loss, _ = self.loss(model, batch, self.carry(model, batch))
+        else:
+            loss = self.loss(model, batch)
+        return loss
 
     def metrics(self) -> Mapping[str, Metric]:
         """Metrics of evaluations that are no ratios, by name: of torchmetrics (extra `metrics`).
@@ -262,6 +290,11 @@ class Task(ABC):
     def name(self) -> str:
         """A short name for run directories and logs."""
         return type(self).__name__.lower()
+
+
+def has_carry(task: Task) -> bool:
+    """Whether microbatches of a task carry state from one step to the next."""
+    return type(task).carry is not Task.carry
 
 
 def with_config(task: Task, config: TrainConfig) -> Task:

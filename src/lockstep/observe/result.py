@@ -144,6 +144,7 @@ def _finished(event: Finished) -> dict[str, Any]:
         "error": None,
         "checkpoint": event.checkpoint,
         "test_step": event.test_step,
+        **({"carry_sha256": event.carry_sha256} if event.carry_sha256 else {}),
     }
 
 

@@ -106,6 +106,7 @@ def chaos(
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
+            "carry_sha256" in reference,
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -202,7 +203,7 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
     with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
     once = steps == list(range(1, int(reference["step"]) + 1))
-    equal = result["params_sha256"] == reference["params_sha256"]
+    equal = all(result.get(key) == reference.get(key) for key in ("params_sha256", "carry_sha256"))
     console.print(
         f"steps: each of {len(steps)} was committed once, and with it its samples"
         if once

@@ -36,6 +36,7 @@ _IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
 """Where several ranks compute a microbatch together."""
 _BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
 _OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
+_OF_CARRIES: tuple[Moment, ...] = ("copy", "copied")
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
@@ -79,6 +80,7 @@ class Draw:
     tp: int = 1
     pp: int = 1
     in_slices: bool = False
+    has_carry: bool = False
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -181,8 +183,8 @@ class Draw:
         if slot not in self._computing():
             return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
-        slices = _OF_SLICES * self.in_slices
-        moment = source.choice((*_MOMENTS, *shards, *stages, *slices))
+        slices, carries = _OF_SLICES * self.in_slices, _OF_CARRIES * self.has_carry
+        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -205,6 +207,7 @@ def draw(
     tp: int = 1,
     pp: int = 1,
     in_slices: bool = False,
+    has_carry: bool = False,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -218,6 +221,7 @@ def draw(
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
         in_slices: whether parameters are in slices.
+        has_carry: whether microbatches carry state, copies of which go to other ranks.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -228,6 +232,7 @@ def draw(
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
+    drawn.has_carry = has_carry
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

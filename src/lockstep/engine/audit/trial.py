@@ -29,6 +29,7 @@ from lockstep.engine.audit.held_state import (
 from lockstep.engine.audit.reads import attributes_read
 from lockstep.engine.audit.rehearsal import Rehearsal
 from lockstep.engine.audit.shard_errors import shards_explained
+from lockstep.engine.carry.carries import Carries
 from lockstep.engine.digests import checksum
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
@@ -49,6 +50,8 @@ class _Outcome(NamedTuple):
     gradients: list[int | None]
     """Checksums; None for those that are absent, or on a GPU, where sums may come in any order."""
     changed: list[str]
+    carry: str
+    """SHA-256 of what the microbatch carries to the next step; empty if it carries nothing."""
 
 
 class Trial:
@@ -222,13 +225,13 @@ class Trial:
         return first
 
     def _run(self, step: int = 0) -> _Outcome:
-        passed: list[tuple[str, Loss, list[object]]] = []
+        passed: list[tuple[str, Loss, list[object], str]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
-        digest, loss, drawn = passed[0]
+        digest, loss, drawn, carry = passed[0]
         gradients = [self._gradient(name, tensor) for name, tensor in self._named]
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
-        return _Outcome(digest, drawn, values, gradients, changed)
+        return _Outcome(digest, drawn, values, gradients, changed, carry)
 
     def _gradient(self, name: str, tensor: Tensor) -> int | None:
         """The checksum of a gradient, also of one that has gone when its block was left."""
@@ -246,17 +249,19 @@ class Trial:
             return None
         return checksum(gradient)
 
-    def _pass(self, step: int) -> tuple[str, Loss, list[object]]:
+    def _pass(self, step: int) -> tuple[str, Loss, list[object], str]:
         seed_all(0)  # a dataset of tensors is fetched without
         batch = self._loader.microbatch(step, 0)
         digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
+        carries = Carries()
         with shards_explained(self._model):
-            loss = self._compute.forward(step, 0, batch)
+            loss = self._compute.forward(step, 0, batch, carries)
         drawn.append(global_state())
         inputs = self._compute.phases.parameters(step)
         loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._end_pass()
-        return digest, loss, drawn
+        carry = carries.made.get(0)
+        return digest, loss, drawn, carry.digest if carry else ""
 
     def _clear_gradients(self) -> None:
         for parameter in self._model.parameters():
@@ -286,6 +291,11 @@ class Trial:
                 raise TaskError(
                     f"Task.loss: gave another {name} when the same batch was computed again, {why}"
                 )
+        if first.carry != second.carry:
+            raise TaskError(
+                "Task.loss: gave another carry when the same batch was computed again from the "
+                f"same carry, {why}"
+            )
         for (name, _), mine, again in zip(
             self._named, first.gradients, second.gradients, strict=True
         ):
@@ -301,6 +311,7 @@ class Trial:
             sha.update(f"{name} {[float(v) for v in pair]}\n".encode())
         for (name, _), gradient in zip(self._named, outcome.gradients, strict=True):
             sha.update(f"{name} {gradient}\n".encode())
+        sha.update(outcome.carry.encode())
         return sha.hexdigest()
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
+from lockstep.engine.carry.carries import Held, from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.restore import capture, check_fits, check_optimizer_fits, restore
@@ -96,8 +97,10 @@ class Checkpointer:
         self.check_replicas(progress)
         self.check_state()
         parts, is_first = self._parts, self._runtime.is_first
+        dealt = parts.train_step.carries
+        carries = dealt.on_first() if dealt is not None else None
         if parts.train_step.is_streamed:
-            self._stream(progress, best, started)
+            self._stream(progress, best, started, carries)
             self._done(progress, started)
             return
         # A whole optimizer is on rank 0 already; slices and shards of one are with everyone.
@@ -109,7 +112,7 @@ class Checkpointer:
                 whole = whole_tensors(parts.places, parts.model, parts.train_step.flat, state)
             if is_first:
                 meta = self._meta(progress)
-                make = capture(parts.train_step, parts.model, progress, meta, state, whole)
+                make = capture(parts.train_step, parts.model, progress, meta, state, whole, carries)
         if is_first:
             self._writer.save(make, best, started)
             if best and self._transport.can_regroup and self._transport.size > 1:
@@ -118,7 +121,7 @@ class Checkpointer:
                 self._writer.wait()
         self._done(progress, started)
 
-    def _stream(self, progress: Progress, best: bool, started: float) -> None:
+    def _stream(self, progress: Progress, best: bool, started: float, carries: Held | None) -> None:
         """Write tensors as they come together: no rank need have the memory for all of them."""
         parts = self._parts
         state = numbers_of_state(parts.train_step)
@@ -126,7 +129,7 @@ class Checkpointer:
         if self._runtime.is_first:
             nothing = WholeTensors({}, {})
             meta = self._meta(progress)
-            make = capture(parts.train_step, parts.model, progress, meta, state, nothing)
+            make = capture(parts.train_step, parts.model, progress, meta, state, nothing, carries)
             self._writer.save(make, best, started, streamed)
         streamed.drain()  # what the others do, and rank 0 if the disk has failed
 
@@ -165,6 +168,7 @@ class Checkpointer:
                 train_step.task_state,
                 progress.step,
                 train_step.parameters.slices(),
+                train_step.carries.digests() if train_step.carries is not None else None,
             )
 
     def check_state(self) -> None:
@@ -221,6 +225,7 @@ class Checkpointer:
         missing, starts = checked
         self._parts.loader.know_passes(starts)
         progress = restore(snapshot, self._parts.train_step, self._parts.model, self._transport)
+        self._restore_carries(snapshot)
         for reason in skipped:
             message = f"{reason}; the one before is used"
             self._runtime.emit(Warned(step=progress.step, message=message))
@@ -233,6 +238,17 @@ class Checkpointer:
         self._runtime.emit(Resumed(step=progress.step, path=str(folder), skipped=tuple(skipped)))
         self._saved_step = progress.step
         return progress
+
+    def _restore_carries(self, snapshot: checkpoint.Snapshot | None) -> None:
+        """Bring what microbatches carry to the ranks that compute them; a collective."""
+        carries = self._parts.train_step.carries
+        if carries is None:
+            return
+        there = {}
+        if snapshot is not None:
+            there = from_named(snapshot.carry, snapshot.meta["carry"], self._runtime.device)
+        carries.take(there)
+        carries.deal_out(self._parts.places.mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
         """Have the hint name the best checkpoint: who wrote that may have died right after."""

@@ -4,6 +4,7 @@
                               buffers.safetensors      other buffers, if any may change
                               optimizer.safetensors    state by "key/parameter"
                               task.safetensors         tensors of Task.state_dict, if any
+                              carry.safetensors        what microbatches carry, by "number/name"
                               manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
@@ -44,7 +45,7 @@ from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
 _MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
-_BUFFERS, _TASK = "buffers.safetensors", "task.safetensors"
+_BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
 """There only if there are such tensors."""
 
 _CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
@@ -62,6 +63,7 @@ class Snapshot:
         meta: JSON-able values: config, progress, versions, layout, other state of the task.
         buffers: buffers that are not persistent and that a step may change, by name.
         task: tensors of the task's own state by name.
+        carry: tensors that microbatches carry, by "number/name"; `meta` has the rest.
     """
 
     step: int
@@ -70,6 +72,7 @@ class Snapshot:
     meta: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     task: dict[str, Tensor] = field(default_factory=dict)
+    carry: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Streamed(Protocol):
@@ -123,7 +126,7 @@ def write(
         contents = {_MODEL: in_memory(snapshot.model), _OPTIMIZER: in_memory(snapshot.optimizer)}
         if streamed is not None:
             contents = {_MODEL: streamed.model, _OPTIMIZER: streamed.optimizer}
-        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task}
+        optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task, _CARRY: snapshot.carry}
         contents |= {name: in_memory(tensors) for name, tensors in optional.items() if tensors}
         files = {
             name: write_tensors(temporary / name, tensors) for name, tensors in contents.items()
@@ -155,7 +158,8 @@ def read(folder: Path) -> Snapshot:
         CheckpointError: something is missing, damaged, or newer than this library.
     """
     manifest = read_manifest(folder)
-    names = [_MODEL, _OPTIMIZER, *(n for n in (_BUFFERS, _TASK) if n in manifest["files"])]
+    optional = [name for name in (_BUFFERS, _TASK, _CARRY) if name in manifest["files"]]
+    names = [_MODEL, _OPTIMIZER, *optional]
     files = {name: _read_verified(folder / name, manifest) for name in names}
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
     return Snapshot(
@@ -165,6 +169,7 @@ def read(folder: Path) -> Snapshot:
         meta,
         files.get(_BUFFERS, {}),
         files.get(_TASK, {}),
+        files.get(_CARRY, {}),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
+from lockstep.engine.carry.carries import Held, named_tensors
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
 from lockstep.engine.checkpoint.whole_tensors import WholeTensors
@@ -33,6 +34,7 @@ def capture(
     meta: dict[str, Any],
     state: OptimizerState,
     whole: WholeTensors | None = None,
+    carries: Held | None = None,
 ) -> Callable[[], Snapshot]:
     """Copy the state in memory; what is returned makes a snapshot of the copies.
 
@@ -44,10 +46,15 @@ def capture(
         state: state of the optimizer, already copied.
         whole: tensors of model and optimizer, if other ranks hold some of them. Without it, the
             snapshot of a model in shards has what this rank holds.
+        carries: what all microbatches carry; None if they carry nothing.
     """
     task, values = train_step.task_state.capture()
     tensors = whole.model if whole else _copied(held(train_step, model))
     buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
+    carry: dict[str, Tensor] = {}
+    if carries is not None:
+        carry, structures = named_tensors(carries)
+        meta = meta | {"carry": structures}
     meta = meta | {
         "progress": progress.state_dict(),
         "loss_scale": train_step.loss_scale.state_dict(),
@@ -58,7 +65,7 @@ def capture(
 
     def make() -> Snapshot:
         optimizer = whole.optimizer if whole else _named(train_step, state)
-        return Snapshot(progress_step, tensors, optimizer, meta, buffers, task)
+        return Snapshot(progress_step, tensors, optimizer, meta, buffers, task, carry)
 
     progress_step = progress.step
     return make

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from lockstep.config import TrainConfig
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.engine.carry.carries import Carries
+from lockstep.engine.carry.tree import Carry
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
-from lockstep.engine.task import Loss, Number, Task
+from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import Pipeline
 
@@ -28,6 +30,7 @@ class Compute:
         task: task that defines the loss.
         phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
+        has_carry: whether microbatches carry state from step to step.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
@@ -39,10 +42,20 @@ class Compute:
             self._autocast = lambda: autocast(config.precision, device)
         self.phases = Phases(task)
         self._metrics: dict[str, tuple[str, ...]] = {}
+        self.has_carry = has_carry(task)
         self.watched = IdleGenerators({})
 
-    def forward(self, step: int, microbatch: int, batch: Any) -> Loss:
+    def forward(
+        self, step: int, microbatch: int, batch: Any, carries: Carries | None = None
+    ) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
+
+        Args:
+            step: number of the step.
+            microbatch: number of the microbatch.
+            batch: its samples.
+            carries: has what the microbatch carries from the step before, and takes what it carries
+                to the next. Without it, or if it has nothing, the microbatch begins anew.
 
         Raises:
             TaskError: the loss did not return what it must.
@@ -51,9 +64,13 @@ class Compute:
         phase = self.phases.at(step)
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._open(), self._autocast():
-            loss = phase.loss(self._model, batch)
+            loss: Loss
+            if self.has_carry:
+                loss = self._carried_on(phase, microbatch, batch, carries or Carries())
+            else:
+                loss = phase.loss(self._model, batch)
         self.watched.check()
-        where = f"{phase.name}: the loss" if phase.name else "loss"
+        where = _place(phase)
         self._check_stage(where)
         _check(where, loss)
         if not loss.sum.requires_grad:
@@ -66,6 +83,24 @@ class Compute:
                 f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
                 f"{list(names)}; every batch must have the same"
             )
+        return loss
+
+    def _carried_on(self, phase: Phase, microbatch: int, batch: Any, carries: Carries) -> Loss:
+        """The loss of a microbatch that goes on from the step before."""
+        carry = carries.of(microbatch)
+        if carry is None:
+            with torch.no_grad():
+                carry = Carry.of(self.task.carry(self._model, batch), "Task.carry")
+        returned = phase.loss(self._model, batch, carry.tree)
+        where = _place(phase)
+        if not (isinstance(returned, tuple) and len(returned) == 2):
+            raise TaskError(
+                f"Task.{where}: must return (lockstep.Loss, carry), since there is a Task.carry; "
+                f"returned {_described(returned)}"
+            )
+        loss: Loss
+        loss, after = returned
+        carries.make(microbatch, Carry.of(after, f"Task.{where}: the carry"))
         return loss
 
     def _open(self) -> AbstractContextManager[None]:
@@ -123,6 +158,10 @@ class Compute:
         for name in self.metrics:
             values += pairs.get(name, (0.0, 0.0))
         return values
+
+
+def _place(phase: Phase) -> str:
+    return f"{phase.name}: the loss" if phase.name else "loss"
 
 
 def _check(where: str, loss: Any) -> None:

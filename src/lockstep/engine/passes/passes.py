@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.carry.carries import Carries
 from lockstep.engine.faults import FaultsInside
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
@@ -47,6 +48,7 @@ class Passes:
         places: Places,
         loss_scale: LossScale,
         watch: Stopwatch,
+        carries: Carries | None = None,
         storage: BlockStorage | None = None,
     ) -> None:
         self._runtime = runtime
@@ -56,6 +58,7 @@ class Passes:
         self._places = places
         self._loss_scale = loss_scale
         self._watch = watch
+        self._carries = carries
         self._storage = storage
         self._inside = FaultsInside(model, runtime.at)
         self.num_scalars = 2 + 2 * len(compute.metrics)
@@ -131,10 +134,12 @@ class Passes:
         if batch is None:
             if self._storage is not None:
                 self._storage.skip_forward()
+            if self._carries is not None:
+                self._carries.make(microbatch, self._carries.of(microbatch))
             return None
         self._backward.begin()
         try:
-            loss = self._compute.forward(step, microbatch, batch)
+            loss = self._compute.forward(step, microbatch, batch, self._carries)
         except StageDone as done:
             return self._backward.forwarded(None, done.outputs, [0.0] * self.num_scalars)
         return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature, signature
 from typing import Any
 
 from torch import Tensor, optim
 
-from lockstep.engine.task import Phase, Task
+from lockstep.engine.task import Phase, Task, has_carry
 from lockstep.errors import TaskError
 from lockstep.parsing import shown
 
@@ -125,6 +126,7 @@ def _checked(task: Task) -> list[Phase]:
             raise TaskError(
                 f"{type(task).__name__}.loss: is missing; write it, or give losses by `phases`"
             )
+        _check_arguments(task, f"{type(task).__name__}.loss", task.loss)
         return [Phase(_PLAIN, task.loss)]
     names = [phase.name for phase in phases]
     for phase in phases:
@@ -136,4 +138,38 @@ def _checked(task: Task) -> list[Phase]:
             raise TaskError(f"{where}: {phase.name}: steps={phase.steps}: must be at least 1")
         if not callable(phase.loss):
             raise TaskError(f"{where}: {phase.name}: loss={shown(phase.loss)}: is no function")
+        _check_arguments(task, f"{where}: {phase.name}: loss", phase.loss)
     return list(phases)
+
+
+def _check_arguments(task: Task, where: str, loss: Callable[..., Any]) -> None:
+    """Refuse a loss that takes a carry where there is none, or takes none where there is one.
+
+    Raises:
+        TaskError: saying which.
+    """
+    try:
+        takes = signature(loss)
+    except (TypeError, ValueError):
+        return  # some callables of C do not say
+    carried = has_carry(task)
+    if _can_bind(takes, 2 + carried):
+        return
+    if not carried and _can_bind(takes, 3):
+        raise TaskError(
+            f"{where}: takes (model, batch, carry), but {type(task).__name__}.carry is missing; "
+            "write it: it returns what a microbatch carries into its first step"
+        )
+    if carried and _can_bind(takes, 2):
+        raise TaskError(
+            f"{where}: must take (model, batch, carry) and return (lockstep.Loss, carry), since "
+            f"there is a {type(task).__name__}.carry"
+        )
+
+
+def _can_bind(takes: Signature, count: int) -> bool:
+    try:
+        takes.bind(*range(count))
+    except TypeError:
+        return False
+    return True

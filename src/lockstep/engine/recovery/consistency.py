@@ -63,8 +63,9 @@ def check_replicas(
     task_state: TaskState,
     step: int,
     slices: Mapping[str, Tensor] = MappingProxyType({}),
+    carries: dict[str, str] | None = None,
 ) -> None:
-    """Compare all ranks' parameters, buffers and state of the task after a step.
+    """Compare all ranks' parameters, buffers, state of the task and carries after a step.
 
     Args:
         places: place of each rank on the mesh.
@@ -73,6 +74,8 @@ def check_replicas(
         task_state: state of the task and its hooks, which is compared too.
         step: number of the step.
         slices: parts of parameters, by name, that some other ranks keep too.
+        carries: digests of carries, by name, that some other ranks keep too; None on all ranks if
+            microbatches carry nothing.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
@@ -81,6 +84,8 @@ def check_replicas(
     transport = places.world
     own = everywhere(transport, task_state.digests)
     if places.in_slices and (which := _first_difference(transport, _digests(slices))):
+        raise _diverged(step, which)
+    if carries is not None and (which := _first_difference(transport, carries)):
         raise _diverged(step, which)
     if not places.is_split:
         tensors = _whole_ones(model.state_dict()) | dict(buffers)

@@ -31,6 +31,7 @@ from lockstep.engine.recovery.sharded_state import collect
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, on_first
+from lockstep.errors import RankFailure, shared
 
 TOO_FEW_RANKS = "too few ranks left"
 
@@ -87,6 +88,7 @@ class Recovery:
                 self._copy_from(near)
                 self._commit_like(near)
                 self._evaluate_like(lead)
+                self._deal_carries(lead)
                 break
             except GroupBroken:
                 continue  # anew from the top: who leads may be among the dead
@@ -144,11 +146,11 @@ class Recovery:
             The optimizer's whole state if it is sharded.
         """
         progress, train_step = self._state.progress, self._parts.train_step
-        if not train_step.shares_state:
-            return None
         is_behind = not self.is_new and not self._is_moved and progress.step < lead.step
         if lead.result is not None and is_behind:
             train_step.follow(progress.step, progress.decays, lead.result)
+        if not train_step.shares_state:
+            return None
         if not train_step.sharded:
             return None
         # Who has committed has whole parameters, changed by the task since they were stepped.
@@ -204,6 +206,22 @@ class Recovery:
             assert lead.result is not None
             # What its task did after that step came with its state, if it had committed it.
             state.commit(lead.result, with_task=lead.committed < lead.step)
+
+    def _deal_carries(self, lead: Lead) -> None:
+        """Bring what microbatches carry to the ranks that are to compute them.
+
+        Raises:
+            RankFailure: nobody that is left has what some of them carry; on all ranks.
+        """
+        carries, mesh = self._parts.train_step.carries, self._parts.places.mesh
+        lost = carries.deal_out(mesh.microbatches) if carries is not None else []
+        if lost and lead.step:
+            raise shared(
+                RankFailure(
+                    f"the ranks with what microbatch {lost[0]} carries (Task.carry) have died; "
+                    "go on from the newest checkpoint with `lockstep resume` or --resume"
+                )
+            )
 
     def _evaluate_like(self, lead: Lead) -> None:
         """Take note of the leading rank's newest evaluation."""

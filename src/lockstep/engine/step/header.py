@@ -10,8 +10,8 @@ from lockstep.engine.timing import Times
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
-_NUM_FLAGS = 3
-_NUM_FIXED = _NUM_FLAGS + len(Times._fields)
+_NUM_OWN = 4
+_NUM_FIXED = _NUM_OWN + len(Times._fields)
 
 
 class Header(NamedTuple):
@@ -27,19 +27,23 @@ class Header(NamedTuple):
     """Seconds that this rank has spent so far, by kind of work."""
     counters: tuple[float, ...]
     """Integer buffers after this rank's microbatches; -inf where it computed none."""
+    carry_length: int = 0
+    """Number of elements of what this rank's microbatches carry, packed."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
-        flags = (float(self.has_failed), STOP_REASONS.index(self.stop_reason), float(self.grows))
-        return [*flags, *self.times, *self.counters]
+        stop = STOP_REASONS.index(self.stop_reason)
+        own = map(float, (self.has_failed, stop, self.grows, self.carry_length))
+        return [*own, *self.times, *self.counters]
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> Header:
         """The inverse of `pack`."""
-        has_failed, stop, grows = values[:_NUM_FLAGS]
-        times = Times(*values[_NUM_FLAGS:_NUM_FIXED])
+        has_failed, stop, grows, length = values[:_NUM_OWN]
+        times = Times(*values[_NUM_OWN:_NUM_FIXED])
         counters = tuple(values[_NUM_FIXED:])
-        return cls(bool(has_failed), STOP_REASONS[int(stop)], bool(grows), times, counters)
+        reason = STOP_REASONS[int(stop)]
+        return cls(bool(has_failed), reason, bool(grows), times, counters, int(length))
 
 
 def num_values(num_counters: int) -> int:

@@ -18,6 +18,7 @@ from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.passes.block_storage import BlockStorage
@@ -60,6 +61,7 @@ class TrainStep:
         places: place of each rank on the mesh.
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
+        carries: what microbatches carry from step to step; None if they carry nothing.
     """
 
     def __init__(
@@ -95,8 +97,18 @@ class TrainStep:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
+        self.carries = DealtCarries(runtime, config, places) if compute.has_carry else None
         self._passes = Passes(
-            runtime, model, compute, flat, state, places, self.loss_scale, self.watch, self._storage
+            runtime,
+            model,
+            compute,
+            flat,
+            state,
+            places,
+            self.loss_scale,
+            self.watch,
+            self.carries,
+            self._storage,
         )
         self._summed: Summed | None = None
         self.parameters = SlicedParameters(model, places)
@@ -196,6 +208,8 @@ class TrainStep:
         self.workspace.reduction.restart()
         self._summed = None
         self._passes.begin(step)
+        if self.carries is not None:
+            self.carries.begin()
         factors: list[float] = []
         error: Raised | None = None
         try:
@@ -222,6 +236,9 @@ class TrainStep:
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
+        if self.carries is not None:
+            self.carries.send_copies(step, [header.carry_length for header in headers])
+            watch.communication_s += watch.lap()
         self.workspace.spread_buffers()
         if self.shares_state:
             # From here on each rank holds what it takes to apply this step. Should one die, the
@@ -256,8 +273,17 @@ class TrainStep:
         return self._summed.result if self._summed else None
 
     def follow(self, step: int, decays: int, lead: StepResult) -> None:
-        """Apply an interrupted step of a sharded optimizer that another rank has applied."""
-        if self.applied is None:
+        """Apply an interrupted step that another rank has applied, as far as this one has to.
+
+        Where any rank alone has all parameters and all state, a copy of these is made later; but
+        what microbatches carry is with the ranks that have computed them.
+        """
+        if self.applied is not None:
+            return
+        if not self.shares_state:
+            if self.carries is not None:
+                self.carries.settle(lead.grad_norm)
+        else:
             assert self._summed is not None, "a rank has applied a step before all could"
             factors = self.schedule.factors(step, decays)
             self._apply(step, factors, self._summed, lead.grad_norm)
@@ -270,6 +296,7 @@ class TrainStep:
             grows=self._runtime.transport.has_newcomer,
             times=self.watch.times(),
             counters=tuple(self._passes.counters),
+            carry_length=self.carries.pack() if self.carries and not error else 0,
         )
         own = float64(header.pack()).to(self._runtime.device)
         if self.places.are_coupled:
@@ -329,6 +356,8 @@ class TrainStep:
             )
             self.flat_optimizer.step(factors, key, self._compute.phases.at(step).name)
             self._commit_buffers(weight, summed.headers)
+        if self.carries is not None:
+            self.carries.settle(norm)
         # Before others can overwrite them: an interrupted all-gather may leave anything in place.
         self.workspace.keep_aside()
         # Set last: from here on this rank counts as one that has applied the step.
