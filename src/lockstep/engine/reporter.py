@@ -80,7 +80,9 @@ class Reporter:
         self._num_steps, self._samples = values["num_steps"], values["samples"]
         self._times = [Times(*times) for times in values["times"]]
 
-    def regroup(self, progress: Progress, origin: Origin, copied: bool, seconds: float) -> None:
+    def regroup(
+        self, progress: Progress, origin: Origin, copied: bool, seconds: float, reached: int
+    ) -> None:
         """Go on in another group, and say so.
 
         Args:
@@ -88,6 +90,7 @@ class Reporter:
             origin: former ranks of the members of the group.
             copied: whether ranks that were behind got the state from another.
             seconds: wall time since the loss was noticed.
+            reached: number of steps that were done; more than `progress` has if it went back.
         """
         emit, step = self._runtime.emit, progress.step
         if origin.former[0] != 0:
@@ -96,11 +99,25 @@ class Reporter:
         for rank, slot in enumerate(self._slots):
             if slot not in slots:
                 reason = self._directory.hang_reason(slot)
-                emit(RankLost(step=step, slot=slot, rank=rank, reason=reason))
+                emit(RankLost(step=reached, slot=slot, rank=rank, reason=reason))
+        if reached > step:
+            self._go_back(progress, reached)
         self._tell_who(progress, origin.rows, self._slots)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
+
+    def _go_back(self, progress: Progress, reached: int) -> None:
+        """Forget what the steps have come to that are done again, and say so."""
+        self._sums = [0.0] * len(self._sums)
+        self._num_steps = self._samples = 0
+        message = (
+            "what some microbatches carry was lost with the ranks that had it; "
+            f"{reached - progress.step} steps are done again from the checkpoint of step "
+            f"{progress.step}"
+        )
+        self._runtime.emit(Warned(step=reached, message=message))
+        self._plan(progress)
 
     def _tell_who(
         self, progress: Progress, rows: Sequence[dict[str, Any]], known: Sequence[int]

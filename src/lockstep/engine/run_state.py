@@ -72,6 +72,16 @@ class RunState:
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 
+    def go_back(self, progress: Progress, stop_reason: str) -> None:
+        """Go on from an earlier position of the run.
+
+        Args:
+            progress: that position.
+            stop_reason: why the ranks were asked to stop; empty if they were not.
+        """
+        self.progress, self.result, self.stop_reason = progress, None, stop_reason
+        self.failed_step, self.test_step, self.is_save_overdue = -1, None, False
+
     def commit_evaluation(
         self,
         scores: Mapping[str, Scores],

@@ -31,6 +31,8 @@ class EventHub:
     def __call__(self, event: Event) -> None:
         """Take one event."""
         if self._sinks is None:
+            if isinstance(event, RunStarted) and not event.continued:
+                self._recent.clear()  # of a run that goes back, these are steps to be done again
             # Ranks are never more than one step apart.
             self._recent = [e for e in self._recent if e.step >= event.step - 1]
             self._recent.append(event)

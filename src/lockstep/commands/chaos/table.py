@@ -68,7 +68,7 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
         noticed_s=max(recovered["time"] - recovered["seconds"] - time, 0.0),
         regroup_s=recovered["seconds"],
         resumed_s=_next_step(after[lost:], time),
-        steps_lost=0,
+        steps_lost=max(after[lost]["step"] - recovered["step"], 0),
     )
 
 

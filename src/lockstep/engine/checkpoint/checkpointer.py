@@ -195,6 +195,7 @@ class Checkpointer:
         folder: Path | None = None
         skipped: list[str] = []
         if self._runtime.is_first:
+            self._writer.wait()  # in the middle of a run, one may be on its way
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
         def check() -> tuple[list[str], tuple[int, ...]] | None:

@@ -66,6 +66,8 @@ class Recovery:
         self._held = Held() if is_new else self._dealt()
         # Whether it has given up what it held, and waits for what the ranks of its column hold.
         self._is_moved = False
+        # Whether it has begun to go back to the newest checkpoint; from then on nothing else helps.
+        self._goes_back = False
 
     def run(self) -> None:
         """Regroup, agree on the last committed step, and be ready to do the next one again.
@@ -73,7 +75,7 @@ class Recovery:
         Raises:
             LockstepError: nobody is left who has the state; on all ranks.
         """
-        started = perf_counter()
+        started, reached = perf_counter(), self._state.progress.step
         # Read once, since each regroup gives out new ranks: after a further loss, the rank in the
         # last group that trained is still what counts.
         former = NOWHERE if self.is_new else self._transport.rank
@@ -81,26 +83,31 @@ class Recovery:
         while True:
             try:
                 origin = self._regroup(former, row)
-                lead = self._agree_on_lead()
-                optimizer = self._finish_interrupted_step(origin, lead)
-                self._take_place()
-                near = self._lead_in_column(lead)
-                self._copy_from(near)
-                self._commit_like(near)
-                self._evaluate_like(lead)
-                self._deal_carries(lead)
+                if not self._must_go_back():
+                    lead = self._agree_on_lead()
+                    optimizer = self._finish_interrupted_step(origin, lead)
+                    self._take_place()
+                    near = self._lead_in_column(lead)
+                    self._copy_from(near)
+                    self._commit_like(near)
+                    self._evaluate_like(lead)
+                    copied, reached = lead.is_ahead, lead.step
+                    self._goes_back = self._are_carries_lost(lead)
+                if self._must_go_back():
+                    self._go_back()
+                    copied, optimizer = True, None
                 break
             except GroupBroken:
                 continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._held = self._dealt()
-        self.is_new = self._is_moved = False
+        self.is_new = self._is_moved = self._goes_back = False
         self._checkpointer.regroup()
         if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
             self._state.is_save_overdue = True
         # Reported last: what is timed is all that the loss has cost up to here.
         seconds = perf_counter() - started
-        self._reporter.regroup(self._state.progress, origin, lead.is_ahead, seconds)
+        self._reporter.regroup(self._state.progress, origin, copied, seconds, reached)
         if self._transport.size < self._config.min_ranks:
             self._state.stop_reason = TOO_FEW_RANKS
 
@@ -207,21 +214,42 @@ class Recovery:
             # What its task did after that step came with its state, if it had committed it.
             state.commit(lead.result, with_task=lead.committed < lead.step)
 
-    def _deal_carries(self, lead: Lead) -> None:
+    def _are_carries_lost(self, lead: Lead) -> bool:
         """Bring what microbatches carry to the ranks that are to compute them.
 
-        Raises:
-            RankFailure: nobody that is left has what some of them carry; on all ranks.
+        Returns:
+            Whether nobody that is left has what some of them carry.
         """
         carries, mesh = self._parts.train_step.carries, self._parts.places.mesh
-        lost = carries.deal_out(mesh.microbatches) if carries is not None else []
-        if lost and lead.step:
+        return carries is not None and bool(carries.deal_out(mesh.microbatches)) and lead.step > 0
+
+    def _must_go_back(self) -> bool:
+        """Whether some rank has begun to go back, perhaps before a further loss; a collective."""
+        if self._parts.train_step.carries is None:
+            return False
+        return any(self._transport.gather_json(self._goes_back))
+
+    def _go_back(self) -> None:
+        """Go on from the newest checkpoint, as a run that is resumed does, in these processes.
+
+        Raises:
+            RankFailure: there is none; on all ranks.
+        """
+        self._goes_back = True
+        self._take_place()
+        parts = self._parts
+        parts.train_step.begin_anew(parts.places.mesh.microbatches)
+        progress = self._checkpointer.resume()
+        if not progress.step:
             raise shared(
                 RankFailure(
-                    f"the ranks with what microbatch {lost[0]} carries (Task.carry) have died; "
-                    "go on from the newest checkpoint with `lockstep resume` or --resume"
+                    "the ranks with what some microbatches carry (Task.carry) have died before "
+                    "there was a checkpoint; start the run again, with checkpoint.every set"
                 )
             )
+        # Newcomers do not know that the run was asked to stop.
+        reasons = self._transport.gather_json(self._state.stop_reason)
+        self._state.go_back(progress, next(filter(None, reasons), ""))
 
     def _evaluate_like(self, lead: Lead) -> None:
         """Take note of the leading rank's newest evaluation."""

@@ -160,6 +160,19 @@ class TrainStep:
         self.flat_optimizer.bind(self.workspace.stepped)
         self.parameters.close()
 
+    def begin_anew(self, ranges: Sequence[Dealt]) -> None:
+        """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
+
+        Args:
+            ranges: microbatches of each rank.
+        """
+        self.give_up()
+        self._summed = None
+        self.workspace = self._lay_out(ranges)
+        self.flat_optimizer.own(self.workspace.stepped)
+        self.flat_optimizer.bind(self.workspace.stepped)
+        self.parameters.close()
+
     def take_place(self) -> None:
         """Hold the shards of this rank's place on the mesh; `deal_out` must follow.
 
