@@ -37,7 +37,7 @@ WALKS = {
 
 _ROOMS = (
     "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
-    "engine/step", "engine/passes", "data", "parallel", "comm",
+    "engine/step", "engine/passes", "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 

@@ -151,6 +151,7 @@ def old(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]]
         (old(set_to("optimizer_shared", "", "attributes", value={"step": 1})), "optimizer_shared"),
         (set_to("optimizer", value=[]), "optimizer=[]"),
         (set_to("task", value=3), "task=3"),
+        (set_to("carry", value={"0": None, "1": None}), "is of another task: it has a carry"),
         (set_to("task", value={}), "task: has no 'count'"),
         (set_to("files", value={}), "manifest.json: is damaged: names no model.safetensors"),
         (set_to("files", "model.safetensors", value=3), "files.model.safetensors=3"),
