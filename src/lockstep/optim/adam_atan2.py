@@ -20,7 +20,7 @@ class AdamATan2(Optimizer):
     """p ← p (1 - lr · decay), then p ← p - lr / c1 · atan2(m, √v / √c2).
 
     Everett et al. 2024, "Scaling Exponents Across Parameterizations and Optimizers"
-    (arXiv:2407.05872), section 4.4: m and v are Adam's running means of gradients and their
+    (arXiv:2407.05872), without scales: m and v are Adam's running means of gradients and their
     squares, c1 and c2 its corrections for their beginning at zero. A gradient's scale changes no
     step, however small it is. Element-wise: an element's step depends on that element only.
 

@@ -34,7 +34,7 @@ def truncated_std(cut: float = _CUT) -> float:
 
     Its variance is 1 - 2 · cut · φ(cut) / (2 Φ(cut) - 1), with the density φ and the distribution
     Φ of the normal (Johnson, Kotz and Balakrishnan 1994, "Continuous Univariate Distributions",
-    volume 1, section 13.10.1). For 2 it is 0.8796….
+    volume 1, chapter 13). For 2 it is 0.8796….
     """
     density = math.exp(-(cut**2) / 2) / math.sqrt(2 * math.pi)
     return math.sqrt(1 - 2 * cut * density / math.erf(cut / math.sqrt(2)))
