@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
-from lockstep import errors, nn, quantum, sketch
+from lockstep import errors, nn, optim, quantum, sketch
+from lockstep.nn import reasoning
 
 pytestmark = pytest.mark.docs
 
@@ -87,6 +88,8 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     names |= {"lockstep.hooks.EMA", "lockstep.hooks.EarlyStopping"}
     names |= {f"lockstep.quantum.{name}" for name in quantum.__all__}
     names |= {f"lockstep.nn.{name}" for name in nn.__all__}
+    names |= {f"lockstep.nn.reasoning.{name}" for name in reasoning.__all__}
+    names |= {f"lockstep.optim.{name}" for name in optim.__all__}
     names |= {f"lockstep.sketch.{name}" for name in sketch.__all__}
     names |= {f"lockstep.errors.{kind.__name__}" for kind in kinds}
     assert not names - anchors

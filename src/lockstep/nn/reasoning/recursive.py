@@ -1,0 +1,71 @@
+"""The tiny recursive model: one small network that improves a latent state and an answer."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+from lockstep.nn.reasoning.blocks import check_sizes
+from lockstep.nn.reasoning.frame import ReasoningModel, Sizes
+
+Mixing = Literal["attention", "mlp"]
+
+
+class RecursiveModel(ReasoningModel):
+    """One network for both states, trained by the gradient of a whole recursion.
+
+    Jolicoeur-Martineau 2025, "Less is More: Recursive Reasoning with Tiny Networks"
+    (arXiv:2510.04871). A recursion has `num_updates` steps z ← net(x + y + z) of the latent state,
+    then y ← net(y + z) for the answer. A segment has `num_recursions`, all but the last without
+    gradient. It halts by one logit: no second pass asks what going on is worth. The state `z_H` is
+    y and `z_L` is z.
+
+    Attributes:
+        net: blocks of the network.
+        num_recursions: recursions of a segment, T in the paper.
+        num_updates: steps of the latent state in a recursion, n in the paper.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        num_blocks: int = 2,
+        num_recursions: int = 3,
+        num_updates: int = 6,
+        mixing: Mixing = "attention",
+    ) -> None:
+        """A model with random start values.
+
+        Args:
+            sizes: sizes of the model.
+            num_blocks: blocks of the network.
+            num_recursions: recursions of a segment.
+            num_updates: steps of the latent state in a recursion.
+            mixing: how tokens are mixed: `attention` with rotary positions, or `mlp`, a gated layer
+                along the tokens, which suits small examples of a fixed length, such as Sudokus.
+
+        Raises:
+            ConfigError: a number is below 1, sizes do not fit together, or there is no such mixing.
+        """
+        check_sizes(num_recursions=num_recursions, num_updates=num_updates)
+        if mixing not in get_args(Mixing):
+            raise ConfigError(f"mixing={mixing!r}: must be attention or mlp")
+        attends = mixing == "attention"
+        super().__init__(sizes, num_halting=1, has_rotary=attends)
+        self.num_recursions, self.num_updates = num_recursions, num_updates
+        self.net = (sizes.attending if attends else sizes.mixing)(num_blocks)
+
+    def segment(self, x: Tensor, z_H: Tensor, z_L: Tensor) -> tuple[Tensor, Tensor]:
+        """The states z_H and z_L after a segment, from the embedded input and those before it."""
+        with torch.no_grad():
+            for _ in range(self.num_recursions - 1):
+                z_H, z_L = self._recursion(x, z_H, z_L)
+        return self._recursion(x, z_H, z_L)
+
+    def _recursion(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.num_updates):
+            z = self.net(z, y + x, self.tables)
+        return self.net(y, z, self.tables), z
