@@ -100,12 +100,12 @@ class SplitWriter:
             OSError: it cannot be written.
         """
         assert group
-        for puzzle in group:
-            assert len(puzzle.inputs) == len(puzzle.labels) > 0
-            self._files["inputs"].append(puzzle.inputs)
-            self._files["labels"].append(puzzle.labels)
-            self._files["puzzle_identifiers"].append([puzzle.identifier])
-            self._files["puzzle_indices"].append([self._files["inputs"].num_rows])
+        assert all(len(puzzle.inputs) == len(puzzle.labels) > 0 for puzzle in group)
+        ends = self._files["inputs"].num_rows + np.cumsum([len(p.inputs) for p in group])
+        self._files["inputs"].append(np.concatenate([puzzle.inputs for puzzle in group]))
+        self._files["labels"].append(np.concatenate([puzzle.labels for puzzle in group]))
+        self._files["puzzle_identifiers"].append([puzzle.identifier for puzzle in group])
+        self._files["puzzle_indices"].append(ends)
         self._files["group_indices"].append([self._files["puzzle_identifiers"].num_rows])
 
     @property

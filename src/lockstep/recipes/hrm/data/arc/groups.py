@@ -1,4 +1,4 @@
-"""The groups of an ARC dataset: a task and its augmentations, each with an identifier of its own."""
+"""The groups of an ARC dataset: a task and its augmentations, each with its own identifier."""
 
 from __future__ import annotations
 

@@ -53,8 +53,10 @@ class Board:
         """The box of each cell [cells]."""
         row, column = np.divmod(np.arange(self.cells), self.side)
         # There are box_rows boxes in a row of boxes: side = box_rows * box_columns.
-        boxes: npt.NDArray[np.int64] = row // self.box_rows * self.box_rows
-        return boxes + column // self.box_columns
+        boxes: npt.NDArray[np.int64] = row // self.box_rows * self.box_rows + (
+            column // self.box_columns
+        )
+        return boxes
 
 
 _BOARDS: Mapping[int, Board] = MappingProxyType(
@@ -75,7 +77,7 @@ def board_of(side: int) -> Board:
 
 def to_tokens(grids: Grid) -> Grid:
     """Tokens of grids: digit + 1, since 0 is padding and 1 a blank."""
-    return grids + np.uint8(1)
+    return np.asarray(grids + np.uint8(1), np.uint8)
 
 
 def to_grids(tokens: npt.NDArray[np.integer[Any]]) -> Grid:
@@ -129,7 +131,7 @@ def draw_symmetries(board: Board, generator: np.random.Generator, count: int) ->
     if board.can_transpose:
         turned = generator.integers(2, size=count).astype(np.bool_)
         cells[turned] = cells[turned].transpose(0, 2, 1)
-    return Symmetries(cells.reshape(count, -1), digits)
+    return Symmetries(cells.reshape(count, board.cells), digits)
 
 
 def _lines(

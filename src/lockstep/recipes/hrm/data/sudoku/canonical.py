@@ -21,9 +21,10 @@ def relabelled(board: Board, solution: Grid) -> Grid:
 def canonical(board: Board, solution: Grid) -> Grid:
     """The least of all grids that symmetries make of a solution grid, read row by row.
 
-    Symmetries are those of `board.draw_symmetries`, and on the 4x4 board all that it has. Once it is chosen which row is the first, how columns are ordered, and whether rows are columns,
-    the first row names the digits and the first column orders the rows: so there are 23,328 grids
-    to compare for 9x9, and not 3,359,232. Their second rows leave a few of them.
+    Symmetries are those of `board.draw_symmetries`, and on the 4x4 board all that it has. Once it
+    is chosen which row is the first, how columns are ordered, and whether rows are columns, the
+    first row names the digits and the first column orders the rows: so there are 23,328 grids to
+    compare for 9x9, and not 3,359,232. Their second rows leave a few of them.
 
     Args:
         board: the board.
