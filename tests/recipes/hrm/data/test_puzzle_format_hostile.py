@@ -27,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
     tokens = np.arange(5 * LENGTH).reshape(5, LENGTH) % VOCAB
     with new_dataset(tmp_path / "data", VOCAB, LENGTH) as writer:
         for split in ("train", "test"):
-            writer.add(split, [Puzzle(0, tokens[:1], tokens[:1]), Puzzle(0, tokens[1:], tokens[1:])])
+            writer.add(
+                split, [Puzzle(0, tokens[:1], tokens[:1]), Puzzle(0, tokens[1:], tokens[1:])]
+            )
             writer.add(split, [Puzzle(0, tokens, tokens)])
     return tmp_path / "data"
 
@@ -41,7 +43,11 @@ def put(folder: Path, array: str, values: Any) -> None:
     [
         ("inputs", np.full((10, LENGTH), VOCAB), "row 0, column 0: token 6: must be from 0 to 5"),
         ("labels", np.full((10, LENGTH), -1), "token -1: must be"),
-        ("inputs", np.ones((10, LENGTH + 1), int), r"shape=\(10, 5\): must be \[N, 4\] \(seq_len\)"),
+        (
+            "inputs",
+            np.ones((10, LENGTH + 1), int),
+            r"shape=\(10, 5\): must be \[N, 4\] \(seq_len\)",
+        ),
         ("inputs", np.ones((0, LENGTH), int), r"shape=\(0, 4\): must be"),
         ("inputs", np.ones(LENGTH, int), r"shape=\(4,\): must be"),
         ("labels", np.ones((9, LENGTH), int), "9 rows: all__inputs.npy has 10"),

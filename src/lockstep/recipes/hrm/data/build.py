@@ -10,8 +10,9 @@ Splits, and what may be learned from:
 - A folder with `train.csv` and `test.csv`: the split is that of the files, as it was published.
 - ARC, as published: training has all pairs of the training tasks, and the demonstrations of the
   evaluation tasks; the test has the test questions of the evaluation tasks, and of their
-  augmentations for the vote. The answers to those are nowhere in training. So a model learns an
-  evaluation task's identifier from its demonstrations.
+  augmentations for the vote. So a model learns an evaluation task's identifier from its
+  demonstrations, and its answers are nowhere in training; but the test pair of 070dd51e (version
+  1) is a pair of a training task too, in what is published.
 """
 
 from __future__ import annotations
