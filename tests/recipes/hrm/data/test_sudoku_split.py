@@ -19,8 +19,8 @@ from lockstep.recipes.hrm.data.sudoku.canonical import canonical
 from lockstep.recipes.hrm.data.sudoku.solver import Solver
 from lockstep.recipes.hrm.data.sudoku.split import SolutionSplit
 
-SIZES = {4: Options(size=4, train=150, test=60), 6: Options(size=6, train=40, test=20, augment=30),
-         9: Options(size=9, train=6, test=4, augment=20)}  # fmt: skip
+SIZES = {4: Options(size=4, train=150, test=60), 6: Options(size=6, train=30, test=15, augment=20),
+         9: Options(size=9, train=4, test=2, augment=8)}  # fmt: skip
 
 
 def answers(folder: Path) -> dict[str, Grid]:
@@ -30,7 +30,7 @@ def answers(folder: Path) -> dict[str, Grid]:
     }
 
 
-@pytest.mark.parametrize("seed", [0, 1, 7])
+@pytest.mark.parametrize("seed", [0, 7])
 def test_no_relabelling_of_a_small_test_grid_is_in_training(tmp_path: Path, seed: int) -> None:
     options = Options(size=4, train=300, test=100, augment=23, seed=seed)
     build("sudoku", tmp_path / "data", options)
