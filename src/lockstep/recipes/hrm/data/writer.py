@@ -195,6 +195,8 @@ def new_dataset(
     """A dataset that takes the place of `folder` at the end, or leaves all as it was.
 
     It is written to a hidden folder beside. If `folder` has the same content already, it stays.
+    Replacing another one takes two renames: whoever is killed between them leaves the old dataset
+    under a hidden name beside, `.<name>.<random>.tmp`.
 
     Args:
         folder: folder of the dataset; the folder above it is created if need be.
