@@ -1,0 +1,1 @@
+"""The hierarchical reasoning model: puzzles in, answers by repeated refinement out."""

@@ -1,0 +1,1 @@
+"""Mazes: a path through each, generated or read from the public CSV."""
