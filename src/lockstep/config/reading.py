@@ -26,7 +26,14 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
         ConfigError: an item has no `=`, a key is unknown or a value is of the wrong type.
     """
     data = config.model_dump()
-    for item in overrides:
+    items = list(overrides)
+    chosen = [item for item in items if item.partition("=")[0] == "preset"]
+    if chosen and "preset" in type(config).model_fields:
+        # Of the other keys, those that nobody has set are the preset's.
+        name = chosen[-1].partition("=")[2]
+        given = config.model_dump(exclude_unset=True) | {"preset": name}
+        data = build(type(config), given, source).model_dump()
+    for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key:
             raise ConfigError(f"{source}: {shown(item)} is not of the form key=value")

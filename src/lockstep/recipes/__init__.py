@@ -57,6 +57,15 @@ _RECIPES: Mapping[str, Recipe] = MappingProxyType(
             "lockstep.recipes.digits:Digits",
             "Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN.",
         ),
+        "hrm": Recipe(
+            "lockstep.recipes.hrm.task:Hrm",
+            "Puzzles, solved in segments by a small recursive or hierarchical model.",
+            CommandGroup(
+                "hrm",
+                "Puzzles: their data, and what to do with a trained model.",
+                "lockstep.recipes.hrm.cli",
+            ),
+        ),
         "sketched": Recipe(
             "lockstep.recipes.sketched.task:Sketched",
             "Handwritten digits with sketched layers: a perceptron or a transformer.",

@@ -55,6 +55,17 @@ class Built:
     sizes: Mapping[str, SplitSize]
 
 
+def source(kind: str, options: Options) -> Source:
+    """Where the groups of a dataset come from.
+
+    Raises:
+        ConfigError: an option is not usable, or a package is missing.
+        DataError: a CSV file is missing or damaged.
+    """
+    check_options(kind, options)
+    return _SOURCES[kind](options)
+
+
 def build(
     kind: str,
     folder: Path,
@@ -78,13 +89,12 @@ def build(
             be written.
     """
     options = options or Options()
-    check_options(kind, options)
-    source = _SOURCES[kind](options)
-    with new_dataset(folder, source.vocab_size, source.seq_len, overwrite=overwrite) as writer:
-        for number, (split, group) in enumerate(source.groups(writer.identifier), start=1):
+    found = source(kind, options)
+    with new_dataset(folder, found.vocab_size, found.seq_len, overwrite=overwrite) as writer:
+        for number, (split, group) in enumerate(found.groups(writer.identifier), start=1):
             writer.add(split, group)
             if progress:
-                progress(number, source.total)
+                progress(number, found.total)
     return Built(
-        Path(folder), source.vocab_size, source.seq_len, len(writer.identifiers), writer.sizes
+        Path(folder), found.vocab_size, found.seq_len, len(writer.identifiers), writer.sizes
     )

@@ -1,0 +1,176 @@
+"""The keys of the recipe `hrm`, and presets: what was published for each kind of puzzle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lockstep.config import (
+    NO_OUTCOME,
+    Count,
+    DataConfig,
+    NonNegativeFloat,
+    OptimizerConfig,
+    Positive,
+    PositiveFloat,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+
+Preset = Literal[
+    "sudoku-4", "sudoku-6", "sudoku-extreme", "sudoku-extreme-hrm", "maze-hard", "maze-hard-hrm"
+]
+
+
+class HrmOptimizerConfig(OptimizerConfig):
+    """AdamATan2, which takes no heed of a gradient's scale, or another one."""
+
+    name: Literal["sgd", "adam", "adamw", "adam_atan2"] = "adam_atan2"  # type: ignore[assignment]
+    """Also AdamATan2, as it was published with the model."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.1
+
+
+class HrmConfig(TrainConfig):
+    """The keys of the models and their puzzles, and defaults for 4x4 Sudokus on a laptop."""
+
+    preset: Preset = Field(default="sudoku-4", json_schema_extra=NO_OUTCOME)
+    """Defaults of the other keys, for a kind of puzzle: small ones for `sudoku-4` and `sudoku-6`,
+    for `sudoku-extreme` and `maze-hard` those of the recursive model's paper, and with `-hrm` those
+    of the hierarchical one's."""
+
+    puzzle: Literal["sudoku", "maze"] = "sudoku"
+    """Kind of the puzzles that are made where there is no `data_dir`."""
+    size: Positive = 4
+    """Rows of a Sudoku (4, 6 or 9) or of a maze (30)."""
+    data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
+    """A dataset in the published format (`lockstep hrm data` writes such); without it, puzzles are
+    made when training begins. Other data in the same run is found out by a digest."""
+    num_train: Positive = 2000
+    """Puzzles that are made for training."""
+    num_val: Positive = 512
+    """Puzzles that are made for validation; none has a solution of training's."""
+    clues: Count = 0
+    """Digits that a Sudoku which is made begins with; 0 for as few as determine the others."""
+    augment: Count = 4
+    """Augmentations of each puzzle that is made."""
+    data_seed: Count = 0
+    """Seed of the puzzles that are made."""
+
+    model: Literal["recursive", "hierarchical"] = "recursive"
+    """One network for two states, or two networks of four blocks each."""
+    dim: Positive = 96
+    """Size of a token's state; a multiple of `num_heads`."""
+    num_heads: Positive = 4
+    """Heads of attention."""
+    num_blocks: Positive = 2
+    """Blocks of each network."""
+    expansion: PositiveFloat = 4.0
+    """Inner width of gated layers, times 2/3, as a multiple of `dim`."""
+    inner_multiple: Positive = 32
+    """Inner widths are rounded up to a multiple of this; 256 as published."""
+    high_cycles: Positive = 3
+    """Recursions of a segment (recursive), or steps of the slow module (hierarchical)."""
+    low_cycles: Positive = 4
+    """Steps of the latent state, or of the fast module, in each of them."""
+    mixing: Literal["attention", "mlp"] = "attention"
+    """How the recursive model mixes tokens; `mlp` is for small grids."""
+
+    max_segments: Positive = 8
+    """Segments after which a puzzle halts in training; each one is an optimizer step."""
+    explore: Probability = 0.1
+    """Probability that a puzzle must have a random number of segments before it may halt."""
+    eval_segments: Annotated[int, Field(ge=1, le=64)] = 8
+    """Segments of an evaluation."""
+    early_halting: bool = False
+    """Whether puzzles may halt early in evaluations too."""
+    token_loss: Literal["stablemax", "softmax"] = "stablemax"
+    """Cross-entropy of answers."""
+    ema: Fraction = 0.99
+    """Decay of the average of parameters that evaluations use; 0 for none."""
+    lr_rule: Literal["none", "sqrt"] = "none"
+    """`sqrt` multiplies the learning rate by √(`batch_size` / `base_batch_size`)."""
+    base_batch_size: Positive = 128
+    """Batch that `lr` is meant for (`lr_rule=sqrt`)."""
+
+    batch_size: Positive = 128
+    """Puzzles that are worked on at a time, whatever the number of ranks."""
+    steps: Positive | None = 1200
+    lr: NonNegativeFloat = 1e-3
+    optimizer: HrmOptimizerConfig = HrmOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig(name="cosine", warmup_steps=50, min_ratio=0.1)
+    data: DataConfig = DataConfig(drop_last=True)
+    eval_every: Count = 200
+    watch: str = "exact"
+    watch_mode: Literal["min", "max"] = "max"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, given: Any) -> Any:
+        """Keys that are not given are those of the preset."""
+        if not isinstance(given, Mapping):
+            return given
+        return {**PRESETS.get(given.get("preset", ""), {}), **given}
+
+    @model_validator(mode="after")
+    def _fits(self) -> HrmConfig:
+        if not self.data.drop_last:
+            raise ValueError(
+                "data.drop_last=False: an epoch's last batch must fill all slots; leave it True"
+            )
+        if self.mixing == "mlp" and self.model == "hierarchical":
+            raise ValueError("mixing='mlp': is for model=recursive; set mixing=attention")
+        return self
+
+
+_PAPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "dim": 512, "num_heads": 8, "inner_multiple": 256, "max_segments": 16, "eval_segments": 16,
+        "batch_size": 768, "base_batch_size": 768, "lr": 1e-4, "num_train": 1000, "augment": 1000,
+        "schedule": {"name": "constant", "warmup_steps": 2000},
+        "optimizer": {"name": "adam_atan2", "betas": (0.9, 0.95), "weight_decay": 1.0},
+        "precision": {"dtype": "bf16"},
+    }
+)  # fmt: skip
+
+_TINY: Mapping[str, Any] = MappingProxyType(
+    {**_PAPER, "model": "recursive", "num_blocks": 2, "high_cycles": 3, "ema": 0.999}
+)
+_HIERARCHICAL: Mapping[str, Any] = MappingProxyType(
+    {
+        **_PAPER, "model": "hierarchical", "num_blocks": 4, "high_cycles": 2, "low_cycles": 2,
+        "ema": 0.0,
+    }
+)  # fmt: skip
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "sudoku-6": {
+            "size": 6, "num_train": 4000, "augment": 24, "batch_size": 256, "steps": 3000,
+            "max_segments": 8, "eval_every": 500, "ema": 0.995,
+        },
+        # 26,040 steps: 20,000 passes over 1,000 puzzles.
+        "sudoku-extreme-hrm": {**_HIERARCHICAL, "size": 9, "steps": 26040, "eval_every": 2604},
+        # 60,000 passes; the paper's mixer for small grids, six steps of the latent state.
+        "sudoku-extreme": {
+            **_TINY, "size": 9, "steps": 78125, "eval_every": 5000, "mixing": "mlp",
+            "low_cycles": 6,
+        },
+        "maze-hard-hrm": {
+            **_HIERARCHICAL, "puzzle": "maze", "size": 30, "augment": 8, "steps": 26040,
+            "eval_every": 2604,
+        },
+        "maze-hard": {
+            **_TINY, "puzzle": "maze", "size": 30, "augment": 8, "steps": 65100,
+            "eval_every": 5000, "low_cycles": 4,
+        },
+    }
+)  # fmt: skip
+"""What each preset sets; `sudoku-4` is what the class has."""
