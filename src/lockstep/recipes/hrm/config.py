@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +36,7 @@ class HrmOptimizerConfig(OptimizerConfig):
     name: Literal["sgd", "adam", "adamw", "adam_atan2"] = "adam_atan2"  # type: ignore[assignment]
     """Also AdamATan2, as it was published with the model."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.1
+    weight_decay: NonNegativeFloat = 1.0
 
 
 class HrmConfig(TrainConfig):
@@ -53,7 +54,7 @@ class HrmConfig(TrainConfig):
     data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """A dataset in the published format (`lockstep hrm data` writes such); without it, puzzles are
     made when training begins. Other data in the same run is found out by a digest."""
-    num_train: Positive = 2000
+    num_train: Positive = 8000
     """Puzzles that are made for training."""
     num_val: Positive = 512
     """Puzzles that are made for validation; none has a solution of training's."""
@@ -76,12 +77,13 @@ class HrmConfig(TrainConfig):
     """Inner width of gated layers, times 2/3, as a multiple of `dim`."""
     inner_multiple: Positive = 32
     """Inner widths are rounded up to a multiple of this; 256 as published."""
-    high_cycles: Positive = 3
+    high_cycles: Positive = 2
     """Recursions of a segment (recursive), or steps of the slow module (hierarchical)."""
-    low_cycles: Positive = 4
+    low_cycles: Positive = 2
     """Steps of the latent state, or of the fast module, in each of them."""
-    mixing: Literal["attention", "mlp"] = "attention"
-    """How the recursive model mixes tokens; `mlp` is for small grids."""
+    mixing: Literal["attention", "mlp"] = "mlp"
+    """How the recursive model mixes tokens; `mlp` is for small grids. The hierarchical one always
+    attends."""
 
     max_segments: Positive = 8
     """Segments after which a puzzle halts in training; each one is an optimizer step."""
@@ -97,13 +99,13 @@ class HrmConfig(TrainConfig):
     """Decay of the average of parameters that evaluations use; 0 for none."""
     lr_rule: Literal["none", "sqrt"] = "none"
     """`sqrt` multiplies the learning rate by √(`batch_size` / `base_batch_size`)."""
-    base_batch_size: Positive = 128
+    base_batch_size: Positive = 64
     """Batch that `lr` is meant for (`lr_rule=sqrt`)."""
 
-    batch_size: Positive = 128
+    batch_size: Positive = 64
     """Puzzles that are worked on at a time, whatever the number of ranks."""
-    steps: Positive | None = 1200
-    lr: NonNegativeFloat = 1e-3
+    steps: Positive | None = 1000
+    lr: NonNegativeFloat = 2e-3
     optimizer: HrmOptimizerConfig = HrmOptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig(name="cosine", warmup_steps=50, min_ratio=0.1)
     data: DataConfig = DataConfig(drop_last=True)
@@ -125,9 +127,14 @@ class HrmConfig(TrainConfig):
             raise ValueError(
                 "data.drop_last=False: an epoch's last batch must fill all slots; leave it True"
             )
-        if self.mixing == "mlp" and self.model == "hierarchical":
-            raise ValueError("mixing='mlp': is for model=recursive; set mixing=attention")
         return self
+
+    @property
+    def scaled_lr(self) -> float:
+        """The learning rate for this batch."""
+        if self.lr_rule == "none":
+            return self.lr
+        return self.lr * math.sqrt(self.batch_size / self.base_batch_size)
 
 
 _PAPER: Mapping[str, Any] = MappingProxyType(
@@ -153,8 +160,8 @@ _HIERARCHICAL: Mapping[str, Any] = MappingProxyType(
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "sudoku-6": {
-            "size": 6, "num_train": 4000, "augment": 24, "batch_size": 256, "steps": 3000,
-            "max_segments": 8, "eval_every": 500, "ema": 0.995,
+            "size": 6, "num_train": 4000, "augment": 24, "batch_size": 128, "base_batch_size": 128,
+            "steps": 4000, "low_cycles": 3, "eval_every": 400, "ema": 0.995,
         },
         # 26,040 steps: 20,000 passes over 1,000 puzzles.
         "sudoku-extreme-hrm": {**_HIERARCHICAL, "size": 9, "steps": 26040, "eval_every": 2604},
@@ -169,7 +176,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "maze-hard": {
             **_TINY, "puzzle": "maze", "size": 30, "augment": 8, "steps": 65100,
-            "eval_every": 5000, "low_cycles": 4,
+            "eval_every": 5000, "mixing": "attention", "low_cycles": 4,
         },
     }
 )  # fmt: skip

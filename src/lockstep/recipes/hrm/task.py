@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.step.optimizer import default_optimizer
 from lockstep.engine.task import Loss, Task
 from lockstep.hooks import EMA
 from lockstep.nn.reasoning import (
@@ -77,12 +78,12 @@ class Hrm(Task):
             return HierarchicalModel(sizes, blocks, blocks, high, low)
         return RecursiveModel(sizes, blocks, high, low, config.mixing)
 
-    def build_optimizer(self, model: Any) -> torch.optim.Optimizer | None:
-        """AdamATan2, unless the config names one of torch's."""
-        keys = self.config.optimizer
-        if keys.name != "adam_atan2":
-            return None
-        return AdamATan2(model.parameters(), self.config.lr, keys.betas, keys.weight_decay)
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        """AdamATan2, unless the config names one of torch's; with the learning rate of the batch."""
+        keys, lr = self.config.optimizer, self.config.scaled_lr
+        if keys.name == "adam_atan2":
+            return AdamATan2(model.parameters(), lr, keys.betas, keys.weight_decay)
+        return default_optimizer(model, self.config.model_copy(update={"lr": lr}))
 
     def dataset(self, split: str) -> TensorDataset | None:
         """Tokens and labels of a split, as stored.
