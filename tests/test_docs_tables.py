@@ -43,6 +43,7 @@ def test_no_section_and_no_recipe_is_left_out(tables: ModuleType) -> None:
     assert subjects == [f"core {name}".strip() for name in CORE] + [
         "digits",
         "ufs",
+        "hrm",
         "sketched",
         "quantum",
     ]

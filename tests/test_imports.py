@@ -13,7 +13,7 @@ import lockstep as ls
 SLOW = {"torch", "numpy", "pydantic", "yaml", "mpi4py", "safetensors"}
 SCIENCE = {
     "lockstep.quantum", "lockstep.sketch", "lockstep.recipes.ufs", "lockstep.recipes.quantum",
-    "lockstep.recipes.sketched",
+    "lockstep.recipes.sketched", "lockstep.recipes.hrm",
 }  # fmt: skip
 COMMAND = """
 import sys

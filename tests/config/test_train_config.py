@@ -14,6 +14,7 @@ from lockstep.config import Section, TrainConfig, build, load, override
 from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
+    "carry.buddy",
     "balance_every",
     "sharding",
     "optimizer.sharded",

@@ -161,7 +161,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "sudoku-6": {
             "size": 6, "num_train": 4000, "augment": 24, "batch_size": 128, "base_batch_size": 128,
-            "steps": 4000, "low_cycles": 3, "eval_every": 400, "ema": 0.995,
+            "steps": 1500, "low_cycles": 3, "eval_every": 250, "ema": 0.995,
         },
         # 26,040 steps: 20,000 passes over 1,000 puzzles.
         "sudoku-extreme-hrm": {**_HIERARCHICAL, "size": 9, "steps": 26040, "eval_every": 2604},

@@ -79,7 +79,7 @@ class Hrm(Task):
         return RecursiveModel(sizes, blocks, high, low, config.mixing)
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """AdamATan2, unless the config names one of torch's; with the learning rate of the batch."""
+        """AdamATan2, or one of torch's, with the learning rate for the batch."""
         keys, lr = self.config.optimizer, self.config.scaled_lr
         if keys.name == "adam_atan2":
             return AdamATan2(model.parameters(), lr, keys.betas, keys.weight_decay)
