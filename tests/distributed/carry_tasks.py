@@ -104,3 +104,23 @@ class Random(Read):
     def loss(self, model, batch, carry):
         loss, after = super().loss(model, batch, carry)
         return loss, after | {"time": time.perf_counter()}
+
+
+class Short(TakesNone):
+    """A carry that takes no batch."""
+
+    def carry(self, model):
+        return None
+
+    def loss(self, model, batch, carry):
+        return ls.Loss(model(batch[0]).sum(), len(batch[0])), carry
+
+
+class Evaluates(Short):
+    """An evaluation that takes a carry."""
+
+    def carry(self, model, batch):
+        return None
+
+    def evaluate(self, model, batch, carry):
+        return self.loss(model, batch, carry)[0]

@@ -116,7 +116,7 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_pa
     same(run_dir, alone)
     rows = read_events(run_dir / "events.jsonl")
     assert [r["step"] for r in rows if r["event"] == "Resumed"] == [10, 20]
-    assert sum("are done again from the checkpoint of step" in str(r) for r in rows) == 2
+    assert sum("are done again, from the checkpoint of step" in str(r) for r in rows) == 2
     assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started anew
     lines = (run_dir / "metrics.csv").read_text().splitlines()[1:]
     steps = [int(line.partition(",")[0]) for line in lines if ",train," in line]
@@ -183,6 +183,8 @@ def test_a_checkpoint_holds_what_each_microbatch_carries(here, tmp_path):
         ("Read", ("evil=object",), "Task.loss: the carry: steps: a object cannot be kept"),
         ("Forgets", (), "Task.loss: must return (lockstep.Loss, carry)"),
         ("TakesNone", (), "TakesNone.loss: must take (model, batch, carry)"),
+        ("Short", (), "Short.carry: must be a method that takes (model, batch)"),
+        ("Evaluates", (), "Evaluates.evaluate: must be a method that takes (model, batch)"),
         ("HasNone", (), "HasNone.loss: takes (model, batch, carry), but HasNone.carry is missing"),
     ],
 )

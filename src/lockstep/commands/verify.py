@@ -181,6 +181,8 @@ def verify(
         if not odd:
             console.print(f"equal: {len(runs)} runs, one SHA-256", style="green")
             console.print(runs[0].sha256, soft_wrap=True)
+            if runs[0].carry_sha256:
+                console.print(f"{runs[0].carry_sha256} of the carry", soft_wrap=True)
             return 0
         console.print(f"different: {len(odd)} of {len(runs)} runs", style="red")
         for run in (runs[0], odd[0]):

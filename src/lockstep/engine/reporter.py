@@ -112,8 +112,8 @@ class Reporter:
         self._sums = [0.0] * len(self._sums)
         self._num_steps = self._samples = 0
         message = (
-            "what some microbatches carry was lost with the ranks that had it; "
-            f"{reached - progress.step} steps are done again from the checkpoint of step "
+            "what some microbatches carry was lost with the ranks that had it; steps "
+            f"{progress.step + 1} to {reached} are done again, from the checkpoint of step "
             f"{progress.step}"
         )
         self._runtime.emit(Warned(step=reached, message=message))

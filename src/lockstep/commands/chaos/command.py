@@ -213,6 +213,8 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
     if equal:
         console.print("equal without and with faults: SHA-256", style="green")
         console.print(result["params_sha256"], soft_wrap=True)
+        if "carry_sha256" in result:
+            console.print(f"{result['carry_sha256']} of the carry", soft_wrap=True)
     else:
         console.print("different: SHA-256 without faults, and with them", style="red")
         for sha256 in (reference["params_sha256"], result["params_sha256"]):

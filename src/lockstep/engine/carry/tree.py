@@ -85,14 +85,16 @@ def _taken(value: Any, path: tuple[str, ...], where: str, tensors: dict[str, Ten
         # Contiguous, as it would come back from a checkpoint: kernels may go by strides.
         tensors["/".join(path)] = value.detach().clone(memory_format=torch.contiguous_format)
         return {"tensor": "/".join(path)}
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (bool, int)):
         return value
-    if isinstance(value, float) and math.isfinite(value):
+    if isinstance(value, (float, str)):
+        _check_leaf(value, place)
         return value
     if type(value) is dict:
         for key in value:
             if not isinstance(key, str) or "/" in key:
                 raise TaskError(f"{place}: the key {key!r} must be text without '/'")
+            _check_leaf(key, place)
         return {"dict": {k: _taken(v, (*path, k), where, tensors) for k, v in value.items()}}
     if type(value) in (list, tuple):
         items = [_taken(v, (*path, str(i)), where, tensors) for i, v in enumerate(value)]
@@ -101,6 +103,23 @@ def _taken(value: Any, path: tuple[str, ...], where: str, tensors: dict[str, Ten
         f"{place}: a {type(value).__name__} cannot be kept from step to step; give tensors, or "
         "dicts, lists and tuples of tensors, finite numbers, text and None"
     )
+
+
+def _check_leaf(value: float | str, place: str) -> None:
+    """Refuse numbers and text that no file could hold.
+
+    Raises:
+        TaskError: it is such.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TaskError(
+            f"{place}: {value} is not finite, so it cannot be kept as a number; give a tensor"
+        )
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise TaskError(f"{place}: {value!r} is no text that UTF-8 can hold") from None
 
 
 def _rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -117,6 +117,8 @@ class PhaseOptimizers(optim.Optimizer):
 
 
 def _checked(task: Task) -> list[Phase]:
+    if has_carry(task):
+        _check_carry_arguments(task)
     phases: Any = task.phases()
     where = f"{type(task).__name__}.phases"
     if not isinstance(phases, Sequence) or not all(isinstance(p, Phase) for p in phases):
@@ -165,6 +167,21 @@ def _check_arguments(task: Task, where: str, loss: Callable[..., Any]) -> None:
             f"{where}: must take (model, batch, carry) and return (lockstep.Loss, carry), since "
             f"there is a {type(task).__name__}.carry"
         )
+
+
+def _check_carry_arguments(task: Task) -> None:
+    """Refuse a carry, or an `evaluate` beside it, that does not take a model and a batch.
+
+    Raises:
+        TaskError: naming it.
+    """
+    for name in ("carry", "evaluate"):
+        method = getattr(task, name)
+        if not callable(method) or not _can_bind(signature(method), 2):
+            raise TaskError(
+                f"{type(task).__name__}.{name}: must be a method that takes (model, batch)"
+                + ("; each batch of an evaluation begins anew" if name == "evaluate" else "")
+            )
 
 
 def _can_bind(takes: Signature, count: int) -> bool:
