@@ -1,6 +1,6 @@
-"""The published reasoning model beside a plain loop, and what carries cost: `docs/benchmarks/hrm.md`.
+"""The published reasoning model beside a plain loop, and what carries cost.
 
-`--quick` shows that everything runs, and prints instead.
+Writes `docs/benchmarks/hrm.md`; `--quick` shows that everything runs, and prints instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def published_model(quick: bool, rounds: int) -> tuple[Section, float]:
     section = Section(
         "A step of the published model",
         "The hierarchical model for Sudoku with 27,275,266 parameters "
-        f"(`preset=sudoku-extreme-hrm`) in float32, {slots} slots, AdamATan2. The plain loop computes the same formulas on the "
+        f"(`preset=sudoku-extreme-hrm`) in float32, {slots} slots, AdamATan2. The plain loop "
+        "computes the same formulas on the "
         "whole batch; Lockstep computes two microbatches, sums them in order, checks and keeps "
         "what slots carry. `bits` is the beginning of a SHA-256 of the final parameters: it is to "
         "be the same on one rank and on two.",

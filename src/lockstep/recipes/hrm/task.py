@@ -136,7 +136,7 @@ class Hrm(Task):
         count = halted.sum()
         metrics = {
             "exact": ((right & halted).sum(), count),
-            "accuracy": ((accuracy(logits, labels) * halted).sum(), count),
+            "token_accuracy": ((accuracy(logits, labels) * halted).sum(), count),
             "segments": ((steps * halted).sum(), count),
         }
         after = {"halted": halted, "slots": {**slots, **state, "steps": steps}}
@@ -149,7 +149,7 @@ class Hrm(Task):
         logits, count = answers[-1], len(inputs)
         metrics: dict[str, tuple[Tensor | int, int]] = {
             "exact": (exact(logits, labels).sum(), count),
-            "accuracy": (accuracy(logits, labels).sum(), count),
+            "token_accuracy": (accuracy(logits, labels).sum(), count),
         }
         if self.config.early_halting:
             metrics["segments"] = (steps.sum(), count)
