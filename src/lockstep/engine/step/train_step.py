@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
@@ -24,24 +24,23 @@ from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute, check_weight
-from lockstep.engine.passes.passes import Passes, float64
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
-from lockstep.engine.runtime import Raised, Runtime, shared_error
+from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.sliced_parameters import SlicedParameters
 from lockstep.engine.step.step_result import StepResult, Summed
+from lockstep.engine.step.sums import StepSums
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.layout import Dealt
-from lockstep.parallel.reduction import OrderedReduction
 
 
 class TrainStep:
@@ -109,6 +108,9 @@ class TrainStep:
             self.watch,
             self.carries,
             self._storage,
+        )
+        self._sums = StepSums(
+            runtime, places, self._passes, self.loss_scale, self.watch, self.carries
         )
         self._summed: Summed | None = None
         self.parameters = SlicedParameters(model, places)
@@ -241,11 +243,11 @@ class TrainStep:
                 raise  # others wait for this rank, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
-        headers = self._reduce(error)
+        headers = self._sums.reduce(self.workspace, error)
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
         # Before anything is stepped: an error leaves parameters as after the step before.
-        self._check(step, error, headers, scalars)
+        self._sums.check(step, error, headers, scalars)
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
@@ -257,7 +259,7 @@ class TrainStep:
             # From here on each rank holds what it takes to apply this step. Should one die, the
             # others can follow (`follow`), whichever of them had applied it.
             self._summed = summed
-        norm = self._norm(step, scalars[1])
+        norm = self._sums.norm(step, scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
         result = self._apply(step, factors, summed, norm)
         if self.sharded:
@@ -300,53 +302,6 @@ class TrainStep:
             assert self._summed is not None, "a rank has applied a step before all could"
             factors = self.schedule.factors(step, decays)
             self._apply(step, factors, self._summed, lead.grad_norm)
-
-    def _reduce(self, error: Raised | None) -> list[Header]:
-        """The canonical sum over all ranks, and every rank's header."""
-        header = Header(
-            has_failed=error is not None,
-            stop_reason=self._runtime.stop_reason() or "",
-            grows=self._runtime.transport.has_newcomer,
-            times=self.watch.times(),
-            counters=tuple(self._passes.counters),
-            carry_length=self.carries.pack() if self.carries and not error else 0,
-        )
-        own = float64(header.pack()).to(self._runtime.device)
-        if self.places.are_coupled:
-            headers = self._headers(own)
-            # Nobody sums: a column that has no failed rank would, and the others would not.
-            if any(h.has_failed for h in headers):
-                return headers
-        reduction = self.workspace.reduction
-        if isinstance(reduction, OrderedReduction):  # rounds have summed by now
-            reduction.header.copy_(own)
-            reduction.reduce()
-            if not self.places.is_split:
-                # One `tolist` for all: on a GPU each item would be a message and a wait.
-                headers = [Header.unpack(v) for v in reduction.headers().tolist()]
-        self.workspace.spread_scalars()
-        self.watch.communication_s += self.watch.lap()
-        return headers
-
-    def _headers(self, own: Tensor) -> list[Header]:
-        """The headers of all ranks, of which those of one column travel with the sums."""
-        world = self.places.world
-        everyone = own.new_empty(world.size * len(own))
-        world.all_gather(own, everyone, [len(own)] * world.size)
-        return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
-
-    def _norm(self, step: int, weight: float) -> float:
-        """The norm of the mean gradient.
-
-        Raises:
-            NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
-        """
-        # The norm is homogeneous, so the division need not be done on the gradient first.
-        norm = self.workspace.norm() * (1.0 / (weight * self.loss_scale.value))
-        if not math.isfinite(norm) and not self.loss_scale.enabled:
-            transport = self._runtime.transport
-            raise non_finite_gradient(transport, step, self.flat, self.workspace.stepped)
-        return norm
 
     def _apply(self, step: int, factors: list[float], summed: Summed, norm: float) -> StepResult:
         """Clip, step the optimizer, advance buffers; talks to nobody."""
@@ -393,20 +348,3 @@ class TrainStep:
         ]
         counters = [int(max(column)) for column in zip(*(h.counters for h in headers), strict=True)]
         self.state.commit(sums, weight, counters)
-
-    def _check(
-        self, step: int, error: Raised | None, headers: list[Header], scalars: list[float]
-    ) -> None:
-        """Turn what went wrong on any rank into the same error on all."""
-        if any(h.has_failed for h in headers):
-            # A backward pass that was broken off has left gradients and hooks' work half done.
-            self._passes.restart()
-            failure = shared_error(self._runtime.transport, error)
-            assert failure is not None
-            raise failure
-        # The sum tells of any microbatch: NaN and infinity do not cancel in it.
-        if not math.isfinite(scalars[0]):
-            is_divided = self.places.is_split or self.places.in_slices
-            losses = self._passes.losses
-            raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
-        check_weight(scalars[1], step)

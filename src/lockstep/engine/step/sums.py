@@ -1,0 +1,104 @@
+"""What a step comes to on all ranks: sums, headers, and errors that are the same everywhere."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.passes.compute import check_weight
+from lockstep.engine.passes.passes import Passes, float64
+from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.places import Places
+from lockstep.engine.runtime import Raised, Runtime, shared_error
+from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.header import Header
+from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
+from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.timing import Stopwatch
+from lockstep.parallel.reduction import OrderedReduction
+
+
+class StepSums:
+    """Sums a step's microbatches over all ranks, and makes sure that the step can be applied."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        places: Places,
+        passes: Passes,
+        loss_scale: LossScale,
+        watch: Stopwatch,
+        carries: DealtCarries | None,
+    ) -> None:
+        self._runtime = runtime
+        self._places = places
+        self._passes = passes
+        self._loss_scale = loss_scale
+        self._watch = watch
+        self._carries = carries
+
+    def reduce(self, workspace: Workspace, error: Raised | None) -> list[Header]:
+        """The canonical sum over all ranks, and every rank's header."""
+        header = Header(
+            has_failed=error is not None,
+            stop_reason=self._runtime.stop_reason() or "",
+            grows=self._runtime.transport.has_newcomer,
+            times=self._watch.times(),
+            counters=tuple(self._passes.counters),
+            carry_length=self._carries.pack() if self._carries and not error else 0,
+        )
+        own = float64(header.pack()).to(self._runtime.device)
+        if self._places.are_coupled:
+            headers = self._headers(own)
+            # Nobody sums: a column that has no failed rank would, and the others would not.
+            if any(h.has_failed for h in headers):
+                return headers
+        reduction = workspace.reduction
+        if isinstance(reduction, OrderedReduction):  # rounds have summed by now
+            reduction.header.copy_(own)
+            reduction.reduce()
+            if not self._places.is_split:
+                # One `tolist` for all: on a GPU each item would be a message and a wait.
+                headers = [Header.unpack(v) for v in reduction.headers().tolist()]
+        workspace.spread_scalars()
+        self._watch.communication_s += self._watch.lap()
+        return headers
+
+    def _headers(self, own: Tensor) -> list[Header]:
+        """The headers of all ranks, of which those of one column travel with the sums."""
+        world = self._places.world
+        everyone = own.new_empty(world.size * len(own))
+        world.all_gather(own, everyone, [len(own)] * world.size)
+        return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
+
+    def norm(self, step: int, weight: float, workspace: Workspace, flat: FlatTensors) -> float:
+        """The norm of the mean gradient.
+
+        Raises:
+            NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
+        """
+        # The norm is homogeneous, so the division need not be done on the gradient first.
+        norm = workspace.norm() * (1.0 / (weight * self._loss_scale.value))
+        if not math.isfinite(norm) and not self._loss_scale.enabled:
+            transport = self._runtime.transport
+            raise non_finite_gradient(transport, step, flat, workspace.stepped)
+        return norm
+
+    def check(
+        self, step: int, error: Raised | None, headers: list[Header], scalars: list[float]
+    ) -> None:
+        """Turn what went wrong on any rank into the same error on all."""
+        if any(h.has_failed for h in headers):
+            # A backward pass that was broken off has left gradients and hooks' work half done.
+            self._passes.restart()
+            failure = shared_error(self._runtime.transport, error)
+            assert failure is not None
+            raise failure
+        # The sum tells of any microbatch: NaN and infinity do not cancel in it.
+        if not math.isfinite(scalars[0]):
+            is_divided = self._places.is_split or self._places.in_slices
+            losses = self._passes.losses
+            raise non_finite_loss(self._runtime.transport, step, losses, is_divided)
+        check_weight(scalars[1], step)
