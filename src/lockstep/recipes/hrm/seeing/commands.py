@@ -104,7 +104,7 @@ def view(chosen: Chosen, output: Path | None, num: int, split: str) -> list[str]
             "segments": found.segments, "q_halt": found.q_halt,
         }  # fmt: skip
         paths = write(folder, text, arrays)
-    return [f"wrote {path}" for path in paths]
+    return [*(f"wrote {path}" for path in paths), *run.warnings]
 
 
 def evaluate(chosen: Chosen, numbers: str, subset: int | None) -> list[str]:
@@ -129,7 +129,7 @@ def evaluate(chosen: Chosen, numbers: str, subset: int | None) -> list[str]:
     for score in scores:
         line = f"{score.most:8}  {score.exact:8.4f}  {score.accuracy:8.4f}"
         lines.append(line + f"  {score.segments:13.2f}" * early)
-    return lines
+    return [*lines, *run.warnings]
 
 
 def _numbers(text: str) -> list[int]:

@@ -23,6 +23,7 @@ class Seen:
         answers: uint8 [S, cells], after each segment.
         q_halt: float32 [S], logits of halting.
         halted: after how many segments the puzzle halts by itself; None if it does not.
+        used: after how many segments the answer that is scored is taken.
         is_right: whether the answer that is scored has no mistake.
     """
 
@@ -32,6 +33,7 @@ class Seen:
     answers: npt.NDArray[np.uint8]
     q_halt: npt.NDArray[np.float32]
     halted: int | None
+    used: int
     is_right: bool
 
 
@@ -109,7 +111,7 @@ def _add(found: Gathered, which: slice, answers: Answers, early: bool, num: int)
     found.exact += (parts == 1).sum(axis=1)
     found.accuracy += parts.sum(axis=1)
     segments, used = answers.segments(most), final_segments(answers, most, early)
-    halts = answers.wants.any(axis=0)
+    halts = np.asarray(answers.wants.any(axis=0))
     found.halting += np.bincount(np.where(halts, segments - 1, most), minlength=most + 1)
     everyone = np.arange(len(used))
     found.predictions[which] = answers.after(used)
@@ -124,6 +126,7 @@ def _add(found: Gathered, which: slice, answers: Answers, early: bool, num: int)
                 Seen(
                     at + 1, found.inputs[at], found.labels[at], answers.tokens[:, place].copy(),
                     answers.q_halt[:, place].copy(),
-                    int(segments[place]) if halts[place] else None, bool(is_right[place]),
+                    int(segments[place]) if halts[place] else None, int(used[place]),
+                    bool(is_right[place]),
                 )
             )  # fmt: skip

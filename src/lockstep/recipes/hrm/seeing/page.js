@@ -1,5 +1,5 @@
 "use strict";
-// The slider of each puzzle paints its answer after another segment; the page shows the last one.
+// The slider of each puzzle paints its answer after another segment than the page shows.
 const symbols = JSON.parse(document.getElementById("symbols").textContent);
 const tokens = (hex) => hex.match(/../g).map((pair) => parseInt(pair, 16));
 

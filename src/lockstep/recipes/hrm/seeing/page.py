@@ -88,12 +88,12 @@ def _charts(found: Gathered) -> Iterator[str]:
 
 
 def _puzzle(kind: Kind, seen: Seen) -> Iterator[str]:
-    """A puzzle: its question, its right answer, and the model's after the last segment."""
+    """A puzzle: its question, its right answer, and the model's that is scored."""
     cut = window(kind, [seen.question, seen.label, *seen.answers])
     small = drawn_kind(kind, cut)
     question, label = seen.question[cut.cells], seen.label[cut.cells]
     answers = seen.answers[:, cut.cells]
-    most, last = len(answers), answers[-1]
+    most, last = len(answers), answers[seen.used - 1]
     halting = [f"{probability(float(logit)):.3f}" for logit in seen.q_halt]
     num_wrong = int(((label != 0) & (last != label)).sum())
     halted = f"halts by itself after {seen.halted}" if seen.halted else "does not halt by itself"
@@ -116,11 +116,11 @@ def _puzzle(kind: Kind, seen: Seen) -> Iterator[str]:
         yield f"<figure>{drawn(small, tokens, style, name, marks, wrong)}"
         if style != "answer":
             yield f"<figcaption>{name}</figcaption></figure>"
-    at = f"after segment {most} of {most}, mistakes: {num_wrong}, halting {halting[-1]}"
-    yield f'<figcaption class="at">{at}</figcaption>'
+    at = f"after segment {seen.used} of {most}, mistakes: {num_wrong}, "
+    yield f'<figcaption class="at">{at}halting {halting[seen.used - 1]}</figcaption>'
     yield (
         f'<label class="control" hidden>segment <input type="range" min="1" max="{most}" '
-        f'value="{most}" autocomplete="off"></label></figure>'
+        f'value="{seen.used}" autocomplete="off"></label></figure>'
     )
     yield "</div></section>"
 

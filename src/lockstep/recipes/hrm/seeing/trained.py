@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.passes.precision import autocast
 from lockstep.engine.step.model import build_model
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.rank.threads import num_threads
 from lockstep.nn.reasoning import ReasoningModel, halts
@@ -73,6 +73,7 @@ class Trained:
         step: how many optimizer steps the checkpoint has seen.
         kind: what the puzzles are.
         device: where the model is.
+        is_other_data: whether the puzzles are not those that the run was trained on.
     """
 
     task: Hrm
@@ -81,19 +82,29 @@ class Trained:
     step: int
     kind: Kind
     device: torch.device
+    is_other_data: bool
+
+    @property
+    def warnings(self) -> list[str]:
+        """What people should know before they trust scores."""
+        if not self.is_other_data:
+            return []
+        return ["warning: the puzzles are not those that the run was trained on"]
 
     def puzzles(self, split: str) -> tuple[Tokens, Tokens]:
         """Inputs and labels [N, cells] of a split.
 
         Raises:
             ConfigError: there is none of that name.
-            DataError: the dataset is damaged.
+            DataError: the dataset is damaged or empty.
         """
         if split not in _SPLITS:
             raise ConfigError(f"--split {split}: must be one of {', '.join(_SPLITS)}")
         dataset = self.task.dataset(split)
         assert dataset is not None
         inputs, labels = dataset.tensors
+        if not len(inputs):
+            raise DataError(f"--split {split}: has no puzzles")
         return inputs.numpy(), labels.numpy()
 
     def batches(self, inputs: Tokens, segments: int) -> Iterator[tuple[slice, Answers]]:
@@ -167,7 +178,9 @@ def trained(run_dir: Path, which: str) -> Trained:
             "can be shown"
         )
     kind = kind_of(model.sizes.vocabulary, model.sizes.length)
-    return Trained(task, model.eval(), config, snapshot.step, kind, device)
+    known = snapshot.meta["sampler"].get("task_digest")
+    is_other = known is not None and task.data_digest() != known
+    return Trained(task, model.eval(), config, snapshot.step, kind, device, is_other)
 
 
 def _device(config: HrmConfig) -> torch.device:
