@@ -54,6 +54,11 @@ def test_bf16_and_two_networks_answer_as_in_lockstep_eval(
     (score,) = by_segments(run, *run.puzzles("val"), [4], True)
     assert score.accuracy == pytest.approx(metrics["accuracy"], abs=1e-6)
     assert score.segments == pytest.approx(metrics["segments"])
+    inputs = run.puzzles("val")[0]
+    tokens = torch.from_numpy(inputs).long()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _, _, q_halt, _ = run.model(run.model.initial(len(tokens), torch.bfloat16), tokens)
+    assert np.array_equal(run.answers(inputs, 1).q_halt[0], q_halt.numpy())
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 9])
@@ -98,7 +103,11 @@ def test_what_is_gathered_is_what_was_answered(model: Trained) -> None:
         parts = accuracy(tokens, labels)
         assert found.accuracy == pytest.approx(parts.mean(axis=1))
         assert found.exact == pytest.approx((parts == 1).mean(axis=1))
-        assert found.halting.sum() == len(inputs)
+        halts = np.concatenate([answers.wants.any(axis=0) for answers in whole])
+        assert found.halting[-1] == (~halts).sum()
+        assert found.halting[:-1].tolist() == [
+            (found.segments[halts] == number).sum() for number in range(1, 7)
+        ]
         assert found.segments.tolist() == [n for a in whole for n in a.segments(6).tolist()]
         assert found.used.tolist() == (found.segments.tolist() if early else [6] * len(inputs))
         for index, used in enumerate(found.used.tolist()):

@@ -93,7 +93,7 @@ def test_another_path_as_short_is_a_solution_and_a_detour_is_none() -> None:
     kind, question = kind_of(6, 9), to_tokens("S    #  G")
     for text in ("So  o# oG", "S  oo# oG", "S  o #ooG"):
         assert is_solved(kind, question, to_tokens(text), None), text
-    for text in ("Soooo# oG", "S  oo#ooG", "S    # oG", "S    #  G"):
+    for text in ("So   #ooG", "Soooo# oG", "S  oo#ooG", "S    # oG", "S    #  G"):
         assert not is_solved(kind, question, to_tokens(text), None), text
 
 
