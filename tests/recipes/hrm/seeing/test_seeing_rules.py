@@ -6,7 +6,7 @@ from itertools import islice, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.recipes.hrm.data.draws import Use, keyed
@@ -20,6 +20,7 @@ from lockstep.recipes.hrm.seeing.rules import is_solved, mistakes, repeated, sol
 SIDES = (4, 6, 9)
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(SIDES), st.data())
 def test_repeated_digits_are_those_of_brute_force(side: int, data: st.DataObject) -> None:
     board = board_of(side)
@@ -38,6 +39,7 @@ def test_repeated_digits_are_those_of_brute_force(side: int, data: st.DataObject
     assert repeated(board, grid.astype(np.uint8)).tolist() == expected
 
 
+@settings(max_examples=30)
 @given(st.sampled_from(SIDES), st.integers(0, 99), st.data())
 def test_a_sudoku_is_solved_only_by_a_solution_with_its_clues(
     side: int, seed: int, data: st.DataObject

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError, LockstepError
@@ -23,6 +23,7 @@ QUESTION = next(mazes(0, Use.TEST)).questions[0]
 LINES = [to_text(QUESTION)[start : start + 30] for start in range(0, 900, 30)]
 
 
+@settings(max_examples=30)
 @given(st.sampled_from([4, 6, 9]), st.integers(0, 50), st.data())
 def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.DataObject) -> None:
     board = board_of(side)
@@ -37,6 +38,7 @@ def test_any_blanks_and_white_space_of_a_sudoku(side: int, seed: int, data: st.D
     assert tokens.tolist() == (digits + 1).tolist()
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=40), st.sampled_from([SUDOKU, MAZE, kind_of(12, 900)]))
 def test_any_text_is_a_puzzle_or_an_error_of_one_message(text: str, kind: Kind) -> None:
     message, shape = "", None
