@@ -75,8 +75,7 @@ def test_the_wheel_has_the_package_and_nothing_else(
     package = {name.removeprefix("src/") for name in expected if name.startswith("src/")}
     assert {name for name in names if ".dist-info/" not in name} == package
     assert "lockstep/py.typed" in names
-    for end in (".cpp", ".css", ".js"):
-        assert {n for n in names if n.endswith(end)} == {n for n in package if n.endswith(end)}
+    assert {n for n in names if n.endswith(".cpp")} == {n for n in package if n.endswith(".cpp")}
 
 
 def test_the_metadata(built: tuple[set[str], set[str], Path]) -> None:
