@@ -50,9 +50,7 @@ class EMA(Hook):
 
     def on_start(self, run: Run) -> None:
         """Have averages that were loaded where the parameters are."""
-        parameters = dict(run.model.named_parameters())
-        for name, average in self.average.items():
-            self.average[name] = average.to(parameters[name].device)
+        self._follow(run.model)
 
     def after_step(self, run: Run) -> None:
         """Move the average."""
@@ -67,6 +65,7 @@ class EMA(Hook):
 
     def __call__(self, model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         """The model's output with the averages for its parameters; its buffers as they are."""
+        self._follow(model)  # of a run that is evaluated only, nobody has called `on_start`
         return torch.func.functional_call(model, dict(self.average), arguments, keywords)
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,6 +75,12 @@ class EMA(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over averages, on the devices they are on."""
         self.average = {name: tensor.clone() for name, tensor in state.items()}
+
+    def _follow(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            average = self.average.get(name)
+            if average is not None and average.device != parameter.device:
+                self.average[name] = average.to(parameter.device)
 
 
 class EarlyStopping(Hook):

@@ -128,7 +128,10 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "goes_back"),
-    [([(1, 6, "reduced"), (2, 13, "reduce")], False), ([(0, 13, "reduce"), (1, 13, "reduce")], True)],
+    [
+        ([(1, 6, "reduced"), (2, 13, "reduce")], False),
+        ([(0, 13, "reduce"), (1, 13, "reduce")], True),
+    ],
 )
 def test_ranks_that_share_layers_all_have_their_carries(train, alone, tmp_path, faults, goes_back):
     """The second of two losses takes a whole replica along, and with it what it carried."""

@@ -11,10 +11,17 @@ from lockstep.launchers.rank.early import ending_at_interrupt
 
 app = typer.Typer()
 
+RunDir = Annotated[Path, typer.Argument(help="The directory of the run.")]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
+Segments = Annotated[
+    int | None,
+    typer.Option("--segments", help="How many; those of the run's evaluations by default."),
+]
+
 
 @app.callback()
 def hrm() -> None:
-    """Make the data of the hierarchical reasoning model."""
+    """Puzzles: their data, and what to do with a trained model."""
 
 
 @app.command()
@@ -65,3 +72,77 @@ def data(
         f"{built.seq_len:,} tokens an example, {built.vocab_size} in the vocabulary, "
         f"{built.num_identifiers:,} puzzle identifiers"
     )
+
+
+@app.command()
+def solve(
+    run_dir: RunDir,
+    puzzle: Annotated[
+        str,
+        typer.Argument(
+            help="A Sudoku's digits, 0 or '.' for blanks; val:17 of the run's data; or a text file."
+        ),
+    ],
+    checkpoint: Checkpoint = "latest",
+    segments: Segments = None,
+    early: Annotated[
+        bool | None,
+        typer.Option("--early/--no-early", help="Whether to end where the puzzle halts by itself."),
+    ] = None,
+) -> None:
+    """Solve a puzzle, and print the grid after each segment.
+
+    A text file has a Sudoku's digits, or the lines of a maze. The exit code is 1 if the answer is
+    no solution.
+    """
+    with ending_at_interrupt():
+        from lockstep.recipes.hrm.seeing import commands
+    code = commands.solve(commands.Chosen(run_dir, checkpoint, segments, early), puzzle)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def view(
+    run_dir: RunDir,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="Where to write; RUN_DIR/view by default.")
+    ] = None,
+    num: Annotated[int, typer.Option("--num", min=0, help="Puzzles to show, at most.")] = 24,
+    split: Annotated[str, typer.Option("--split", help="val or train.")] = "val",
+    checkpoint: Checkpoint = "latest",
+    segments: Segments = None,
+) -> None:
+    """Write a page about a trained model, index.html, and predictions.npz.
+
+    The page needs no other file. The arrays are inputs, labels, predictions (tokens [N, cells]),
+    segments (until a puzzle halts by itself) and q_halt (logits of halting, after the segment that
+    a prediction is of).
+    """
+    with ending_at_interrupt():
+        from lockstep.recipes.hrm.seeing import commands
+    chosen = commands.Chosen(run_dir, checkpoint, segments)
+    for line in commands.view(chosen, output, num, split):
+        print(line)
+
+
+@app.command("eval")
+def evaluate(
+    run_dir: RunDir,
+    segments: Annotated[
+        str, typer.Option("--segments", help="Numbers of segments, from 1 to 64.")
+    ] = "1,2,4,8,16,32,64",
+    early: Annotated[
+        bool, typer.Option("--early", help="Let puzzles halt by themselves before.")
+    ] = False,
+    subset: Annotated[
+        int | None, typer.Option("--subset", min=1, help="Solve so many puzzles, from the first.")
+    ] = None,
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Evaluate on validation puzzles, by number of segments."""
+    with ending_at_interrupt():
+        from lockstep.recipes.hrm.seeing import commands
+    chosen = commands.Chosen(run_dir, checkpoint, early=early)
+    for line in commands.evaluate(chosen, segments, subset):
+        print(line)
