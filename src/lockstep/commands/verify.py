@@ -20,6 +20,7 @@ from lockstep.config.train_config import Sharding
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.digests import tensor_digest
+from lockstep.engine.tables.files import read_rows
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.front import Sitting
 from lockstep.launching.start import LAUNCHERS, Ended, rank_command, start
@@ -93,6 +94,7 @@ class Run:
         wall_s: wall time of training in seconds.
         error: message of the error that ended it; empty if there was none.
         carry_sha256: SHA-256 of what microbatches carry in the end; empty if they carry nothing.
+        tables_sha256: SHA-256 of the rows of tables in the end; empty without tables.
     """
 
     legs: tuple[Leg, ...]
@@ -101,11 +103,12 @@ class Run:
     wall_s: float = 0.0
     error: str = ""
     carry_sha256: str = ""
+    tables_sha256: str = ""
 
     @property
-    def digests(self) -> tuple[str, str]:
-        """What must be equal: of parameters, and of what microbatches carry."""
-        return self.sha256, self.carry_sha256
+    def digests(self) -> tuple[str, ...]:
+        """What must be equal: of parameters, of what microbatches carry, and of tables."""
+        return self.sha256, self.carry_sha256, self.tables_sha256
 
     @property
     def name(self) -> str:
@@ -183,6 +186,8 @@ def verify(
             console.print(runs[0].sha256, soft_wrap=True)
             if runs[0].carry_sha256:
                 console.print(f"{runs[0].carry_sha256} of the carry", soft_wrap=True)
+            if runs[0].tables_sha256:
+                console.print(f"{runs[0].tables_sha256} of the rows of tables", soft_wrap=True)
             return 0
         console.print(f"different: {len(odd)} of {len(runs)} runs", style="red")
         for run in (runs[0], odd[0]):
@@ -264,8 +269,14 @@ class _Training:
                 return Run(legs, error=ended.message or f"exit code {ended.exit_code}")
             result = read_result(path / "result.json")
             wall_s += float(result["wall_s"])
-        carry = result.get("carry_sha256", "")
-        return Run(legs, result["params_sha256"], result["step"], wall_s, carry_sha256=carry)
+        return Run(
+            legs,
+            result["params_sha256"],
+            result["step"],
+            wall_s,
+            carry_sha256=result.get("carry_sha256", ""),
+            tables_sha256=result.get("tables_sha256", ""),
+        )
 
     def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:
         """The run directory."""
@@ -307,7 +318,11 @@ def _first_difference(training: _Training, runs: tuple[Run, Run], half: int) -> 
 def _tensors(snapshot: checkpoint.Snapshot) -> dict[str, Tensor]:
     """What must be equal in two runs, by a name for people."""
     carried = {f"the carry of microbatch {name}": t for name, t in snapshot.carry.items()}
-    return snapshot.model | snapshot.buffers | carried
+    rows = {
+        f"{key} of {name} from row {first} on": tensor
+        for name, first, key, tensor in read_rows(snapshot)
+    }
+    return snapshot.model | snapshot.buffers | carried | rows
 
 
 def _table(runs: Sequence[Run]) -> Table:

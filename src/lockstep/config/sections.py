@@ -154,6 +154,14 @@ class CarryConfig(Section):
     checkpoint."""
 
 
+class TablesConfig(Section):
+    """Tables whose rows are dealt out to ranks (`lockstep.nn.SparseEmbedding`)."""
+
+    buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
+    """Where survivors can go on: each rank also keeps the rows of the rank before it, so that the
+    loss of a rank loses none. Without, training goes back to the newest checkpoint."""
+
+
 class MeshConfig(Section):
     """Where a run is computed; it never decides what is computed."""
 

@@ -28,6 +28,7 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
+    TablesConfig,
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -71,6 +72,7 @@ class TrainConfig(Section):
     The hash holds the word, not the device found."""
 
     carry: CarryConfig = Field(default=CarryConfig(), json_schema_extra=NO_OUTCOME)
+    tables: TablesConfig = Field(default=TablesConfig(), json_schema_extra=NO_OUTCOME)
     mesh: MeshConfig = MeshConfig()
     sharding: Sharding = Field(default="none", json_schema_extra=NO_OUTCOME)
     """What each rank keeps its slice of only: same bits, less memory. `optimizer`: its state

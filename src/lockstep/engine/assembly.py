@@ -32,6 +32,7 @@ from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
+from lockstep.engine.tables.lookups import check_tables_fit
 from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import training_data
 from lockstep.errors import ConfigError, TaskError
@@ -92,8 +93,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if has_carry(task):
         everywhere(transport, lambda: _check_carry_fits(task, config))
     model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
+    sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
+    everywhere(transport, lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
     start = {"the model's start": model_digest(model)}
+    start |= {f"table {n}": table.description for n, table in compute.lookups.tables.items()}
     shards = shards_of(model)
     flat = everywhere(
         transport,

@@ -216,6 +216,8 @@ class Finished(Event):
     """The newest metrics of more than one number: nested lists by "split/name"."""
     carry_sha256: str = ""
     """SHA-256 of what microbatches carry to the next step; empty if they carry nothing."""
+    tables_sha256: str = ""
+    """SHA-256 of the rows of all tables, and what their optimizers keep; empty without tables."""
 
 
 Emit = Callable[[Event], None]

@@ -192,7 +192,12 @@ class Trainer:
             started = perf_counter()
             self._runtime.at("evaluate", self._state.progress.step)
             scores[name] = parts.evaluations[name].run(
-                self._transport, parts.model, parts.compute, self._runtime.pulse.beat, parts.places
+                self._transport,
+                parts.model,
+                parts.compute,
+                self._runtime.pulse.beat,
+                parts.places,
+                parts.train_step.tables,
             )
             seconds[name] = perf_counter() - started
         self._state.commit_evaluation(scores, seconds, model_step)
@@ -250,13 +255,13 @@ class Trainer:
         tests = [name for name in parts.evaluations if not is_validation(name)]
         if progress.finished and tests:
             self._test(tests)
-        sha256, carries = self._digest(), parts.train_step.carries
+        carries, tables = parts.train_step.carries, parts.train_step.tables
         finished = Finished(
             step=progress.step,
             status="completed" if progress.finished else "stopped",
             reason=progress.finished or state.stop_reason,
             exit_code=0 if progress.finished else EXIT_CODES.get(state.stop_reason, 0),
-            params_sha256=sha256,
+            params_sha256=self._digest(),
             metrics=self._reporter.final_metrics(progress),
             world_size=self._transport.size,
             wall_s=perf_counter() - self._started,
@@ -264,6 +269,7 @@ class Trainer:
             test_step=state.test_step,
             arrays=progress.arrays,
             carry_sha256=carries.digest() if carries is not None else "",
+            tables_sha256=tables.digest() if tables is not None else "",
         )
         self._hooks.end(progress, finished.status, finished.reason)
         self._runtime.emit(finished)

@@ -152,6 +152,19 @@ class Task(ABC):
         """
         raise NotImplementedError
 
+    def lookups(self, *args: Any) -> Mapping[str, Tensor]:
+        """Rows of each `lockstep.nn.SparseEmbedding` that a batch needs: `lookups(batch)`.
+
+        In a task with a `carry`: `lookups(batch, carry)`. Needed where the model has such tables:
+        their rows are with their owners, and come before the forward pass. Rows that are named are
+        stepped, also if the loss makes nothing of them.
+
+        Returns:
+            For each table, by the name of its module in the model ("users", "towers.items"), the
+            numbers of rows: integers of any shape, in any order, also more than once.
+        """
+        raise NotImplementedError
+
     def phases(self) -> Sequence[Phase]:
         """Kinds of optimizer steps that follow one another, each with a loss of its own.
 
@@ -295,6 +308,11 @@ class Task(ABC):
 def has_carry(task: Task) -> bool:
     """Whether microbatches of a task carry state from one step to the next."""
     return type(task).carry is not Task.carry
+
+
+def has_lookups(task: Task) -> bool:
+    """Whether a task says which rows of tables a batch needs."""
+    return type(task).lookups is not Task.lookups
 
 
 def with_config(task: Task, config: TrainConfig) -> Task:

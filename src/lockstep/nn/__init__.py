@@ -1,4 +1,4 @@
-"""Layers that can be cut into shards, so that several ranks compute one of them together.
+"""Layers that several ranks have together: cut into shards, or tables with rows on all ranks.
 
     from lockstep.nn import shard
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.nn.plan import Heads, shard
     from lockstep.nn.sharded_tensor import ShardedTensor
     from lockstep.nn.sketched import SketchedColumn, SketchedRow
+    from lockstep.nn.tables.sparse_embedding import SparseEmbedding
     from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedTensor",
     "SketchedColumn",
     "SketchedRow",
+    "SparseEmbedding",
     "VocabularyEmbedding",
     "VocabularyLinear",
     "shard",
@@ -45,6 +47,7 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "ShardedTensor": "sharded_tensor",
         "SketchedColumn": "sketched",
         "SketchedRow": "sketched",
+        "SparseEmbedding": "tables.sparse_embedding",
         "VocabularyEmbedding": "vocabulary",
         "VocabularyLinear": "vocabulary",
         "shard": "plan",

@@ -145,6 +145,7 @@ def _finished(event: Finished) -> dict[str, Any]:
         "checkpoint": event.checkpoint,
         "test_step": event.test_step,
         **({"carry_sha256": event.carry_sha256} if event.carry_sha256 else {}),
+        **({"tables_sha256": event.tables_sha256} if event.tables_sha256 else {}),
     }
 
 

@@ -74,6 +74,7 @@ def summary(plan: RunStarted | None, end: Finished, resumable: bool = True) -> P
         *_by_split(end.metrics, {"test": end.test_step}, end.step),
         ("SHA-256", end.params_sha256),
         ("of the carry", end.carry_sha256),
+        ("of tables", end.tables_sha256),
         ("time", f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"),
         ("checkpoint", end.checkpoint),
         ("run", run_dir),

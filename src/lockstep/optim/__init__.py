@@ -16,11 +16,30 @@ if TYPE_CHECKING:
     from lockstep.optim.adam_atan2 import AdamATan2
     from lockstep.optim.lbfgs import LBFGS
     from lockstep.optim.natural import NaturalGradient
+    from lockstep.optim.rows import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSignSGD
 
-__all__ = ["LBFGS", "AdamATan2", "NaturalGradient"]
+__all__ = [
+    "LBFGS",
+    "AdamATan2",
+    "NaturalGradient",
+    "RowAdagrad",
+    "RowAdam",
+    "RowOptimizer",
+    "RowSGD",
+    "RowSignSGD",
+]
 
 _HOMES: Mapping[str, str] = MappingProxyType(
-    {"AdamATan2": "adam_atan2", "LBFGS": "lbfgs", "NaturalGradient": "natural"}
+    {
+        "AdamATan2": "adam_atan2",
+        "LBFGS": "lbfgs",
+        "NaturalGradient": "natural",
+        "RowAdagrad": "rows",
+        "RowAdam": "rows",
+        "RowOptimizer": "rows",
+        "RowSGD": "rows",
+        "RowSignSGD": "rows",
+    }
 )
 
 

@@ -106,7 +106,7 @@ def chaos(
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
-            "carry_sha256" in reference,
+            "carry_sha256" in reference, "tables_sha256" in reference,
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -203,7 +203,8 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
     with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
     once = steps == list(range(1, int(reference["step"]) + 1))
-    equal = all(result.get(key) == reference.get(key) for key in ("params_sha256", "carry_sha256"))
+    keys = ("params_sha256", "carry_sha256", "tables_sha256")
+    equal = all(result.get(key) == reference.get(key) for key in keys)
     console.print(
         f"steps: each of {len(steps)} was committed once, and with it its samples"
         if once
@@ -215,6 +216,8 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
         console.print(result["params_sha256"], soft_wrap=True)
         if "carry_sha256" in result:
             console.print(f"{result['carry_sha256']} of the carry", soft_wrap=True)
+        if "tables_sha256" in result:
+            console.print(f"{result['tables_sha256']} of the rows of tables", soft_wrap=True)
     else:
         console.print("different: SHA-256 without faults, and with them", style="red")
         for sha256 in (reference["params_sha256"], result["params_sha256"]):

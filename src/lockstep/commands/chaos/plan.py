@@ -37,6 +37,7 @@ _IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
 _BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
 _OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
 _OF_CARRIES: tuple[Moment, ...] = ("copy", "copied")
+_OF_TABLES: tuple[Moment, ...] = ("lookup", "rows", "rows_summed")
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
@@ -81,6 +82,7 @@ class Draw:
     pp: int = 1
     in_slices: bool = False
     has_carry: bool = False
+    has_tables: bool = False
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -184,7 +186,8 @@ class Draw:
             return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
         slices, carries = _OF_SLICES * self.in_slices, _OF_CARRIES * self.has_carry
-        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries))
+        rows = _OF_TABLES * self.has_tables
+        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries, *rows))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -208,6 +211,7 @@ def draw(
     pp: int = 1,
     in_slices: bool = False,
     has_carry: bool = False,
+    has_tables: bool = False,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -222,6 +226,7 @@ def draw(
         pp: number of stages.
         in_slices: whether parameters are in slices.
         has_carry: whether microbatches carry state, copies of which go to other ranks.
+        has_tables: whether the model has tables, whose rows go from rank to rank.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -232,7 +237,7 @@ def draw(
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
-    drawn.has_carry = has_carry
+    drawn.has_carry, drawn.has_tables = has_carry, has_tables
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

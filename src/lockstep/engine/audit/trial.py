@@ -30,7 +30,7 @@ from lockstep.engine.audit.reads import attributes_read
 from lockstep.engine.audit.rehearsal import Rehearsal
 from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.carry.carries import Carries
-from lockstep.engine.digests import checksum
+from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.passes.compute import Compute
@@ -52,6 +52,8 @@ class _Outcome(NamedTuple):
     changed: list[str]
     carry: str
     """SHA-256 of what the microbatch carries to the next step; empty if it carries nothing."""
+    rows: str
+    """SHA-256 of the gradients of rows of tables; empty without tables, and on a GPU."""
 
 
 class Trial:
@@ -229,9 +231,22 @@ class Trial:
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
         digest, loss, drawn, carry = passed[0]
         gradients = [self._gradient(name, tensor) for name, tensor in self._named]
+        rows = self._rows_digest()
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
-        return _Outcome(digest, drawn, values, gradients, changed, carry)
+        return _Outcome(digest, drawn, values, gradients, changed, carry, rows)
+
+    def _rows_digest(self) -> str:
+        """SHA-256 of the gradients of the rows of tables that were looked up."""
+        tensors: dict[str, Tensor] = {}
+        for name, table in self._compute.lookups.tables.items():
+            assert table.lent is not None, "a forward pass has lent rows"
+            ids, rows = table.lent
+            if rows.is_cuda:
+                return ""
+            gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
+            tensors |= {f"numbers of {name}": ids, name: gradient}
+        return tensors_digest(tensors) if tensors else ""
 
     def _gradient(self, name: str, tensor: Tensor) -> int | None:
         """The checksum of a gradient, also of one that has gone when its block was left."""
@@ -258,6 +273,9 @@ class Trial:
             loss = self._compute.forward(step, 0, batch, carries)
         drawn.append(global_state())
         inputs = self._compute.phases.parameters(step)
+        if inputs is not None:
+            lent = [table.lent for table in self._compute.lookups.tables.values()]
+            inputs = [*inputs, *(one.rows for one in lent if one is not None)]
         loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._end_pass()
         carry = carries.made.get(0)
@@ -304,6 +322,11 @@ class Trial:
                     f"parameter {name}: got another gradient when the same batch was computed "
                     f"again, {why}"
                 )
+        if first.rows != second.rows:
+            raise TaskError(
+                "the rows of a SparseEmbedding got other gradients, or other rows were looked up "
+                f"(Task.lookups), when the same batch was computed again, {why}"
+            )
 
     def _digest(self, outcome: _Outcome) -> str:
         sha = hashlib.sha256()
@@ -311,7 +334,7 @@ class Trial:
             sha.update(f"{name} {[float(v) for v in pair]}\n".encode())
         for (name, _), gradient in zip(self._named, outcome.gradients, strict=True):
             sha.update(f"{name} {gradient}\n".encode())
-        sha.update(outcome.carry.encode())
+        sha.update(outcome.carry.encode() + outcome.rows.encode())
         return sha.hexdigest()
 
 

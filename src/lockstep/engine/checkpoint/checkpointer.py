@@ -34,6 +34,7 @@ from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
 from lockstep.engine.runtime import Runtime, everywhere, on_first
+from lockstep.engine.tables.files import StreamedTables, described
 from lockstep.errors import CheckpointError
 
 
@@ -103,6 +104,9 @@ class Checkpointer:
             self._stream(progress, best, started, carries)
             self._done(progress, started)
             return
+        streamed: StreamedTables | None = None
+        if parts.train_step.tables is not None:
+            streamed = parts.train_step.tables.streamed()
         # A whole optimizer is on rank 0 already; slices and shards of one are with everyone.
         if is_first or parts.train_step.shares_state:
             state = whole_state(parts.train_step)
@@ -114,11 +118,14 @@ class Checkpointer:
                 meta = self._meta(progress)
                 make = capture(parts.train_step, parts.model, progress, meta, state, whole, carries)
         if is_first:
-            self._writer.save(make, best, started)
+            files = streamed.files if streamed is not None else None
+            self._writer.save(make, best, started, files)
             if best and self._transport.can_regroup and self._transport.size > 1:
                 # Should this rank die, the others write it anew; but they no longer could, once
                 # they have done the next step, which they can't do without this rank.
                 self._writer.wait()
+        if streamed is not None:
+            streamed.drain()  # what the others do, and rank 0 if the disk has failed
         self._done(progress, started)
 
     def _stream(self, progress: Progress, best: bool, started: float, carries: Held | None) -> None:
@@ -126,12 +133,19 @@ class Checkpointer:
         parts = self._parts
         state = numbers_of_state(parts.train_step)
         streamed = StreamedState(parts.train_step, parts.model, list(state.flats))
+        files = {checkpoint.MODEL: streamed.model, checkpoint.OPTIMIZER: streamed.optimizer}
+        rows: StreamedTables | None = None
+        if parts.train_step.tables is not None:
+            rows = parts.train_step.tables.streamed()
+            files |= rows.files
         if self._runtime.is_first:
             nothing = WholeTensors({}, {})
             meta = self._meta(progress)
             make = capture(parts.train_step, parts.model, progress, meta, state, nothing, carries)
-            self._writer.save(make, best, started, streamed)
+            self._writer.save(make, best, started, files)
         streamed.drain()  # what the others do, and rank 0 if the disk has failed
+        if rows is not None:
+            rows.drain()
 
     def _done(self, progress: Progress, started: float) -> None:
         self._parts.train_step.watch.checkpoint_s += perf_counter() - started
@@ -169,6 +183,7 @@ class Checkpointer:
                 progress.step,
                 train_step.parameters.slices(),
                 train_step.carries.digests() if train_step.carries is not None else None,
+                train_step.tables.digests() if train_step.tables is not None else None,
             )
 
     def check_state(self) -> None:
@@ -227,6 +242,8 @@ class Checkpointer:
         self._parts.loader.know_passes(starts)
         progress = restore(snapshot, self._parts.train_step, self._parts.model, self._transport)
         self._restore_carries(snapshot)
+        if self._parts.train_step.tables is not None:
+            self._parts.train_step.tables.load(folder)
         for reason in skipped:
             message = f"{reason}; the one before is used"
             self._runtime.emit(Warned(step=progress.step, message=message))
@@ -288,6 +305,7 @@ class Checkpointer:
                 "pass_starts": list(self._parts.loader.pass_starts),
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
+            "tables": described(self._parts.compute.lookups.tables),
             "saved_at": time.time(),
             "layout": {
                 "world_size": transport.size,

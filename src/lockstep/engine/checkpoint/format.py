@@ -5,6 +5,7 @@
                               optimizer.safetensors    state by "key/parameter"
                               task.safetensors         tensors of Task.state_dict, if any
                               carry.safetensors        what microbatches carry, by "number/name"
+                              table_0.00000.safetensors  rows of a table, if there is one
                               manifest.json            SHA-256 of these, and all the rest
     checkpoints/latest, checkpoints/best               names of folders; only hints
 
@@ -21,7 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -44,9 +45,12 @@ from lockstep.files import (
 from lockstep.parsing import as_type, parse_object
 
 FORMAT = 1
-_MODEL, _OPTIMIZER, _MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_MANIFEST = "manifest.json"
 _BUFFERS, _TASK, _CARRY = "buffers.safetensors", "task.safetensors", "carry.safetensors"
 """There only if there are such tensors."""
+TABLE = "table_"
+"""What the names of files with rows of tables begin with; these are read one by one."""
 
 _CIRCUMSTANCES = ("sha256", "layout", "versions", "saved_at")
 """Keys of a manifest that may differ between two checkpoints of the same state."""
@@ -64,6 +68,7 @@ class Snapshot:
         buffers: buffers that are not persistent and that a step may change, by name.
         task: tensors of the task's own state by name.
         carry: tensors that microbatches carry, by "number/name"; `meta` has the rest.
+        folder: where it was read from, and rows of tables are.
     """
 
     step: int
@@ -73,13 +78,7 @@ class Snapshot:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     task: dict[str, Tensor] = field(default_factory=dict)
     carry: dict[str, Tensor] = field(default_factory=dict)
-
-
-class Streamed(Protocol):
-    """Tensors that come together while they are written."""
-
-    model: Tensors
-    optimizer: Tensors
+    folder: Path | None = None
 
 
 @dataclass
@@ -103,7 +102,7 @@ def write(
     root: Path,
     snapshot: Snapshot,
     halfway: Callable[[], None] = lambda: None,
-    streamed: Streamed | None = None,
+    streamed: Mapping[str, Tensors] | None = None,
 ) -> tuple[Path, int]:
     """Write a checkpoint below `root`.
 
@@ -111,7 +110,7 @@ def write(
         root: folder of all checkpoints.
         snapshot: training state to write.
         halfway: function that is called when all tensors are on disk under a temporary name.
-        streamed: tensors of model and optimizer, where the snapshot has none.
+        streamed: files whose tensors come together while they are written, by name, in order.
 
     Returns:
         Its folder and its size in bytes.
@@ -123,11 +122,10 @@ def write(
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
-        contents = {_MODEL: in_memory(snapshot.model), _OPTIMIZER: in_memory(snapshot.optimizer)}
-        if streamed is not None:
-            contents = {_MODEL: streamed.model, _OPTIMIZER: streamed.optimizer}
+        contents = {MODEL: in_memory(snapshot.model), OPTIMIZER: in_memory(snapshot.optimizer)}
         optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task, _CARRY: snapshot.carry}
         contents |= {name: in_memory(tensors) for name, tensors in optional.items() if tensors}
+        contents |= streamed or {}
         files = {
             name: write_tensors(temporary / name, tensors) for name, tensors in contents.items()
         }
@@ -159,18 +157,31 @@ def read(folder: Path) -> Snapshot:
     """
     manifest = read_manifest(folder)
     optional = [name for name in (_BUFFERS, _TASK, _CARRY) if name in manifest["files"]]
-    names = [_MODEL, _OPTIMIZER, *optional]
+    names = [MODEL, OPTIMIZER, *optional]
     files = {name: _read_verified(folder / name, manifest) for name in names}
+    for name in manifest["files"]:
+        if name.startswith(TABLE):
+            _read_verified(folder / name, manifest)
     meta = {k: v for k, v in manifest.items() if k not in ("sha256", "format", "step", "files")}
     return Snapshot(
         manifest["step"],
-        files[_MODEL],
-        files[_OPTIMIZER],
+        files[MODEL],
+        files[OPTIMIZER],
         meta,
         files.get(_BUFFERS, {}),
         files.get(_TASK, {}),
         files.get(_CARRY, {}),
+        folder,
     )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read and verify one file of a checkpoint.
+
+    Raises:
+        CheckpointError: it, or the manifest, is missing or damaged.
+    """
+    return _read_verified(path, read_manifest(path.parent))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, Optimizer
 from lockstep.engine.checkpoint.whole_tensors import WholeTensors
 from lockstep.engine.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
+from lockstep.engine.tables.files import check_described, load_whole
+from lockstep.engine.tables.lookups import tables_of
 from lockstep.errors import CheckpointError
 from lockstep.nn.cutting import (
     Shard,
@@ -114,6 +116,7 @@ def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
                 f"{where}: is of another model: {name} is {there.dtype} {tuple(there.shape)} "
                 f"there, {here.dtype} {tuple(here.shape)} here"
             )
+    check_described(tables_of(model), snapshot.meta.get("tables", {}), where)
 
 
 def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:
@@ -152,8 +155,17 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
 
 
 def load_model(snapshot: Snapshot, model: nn.Module) -> None:
-    """Load a snapshot that fits into a model."""
+    """Load a snapshot that fits into a model, which then has all rows of its tables.
+
+    Raises:
+        CheckpointError: the rows of a table cannot be read.
+    """
     model.load_state_dict(snapshot.model)
+    tables = tables_of(model)
+    if tables:
+        assert snapshot.folder is not None, "it was read from disk"
+        device = next(iter(model.state_dict().values())).device
+        load_whole(tables, snapshot.folder, device)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in snapshot.buffers.items():
         buffers[name].copy_(tensor)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.format import Snapshot, Streamed
+from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.retention import prune
+from lockstep.engine.checkpoint.tensor_files import Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
 from lockstep.engine.pulse import Pulse
@@ -66,7 +67,7 @@ class AsyncWriter:
         make: Callable[[], Snapshot],
         best: bool,
         started: float,
-        streamed: Streamed | None = None,
+        streamed: Mapping[str, Tensors] | None = None,
     ) -> float:
         """Write a checkpoint.
 
@@ -75,8 +76,8 @@ class AsyncWriter:
                 must not change.
             best: whether the checkpoint is to be kept as the best.
             started: time at which training began to wait for it (`perf_counter`).
-            streamed: tensors that come together while they are written. Other ranks take part in
-                that, so it is done before this returns.
+            streamed: files whose tensors come together while they are written. Other ranks take
+                part in that, so it is done before this returns.
 
         Returns:
             Seconds the training thread stood still.
@@ -152,7 +153,7 @@ class AsyncWriter:
         make: Callable[[], Snapshot],
         best: bool,
         started: float,
-        streamed: Streamed | None = None,
+        streamed: Mapping[str, Tensors] | None = None,
     ) -> None:
         stall_s = perf_counter() - started
         begun = perf_counter()

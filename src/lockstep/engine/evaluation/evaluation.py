@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
+from lockstep.engine.tables.group import AllLent, Tables
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import StageDone
@@ -57,6 +58,7 @@ class Evaluation:
         compute: Compute,
         beat: Callable[[], None] = lambda: None,
         places: Places | None = None,
+        tables: Tables | None = None,
     ) -> Scores:
         """Loss and metrics, each a sum over all samples divided by its weight, and others.
 
@@ -67,6 +69,7 @@ class Evaluation:
             beat: function that is called before each batch, as a sign of life.
             places: place of each rank on the mesh, whose replicas share the batches; without it,
                 each rank is a replica.
+            tables: tables whose rows are dealt out, if there are any.
         """
         data, number, num_replicas = transport, transport.rank, transport.size
         if places is not None and places.is_split:
@@ -83,6 +86,9 @@ class Evaluation:
             if places is None:
                 return self._computed(mine, model, compute, beat)
             places.refresh()
+            if tables is not None:
+                with tables.open_to_others():
+                    return self._computed(mine, model, compute, beat, tables)
             return self._computed(places.in_turn(mine), model, compute, beat)
 
         together = compute_leaves
@@ -147,8 +153,11 @@ class Evaluation:
         model: nn.Module,
         compute: Compute,
         beat: Callable[[], None],
+        tables: Tables | None = None,
     ) -> list[tuple[Sums, Leaf]]:
         """Loss and metrics of batches, each from the same parameters and buffers.
+
+        With tables, a collective: ranks lend each other rows until all are through.
 
         Raises:
             TaskError: one of them changes a parameter.
@@ -157,10 +166,10 @@ class Evaluation:
         kept = KeptBuffers(model)
         constants = Constants(model, kept.names)
         leaves = []
-        for number, batch in batches:
+        for number, batch, lent in _with_rows(batches, compute, tables):
             beat()
             try:
-                sums, updates = compute.evaluate(number, batch)
+                sums, updates = compute.evaluate(number, batch, lent)
             except StageDone as done:
                 done.pass_on()
                 continue
@@ -203,6 +212,15 @@ class Evaluation:
             transport, [leaf for _, leaf in mine], total[2 * len(names) :], numbers
         )
         return means, finish
+
+
+def _with_rows(
+    batches: Iterable[tuple[int, Any]], compute: Compute, tables: Tables | None
+) -> Iterator[tuple[int, Any, AllLent | None]]:
+    if tables is not None:
+        yield from tables.serve(batches, compute.wanted_to_evaluate)
+    else:
+        yield from ((number, batch, None) for number, batch in batches)
 
 
 def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:

@@ -18,9 +18,11 @@ from lockstep.engine.carry.carries import Carries
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
+from lockstep.engine.tables.lookups import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.tables.sparse_embedding import Lent
 
 
 class Compute:
@@ -31,6 +33,7 @@ class Compute:
         phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
         has_carry: whether microbatches carry state from step to step.
+        lookups: tables of the model, and which rows of them a batch looks up.
     """
 
     def __init__(self, task: Task, model: nn.Module, config: TrainConfig, device: torch.device):
@@ -43,10 +46,38 @@ class Compute:
         self.phases = Phases(task)
         self._metrics: dict[str, tuple[str, ...]] = {}
         self.has_carry = has_carry(task)
+        self.lookups = Lookups(task, model, device)
         self.watched = IdleGenerators({})
 
+    def wanted(
+        self, step: int, microbatch: int, batch: Any, carries: Carries | None
+    ) -> dict[str, Tensor]:
+        """The rows of each table that a microbatch looks up; the arguments are `forward`'s.
+
+        Raises:
+            TaskError: the task did not say.
+        """
+        seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        if not self.has_carry:
+            return self.lookups.wanted(batch)
+        return self.lookups.wanted(batch, self._carry(microbatch, batch, carries or Carries()).tree)
+
+    def wanted_to_evaluate(self, chunk: int, batch: Any) -> dict[str, Tensor]:
+        """The rows of each table that an evaluation batch looks up.
+
+        Raises:
+            TaskError: the task did not say.
+        """
+        seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
+        return self.lookups.wanted(batch, *self._fresh_carry(batch))
+
     def forward(
-        self, step: int, microbatch: int, batch: Any, carries: Carries | None = None
+        self,
+        step: int,
+        microbatch: int,
+        batch: Any,
+        carries: Carries | None = None,
+        lent: Mapping[str, Lent] | None = None,
     ) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
 
@@ -56,12 +87,18 @@ class Compute:
             batch: its samples.
             carries: has what the microbatch carries from the step before, and takes what it carries
                 to the next. Without it, or if it has nothing, the microbatch begins anew.
+            lent: rows of each table that it looks up; without, as they are before the first step.
 
         Raises:
             TaskError: the loss did not return what it must.
             StageDone: this rank does not compute the last block of a pipeline.
         """
         phase = self.phases.at(step)
+        if self.lookups.tables:
+            if lent is None:
+                wanted = self.wanted(step, microbatch, batch, carries)
+                lent = self.lookups.at_start(wanted, trains=True)
+            self.lookups.lend(lent)
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         with self._open(), self._autocast():
             loss: Loss
@@ -87,10 +124,7 @@ class Compute:
 
     def _carried_on(self, phase: Phase, microbatch: int, batch: Any, carries: Carries) -> Loss:
         """The loss of a microbatch that goes on from the step before."""
-        carry = carries.of(microbatch)
-        if carry is None:
-            with torch.no_grad():
-                carry = Carry.of(self.task.carry(self._model, batch), "Task.carry")
+        carry = self._carry(microbatch, batch, carries)
         returned = phase.loss(self._model, batch, carry.tree)
         where = _place(phase)
         if not (isinstance(returned, tuple) and len(returned) == 2):
@@ -102,6 +136,21 @@ class Compute:
         loss, after = returned
         carries.make(microbatch, Carry.of(after, f"Task.{where}: the carry"))
         return loss
+
+    def _carry(self, microbatch: int, batch: Any, carries: Carries) -> Carry:
+        """What a microbatch carries into a step; the first one if it has nothing yet."""
+        carry = carries.of(microbatch)
+        if carry is None:
+            with torch.no_grad():
+                carry = Carry.of(self.task.carry(self._model, batch), "Task.carry")
+        return carry
+
+    def _fresh_carry(self, batch: Any) -> tuple[Any, ...]:
+        """What a batch of an evaluation begins with, if microbatches carry anything."""
+        if not self.has_carry:
+            return ()
+        with torch.no_grad():
+            return (self.task.carry(self._model, batch),)
 
     def _open(self) -> AbstractContextManager[None]:
         return self._model.open() if isinstance(self._model, Pipeline) else nullcontext()
@@ -127,14 +176,25 @@ class Compute:
         return self.phases.metric_names(self._metrics)
 
     def evaluate(
-        self, chunk: int, batch: Any
+        self, chunk: int, batch: Any, lent: Mapping[str, Lent] | None = None
     ) -> tuple[dict[str, tuple[float, float]], Mapping[str, Any]]:
         """Loss and metrics of an evaluation batch, each as (sum, weight), and `Loss.updates`.
+
+        Args:
+            chunk: number of the batch.
+            batch: its samples.
+            lent: rows of each table that it looks up; without, all that there are, or if they are
+                not, as they are before the first step.
 
         Raises:
             TaskError: the loss did not return what it must.
             StageDone: this rank does not compute the last block of a pipeline.
         """
+        if self.lookups.tables:
+            if lent is None and not self.lookups.are_whole:
+                wanted = self.wanted_to_evaluate(chunk, batch)
+                lent = self.lookups.at_start(wanted, trains=False)
+            self.lookups.lend(lent)
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._open(), self._autocast():
             loss = self.task.evaluate(self._model, batch)

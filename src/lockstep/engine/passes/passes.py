@@ -20,6 +20,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.tables.group import Tables
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
@@ -49,6 +50,7 @@ class Passes:
         loss_scale: LossScale,
         watch: Stopwatch,
         carries: Carries | None = None,
+        tables: Tables | None = None,
         storage: BlockStorage | None = None,
     ) -> None:
         self._runtime = runtime
@@ -59,6 +61,7 @@ class Passes:
         self._loss_scale = loss_scale
         self._watch = watch
         self._carries = carries
+        self._tables = tables
         self._storage = storage
         self._inside = FaultsInside(model, runtime.at)
         self.num_scalars = 2 + 2 * len(compute.metrics)
@@ -101,7 +104,7 @@ class Passes:
                 continue
             is_first, is_last = self._places.enter(stage)
             if kind == "forward":
-                batch = self._fetched(step, microbatch, batches) if is_first else copies[microbatch]
+                batch = self.fetched(step, microbatch, batches) if is_first else copies[microbatch]
                 if is_last:
                     copies.pop(microbatch, None)
                 else:
@@ -115,7 +118,8 @@ class Passes:
             self._runtime.at("compute", step)
         self._places.finish()
 
-    def _fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
+    def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
+        """The next batch, which must be this one; None if there is nothing in it."""
         *place, batch = next(batches)
         # A rank that has caught up by a copy of the state has not read a step's data: a stream
         # that is one step behind must not go unnoticed.
@@ -139,7 +143,8 @@ class Passes:
             return None
         self._backward.begin()
         try:
-            loss = self._compute.forward(step, microbatch, batch, self._carries)
+            lent = self._tables.of(microbatch) if self._tables is not None else None
+            loss = self._compute.forward(step, microbatch, batch, self._carries, lent)
         except StageDone as done:
             return self._backward.forwarded(None, done.outputs, [0.0] * self.num_scalars)
         return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))
@@ -173,12 +178,16 @@ class Passes:
             # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
             # on whether a rank has other leaves to add it to.
             sums.add([None] * self._num_tensors, self._on_device([0.0] * self.num_scalars))
+            if self._tables is not None:
+                self._tables.add(microbatch)
             return
         made = self._backward.leaf(
-            microbatch, passed, self._loss_scale.value, self._compute.phases.parameters(step)
+            microbatch, passed, self._loss_scale.value, self._inputs(step, microbatch)
         )
         if made is None:
             return
+        if self._tables is not None:
+            self._tables.add(microbatch)
         leaf, scalars, counted = made
         # Kept for the message that names the microbatch, should the sum not be finite.
         self.losses[microbatch] = scalars[0]
@@ -194,6 +203,13 @@ class Passes:
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+
+    def _inputs(self, step: int, microbatch: int) -> list[Tensor] | None:
+        """What a backward pass makes gradients of; None for all parameters."""
+        parameters = self._compute.phases.parameters(step)
+        if parameters is None or self._tables is None:
+            return parameters
+        return [*parameters, *(lent.rows for lent in self._tables.of(microbatch).values())]
 
     def _on_device(self, values: list[float]) -> Tensor:
         return float64(values).to(self._runtime.device)

@@ -64,8 +64,9 @@ def check_replicas(
     step: int,
     slices: Mapping[str, Tensor] = MappingProxyType({}),
     carries: dict[str, str] | None = None,
+    rows: dict[str, str] | None = None,
 ) -> None:
-    """Compare all ranks' parameters, buffers, state of the task and carries after a step.
+    """Compare all ranks' parameters, buffers, state of the task, carries and rows after a step.
 
     Args:
         places: place of each rank on the mesh.
@@ -76,6 +77,8 @@ def check_replicas(
         slices: parts of parameters, by name, that some other ranks keep too.
         carries: digests of carries, by name, that some other ranks keep too; None on all ranks if
             microbatches carry nothing.
+        rows: digests of rows of tables, by name, that some other ranks keep too; None on all ranks
+            if there are no tables.
 
     Raises:
         DivergenceError: on every rank, naming the first tensor and the ranks that differ.
@@ -85,8 +88,9 @@ def check_replicas(
     own = everywhere(transport, task_state.digests)
     if places.in_slices and (which := _first_difference(transport, _digests(slices))):
         raise _diverged(step, which)
-    if carries is not None and (which := _first_difference(transport, carries)):
-        raise _diverged(step, which)
+    for copies in (carries, rows):
+        if copies is not None and (which := _first_difference(transport, copies)):
+            raise _diverged(step, which)
     if not places.is_split:
         tensors = _whole_ones(model.state_dict()) | dict(buffers)
         everyone = transport.gather_json([tensors_digest(tensors), own])

@@ -92,7 +92,7 @@ class Recovery:
                     self._commit_like(near)
                     self._evaluate_like(lead)
                     copied, reached = lead.is_ahead, lead.step
-                    self._goes_back = self._are_carries_lost(lead)
+                    self._goes_back = self._is_state_lost(lead)
                 if self._must_go_back():
                     self._go_back()
                     copied, optimizer = True, None
@@ -214,18 +214,25 @@ class Recovery:
             # What its task did after that step came with its state, if it had committed it.
             state.commit(lead.result, with_task=lead.committed < lead.step)
 
-    def _are_carries_lost(self, lead: Lead) -> bool:
-        """Bring what microbatches carry to the ranks that are to compute them.
+    def _is_state_lost(self, lead: Lead) -> bool:
+        """Bring what microbatches carry to the ranks that compute them, and rows to their owners.
 
         Returns:
-            Whether nobody that is left has what some of them carry.
+            Whether nobody that is left has some of it.
         """
-        carries, mesh = self._parts.train_step.carries, self._parts.places.mesh
-        return carries is not None and bool(carries.deal_out(mesh.microbatches)) and lead.step > 0
+        train_step, mesh = self._parts.train_step, self._parts.places.mesh
+        carries, tables = train_step.carries, train_step.tables
+        is_lost = carries is not None and bool(carries.deal_out(mesh.microbatches))
+        if tables is not None and tables.deal_out():
+            if lead.step > 0:
+                return True
+            tables.start()
+        return is_lost and lead.step > 0
 
     def _must_go_back(self) -> bool:
         """Whether some rank has begun to go back, perhaps before a further loss; a collective."""
-        if self._parts.train_step.carries is None:
+        train_step = self._parts.train_step
+        if train_step.carries is None and train_step.tables is None:
             return False
         return any(self._transport.gather_json(self._goes_back))
 
@@ -243,8 +250,9 @@ class Recovery:
         if not progress.step:
             raise shared(
                 RankFailure(
-                    "the ranks with what some microbatches carry (Task.carry) have died before "
-                    "there was a checkpoint; start the run again, with checkpoint.every set"
+                    "the ranks with what some microbatches carry (Task.carry), or with some rows "
+                    "of a SparseEmbedding, have died before there was a checkpoint; start the run "
+                    "again, with checkpoint.every set"
                 )
             )
         # Newcomers do not know that the run was asked to stop.

@@ -45,7 +45,11 @@ def non_finite_loss(
 
 
 def non_finite_gradient(
-    transport: Transport, step: int, flat: FlatTensors, stepped: Sequence[Sequence[Slice]]
+    transport: Transport,
+    step: int,
+    flat: FlatTensors,
+    stepped: Sequence[Sequence[Slice]],
+    tables: Sequence[str] = (),
 ) -> NonFiniteError:
     """Name the parameters; a collective.
 
@@ -54,6 +58,7 @@ def non_finite_gradient(
         step: number of the step.
         flat: trainable parameters in flat memory.
         stepped: slices of each segment that this rank has the gradient of.
+        tables: names of tables of which this rank has such gradients of rows.
     """
     names = [
         entry.name
@@ -61,7 +66,7 @@ def non_finite_gradient(
         for own in stepped[entry.segment]
         if not own.of(entry.range).isfinite().all()
     ]
-    affected = sorted({n for part in transport.gather_json(names) for n in part})
+    affected = sorted({n for part in transport.gather_json([*names, *tables]) for n in part})
     return shared(
         NonFiniteError(
             f"step {step}: the loss is finite, but not the gradient of {', '.join(affected[:3])}"

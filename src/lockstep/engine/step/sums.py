@@ -16,6 +16,7 @@ from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.header import Header
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.parallel.reduction import OrderedReduction
 
@@ -31,6 +32,7 @@ class StepSums:
         loss_scale: LossScale,
         watch: Stopwatch,
         carries: DealtCarries | None,
+        tables: Tables | None,
     ) -> None:
         self._runtime = runtime
         self._places = places
@@ -38,6 +40,7 @@ class StepSums:
         self._loss_scale = loss_scale
         self._watch = watch
         self._carries = carries
+        self._tables = tables
 
     def reduce(self, workspace: Workspace, error: Raised | None) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header."""
@@ -80,10 +83,14 @@ class StepSums:
             NonFiniteError: it is NaN or infinite, and no loss scale is to blame.
         """
         # The norm is homogeneous, so the division need not be done on the gradient first.
-        norm = workspace.norm() * (1.0 / (weight * self._loss_scale.value))
+        norm = workspace.norm()
+        if self._tables is not None:
+            norm = math.hypot(norm, self._tables.norm())
+        norm *= 1.0 / (weight * self._loss_scale.value)
         if not math.isfinite(norm) and not self._loss_scale.enabled:
             transport = self._runtime.transport
-            raise non_finite_gradient(transport, step, flat, workspace.stepped)
+            tables = self._tables.non_finite() if self._tables is not None else []
+            raise non_finite_gradient(transport, step, flat, workspace.stepped, tables)
         return norm
 
     def check(

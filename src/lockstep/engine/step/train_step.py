@@ -28,7 +28,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
-from lockstep.engine.runtime import Raised, Runtime
+from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
@@ -37,6 +37,7 @@ from lockstep.engine.step.sliced_parameters import SlicedParameters
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.sums import StepSums
 from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
 from lockstep.nn.pipeline import Pipeline
@@ -61,6 +62,7 @@ class TrainStep:
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
+        tables: tables whose rows are dealt out; None if the model has none.
     """
 
     def __init__(
@@ -97,6 +99,9 @@ class TrainStep:
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
         self.carries = DealtCarries(runtime, config, places) if compute.has_carry else None
+        self.tables: Tables | None = None
+        if compute.lookups.tables:
+            self.tables = Tables(runtime, config, places, compute.lookups.tables, total_steps)
         self._passes = Passes(
             runtime,
             model,
@@ -107,10 +112,11 @@ class TrainStep:
             self.loss_scale,
             self.watch,
             self.carries,
+            self.tables,
             self._storage,
         )
         self._sums = StepSums(
-            runtime, places, self._passes, self.loss_scale, self.watch, self.carries
+            runtime, places, self._passes, self.loss_scale, self.watch, self.carries, self.tables
         )
         self._summed: Summed | None = None
         self.parameters = SlicedParameters(model, places)
@@ -131,6 +137,8 @@ class TrainStep:
         What this rank has applied stays.
         """
         self._passes.restart()
+        if self.tables is not None:
+            self.tables.take_back()
         if self.applied is not None:
             self.workspace.put_back()
         self.parameters.open()
@@ -202,6 +210,8 @@ class TrainStep:
             with_buddy=self.with_buddy,
         )
         self.parameters.use(self.flat, workspace)
+        if self.tables is not None:
+            self.tables.use(self.places.of_column(ranges))
         if self._storage is not None:
             self._storage.use(self.flat, workspace)
         return workspace
@@ -225,6 +235,8 @@ class TrainStep:
         self._passes.begin(step)
         if self.carries is not None:
             self.carries.begin()
+        if self.tables is not None:
+            batches = self._look_up(step, batches, self.tables)
         factors: list[float] = []
         error: Raised | None = None
         try:
@@ -254,14 +266,17 @@ class TrainStep:
         if self.carries is not None:
             self.carries.send_copies(step, [header.carry_length for header in headers])
             watch.communication_s += watch.lap()
+        if self.tables is not None:
+            self.tables.reduce(step)
+            watch.communication_s += watch.lap()
         self.workspace.spread_buffers()
-        if self.shares_state:
+        if self.shares_state or self.tables is not None:
             # From here on each rank holds what it takes to apply this step. Should one die, the
             # others can follow (`follow`), whichever of them had applied it.
             self._summed = summed
         norm = self._sums.norm(step, scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
-        result = self._apply(step, factors, summed, norm)
+        result = self._apply(step, decays, factors, summed, norm)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
@@ -291,41 +306,78 @@ class TrainStep:
         """Apply an interrupted step that another rank has applied, as far as this one has to.
 
         Where any rank alone has all parameters and all state, a copy of these is made later; but
-        what microbatches carry is with the ranks that have computed them.
+        what microbatches carry is with the ranks that have computed them, and rows of tables are
+        with those that own them.
         """
         if self.applied is not None:
             return
         if not self.shares_state:
-            if self.carries is not None:
-                self.carries.settle(lead.grad_norm)
+            self._settle(step, decays, lead.grad_norm)
         else:
             assert self._summed is not None, "a rank has applied a step before all could"
             factors = self.schedule.factors(step, decays)
-            self._apply(step, factors, self._summed, lead.grad_norm)
+            self._apply(step, decays, factors, self._summed, lead.grad_norm)
 
-    def _apply(self, step: int, factors: list[float], summed: Summed, norm: float) -> StepResult:
-        """Clip, step the optimizer, advance buffers; talks to nobody."""
-        config, weight = self._config, summed.scalars[1]
+    def _settle(self, step: int, decays: int, norm: float) -> None:
+        """Go on from what the step has made of carries and rows; talks to nobody."""
+        if self.carries is not None:
+            self.carries.settle(norm)
+        if self.tables is not None:
+            assert self._summed is not None, "a rank has applied a step before all could"
+            unit = self._unit(self._summed.scalars[1], norm)
+            self.tables.settle(step, decays, norm, unit)
+
+    def _unit(self, weight: float, norm: float) -> float:
+        """What sums of gradients are multiplied with: mean, loss scale and clipping in one."""
         unit = 1.0 / (weight * self.loss_scale.value)
+        clip_norm = self._config.clip_norm
+        if clip_norm is not None and norm > clip_norm:
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+            unit *= clip_norm / (norm + 1e-6)
+        return unit
+
+    def _look_up(self, step: int, batches: Iterator[Any], tables: Tables) -> Iterator[Any]:
+        """Have the rows that this rank's microbatches need; the same batches again."""
+        num, ahead, watch = self._config.num_microbatches, [], self.watch
+
+        def wanted() -> dict[int, dict[str, torch.Tensor]]:
+            for number in range(*self.workspace.microbatches):
+                if number < num:
+                    batch = self._passes.fetched(step, number, batches)
+                    ahead.append([step, number, batch])
+            return {
+                number: self._compute.wanted(step, number, batch, self.carries)
+                for _, number, batch in ahead
+                if batch is not None
+            }
+
+        asked = everywhere(self.places.world, wanted)
+        watch.data_s += watch.lap()
+        tables.lend(step, asked)
+        watch.communication_s += watch.lap()
+        return iter(ahead)
+
+    def _apply(
+        self, step: int, decays: int, factors: list[float], summed: Summed, norm: float
+    ) -> StepResult:
+        """Clip, step the optimizer, advance buffers; talks to nobody."""
+        weight = summed.scalars[1]
+        self._settle(step, decays, norm)
+        unit = self._unit(weight, norm)
         # With fp16 an overflow skips the step and lowers the scale; every rank has the same norm.
         finite = math.isfinite(norm)
         self.loss_scale.update(finite)
         if finite:
-            if config.clip_norm is not None and norm > config.clip_norm:
-                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
-                unit *= config.clip_norm / (norm + 1e-6)
-            # Mean, loss scale and clipping in one factor: one pass over memory, one rounding.
+            # One pass over memory, one rounding.
             for own in self.workspace.every_slice:
                 own.gradient.mul_(unit)
             key = (
-                random_key(config.seed, Stream.OPTIMIZER, step)
+                random_key(self._config.seed, Stream.OPTIMIZER, step)
                 if self.flat_optimizer.may_draw
                 else 0
             )
             self.flat_optimizer.step(factors, key, self._compute.phases.at(step).name)
             self._commit_buffers(weight, summed.headers)
-        if self.carries is not None:
-            self.carries.settle(norm)
         # Before others can overwrite them: an interrupted all-gather may leave anything in place.
         self.workspace.keep_aside()
         # Set last: from here on this rank counts as one that has applied the step.

@@ -1,0 +1,225 @@
+"""Tables in checkpoints: files of so many rows each, in the order of the rows.
+
+The cut depends on the table alone, so the files are the same on any number of ranks. Rows come to
+rank 0 while they are written, and go out while they are read: no rank need have room for a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.transport import Transport
+from lockstep.engine.checkpoint.format import TABLE, Snapshot, read_tensors
+from lockstep.engine.checkpoint.tensor_files import Kind, Tensors
+from lockstep.engine.runtime import everywhere
+from lockstep.engine.tables.exchange import swap
+from lockstep.engine.tables.part import Part, widths
+from lockstep.engine.tables.table import DealtTable
+from lockstep.errors import CheckpointError
+from lockstep.nn.tables.sparse_embedding import SparseEmbedding
+from lockstep.parallel.layout import Range
+from lockstep.parallel.row_layout import ROWS
+
+_FILE_BYTES = 32 << 20
+"""Size that a file has at most, if a group of rows is not larger."""
+
+
+def cuts(table: SparseEmbedding) -> list[Range]:
+    """The rows of each file of a table."""
+    of_group = 4 * ROWS * sum(widths(table).values())
+    step = max(1, _FILE_BYTES // of_group) * ROWS
+    num_rows = table.num_rows
+    return [Range(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+
+
+def file_name(number: int, part: int) -> str:
+    """The file of a part of a table, by the numbers of both."""
+    return f"{TABLE}{number}.{part:05}.safetensors"
+
+
+def described(tables: Mapping[str, SparseEmbedding]) -> dict[str, Any]:
+    """What a manifest says of tables, by name."""
+    return {
+        name: {
+            "num_rows": table.num_rows,
+            "dim": table.dim,
+            "optimizer": repr(table.optimizer),
+            "files": [file_name(number, part) for part in range(len(cuts(table)))],
+        }
+        for number, (name, table) in enumerate(tables.items())
+    }
+
+
+def check_described(tables: Mapping[str, SparseEmbedding], there: Any, where: str) -> None:
+    """Refuse a checkpoint of other tables.
+
+    Args:
+        tables: of this model, by name.
+        there: what the manifest says of those of the checkpoint.
+        where: what errors call the checkpoint.
+
+    Raises:
+        CheckpointError: names the first thing that differs.
+    """
+    here = described(tables)
+    if not isinstance(there, dict):
+        raise CheckpointError(f"{where}: is damaged: tables is no object")
+    for name in dict.fromkeys([*here, *there]):
+        mine, theirs = here.get(name), there.get(name)
+        if mine is None or theirs is None:
+            who = "it has no" if theirs is None else "this one has no"
+            raise CheckpointError(f"{where}: is of another model: {who} table {name}")
+        if not isinstance(theirs, dict):
+            raise CheckpointError(f"{where}: is damaged: tables: {name} is no object")
+        for key in mine:
+            if mine[key] != theirs.get(key):
+                raise CheckpointError(
+                    f"{where}: is of another model: {key} of table {name} is "
+                    f"{theirs.get(key)!r} there, {mine[key]!r} here"
+                )
+
+
+class StreamedTables:
+    """The files of tables, whose rows come to rank 0 while it writes them.
+
+    Every rank goes through all of them in the same order: by reading `files`, or by `drain`.
+
+    Attributes:
+        files: content by name.
+    """
+
+    def __init__(self, transport: Transport, tables: list[DealtTable]) -> None:
+        self._transport = transport
+        self._plan = [
+            (number, dealt, part, rows)
+            for number, dealt in enumerate(tables)
+            for part, rows in enumerate(cuts(dealt.table))
+        ]
+        self._tensors = self._each()
+        self.files = {
+            file_name(number, part): self._content(dealt, rows)
+            for number, dealt, part, rows in self._plan
+        }
+
+    def drain(self) -> None:
+        """Take part in what is left of them."""
+        for _ in self._tensors:
+            pass
+
+    def _content(self, dealt: DealtTable, rows: Range) -> Tensors:
+        kinds = {
+            name: Kind(torch.float32, torch.Size((len(rows), width)))
+            for name, width in widths(dealt.table).items()
+        }
+        return Tensors(kinds, (next(self._tensors) for _ in kinds))
+
+    def _each(self) -> Iterator[Tensor]:
+        for _, dealt, _, rows in self._plan:
+            for name in widths(dealt.table):
+                yield self._gathered(dealt.parts[0], name, rows)
+
+    def _gathered(self, part: Part, name: str, rows: Range) -> Tensor:
+        """A field of some rows, on rank 0; nothing elsewhere."""
+        rank, size = self._transport.rank, self._transport.size
+        groups = torch.arange(rows.first // ROWS, -(-rows.last // ROWS))
+        field = part.fields[name].view(-1, ROWS, part.fields[name].shape[1])
+        mine = groups[groups % size == rank] // size
+        counts = [int((groups % size == by).sum()) for by in range(size)]
+        received = counts if rank == 0 else [0] * size
+        sent = [len(mine), *[0] * (size - 1)]
+        came = swap(self._transport, field[mine.to(field.device)], sent, received)
+        if rank != 0:
+            return came.new_empty(0)
+        by_owner = torch.argsort(groups % size, stable=True)
+        ordered = torch.empty_like(came)
+        ordered[by_owner.to(came.device)] = came
+        return ordered.view(-1, field.shape[2])[: len(rows)]
+
+
+def read_fields(table: SparseEmbedding, path: Path, rows: Range) -> dict[str, Tensor]:
+    """The fields of the rows in a file, which has been verified.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds something else.
+    """
+    fields = read_tensors(path)
+    wanted = {name: (len(rows), width) for name, width in widths(table).items()}
+    there = {name: tuple(field.shape) for name, field in fields.items()}
+    if there != wanted or any(field.dtype != torch.float32 for field in fields.values()):
+        raise CheckpointError(f"{path}: is damaged: holds {there}, must hold float32 {wanted}")
+    return fields
+
+
+def read_rows(snapshot: Snapshot) -> Iterator[tuple[str, int, str, Tensor]]:
+    """All rows of a checkpoint: table, number of the first row, field, and values [n, width].
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for name, table in snapshot.meta.get("tables", {}).items():
+        first = 0
+        for file in table["files"]:
+            assert snapshot.folder is not None, "it was read from disk"
+            fields = read_tensors(snapshot.folder / file)
+            for key, values in fields.items():
+                yield name, first, key, values
+            first += len(fields["weight"])
+
+
+def load_tables(transport: Transport, tables: list[DealtTable], folder: Path | None) -> None:
+    """Put the rows of a checkpoint in place, in parts that have their memory; a collective.
+
+    Args:
+        transport: the group of ranks.
+        tables: tables with parts.
+        folder: of the checkpoint, on rank 0; None elsewhere.
+
+    Raises:
+        CheckpointError: a file cannot be read; on all ranks.
+    """
+    for number, dealt in enumerate(tables):
+        for part, rows in enumerate(cuts(dealt.table)):
+            path = folder / file_name(number, part) if folder is not None else None
+            table = dealt.table
+
+            def read(
+                path: Path | None = path, rows: Range = rows, table: SparseEmbedding = table
+            ) -> dict[str, Tensor] | None:
+                return read_fields(table, path, rows) if path is not None else None
+
+            fields = everywhere(transport, read)
+            for name, width in widths(table).items():
+                device = dealt.parts[0].fields[name].device
+                received = torch.empty(len(rows), width, device=device)
+                if fields is not None:
+                    received.copy_(fields[name])
+                transport.broadcast(received, 0)
+                for own in dealt.parts:
+                    _take(own, name, received, rows)
+
+
+def _take(part: Part, name: str, received: Tensor, rows: Range) -> None:
+    """Put those of the rows in place that are in a part."""
+    ids = torch.arange(*rows)
+    mine = ids[part.layout.owner(ids) == part.owner]
+    device = received.device
+    part.fields[name][part.layout.local(mine).to(device)] = received[(mine - rows.first).to(device)]
+
+
+def load_whole(tables: Mapping[str, SparseEmbedding], folder: Path, device: torch.device) -> None:
+    """Give tables all their rows, as `lockstep.load` does.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    for number, table in enumerate(tables.values()):
+        weight = torch.empty(table.num_rows, table.dim, device=device)
+        for part, rows in enumerate(cuts(table)):
+            fields = read_fields(table, folder / file_name(number, part), rows)
+            weight[rows.first : rows.last] = fields["weight"]
+        table.weight = weight

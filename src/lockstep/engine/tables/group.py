@@ -1,0 +1,293 @@
+"""All tables of a run's model, whose rows are dealt out to the ranks.
+
+A rank that may have to go on without the one before it keeps a copy of that one's rows: it is sent
+the same gradients, and steps them itself. Before any rank steps rows, all hold the gradients of the
+rows that they step. So there is no moment at which the newest rows are in one place only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lockstep.comm.transport import GroupBroken
+from lockstep.config import TrainConfig
+from lockstep.engine.places import Places
+from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.step.schedule import lr_factor
+from lockstep.engine.tables.dealing import Described, deal
+from lockstep.engine.tables.files import StreamedTables, load_tables
+from lockstep.engine.tables.part import Part
+from lockstep.engine.tables.table import DealtTable
+from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
+from lockstep.parallel.layout import Dealt
+from lockstep.parallel.row_layout import RowLayout
+
+Wanted = Mapping[str, torch.Tensor]
+"""Rows that a batch looks up in each table, by the table's name: ascending, each once."""
+AllLent = dict[str, Lent]
+"""Rows of each table, by the table's name."""
+T = TypeVar("T")
+
+
+class Tables:
+    """The tables of a model, in the present group of ranks.
+
+    Attributes:
+        each: the tables.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: TrainConfig,
+        places: Places,
+        tables: Mapping[str, SparseEmbedding],
+        total_steps: int,
+    ) -> None:
+        """Deal them out; their rows are as they are before the first step, but for newcomers.
+
+        Args:
+            runtime: the group of ranks.
+            config: config of the run.
+            places: place of each rank on the mesh.
+            tables: modules by name.
+            total_steps: number of steps of the whole run.
+        """
+        self._runtime, self._config, self._places = runtime, config, places
+        self._total_steps = total_steps
+        self.each = [DealtTable(n, t, config.num_microbatches) for n, t in tables.items()]
+        self._lent: dict[int, AllLent] = {}
+        for dealt in self.each:
+            dealt.table.is_dealt = True
+        if not runtime.transport.is_newcomer:
+            self.start()
+
+    def start(self) -> None:
+        """Hold the rows of this rank as they are before the first step."""
+        for dealt in self.each:
+            dealt.parts = [
+                Part.start(dealt.table, self._layout(dealt), owner, self._runtime.device)
+                for owner in self._owners
+            ]
+
+    def use(self, microbatches: Sequence[Dealt]) -> None:
+        """Take gradients of these microbatches of each rank from now on."""
+        self._microbatches = list(microbatches)
+
+    def lend(self, step: int, wanted: Mapping[int, Wanted]) -> None:
+        """Have the rows for a step's microbatches; a collective.
+
+        Args:
+            step: number of the step.
+            wanted: what each microbatch of this rank looks up, by its number.
+        """
+        world = self._places.world
+        self._runtime.at("lookup", step)
+        for dealt in self.each:
+            dealt.begin(self._microbatches[world.rank])
+        self._lent = {number: {} for number in wanted}
+        for dealt in self.each:
+            rows = dealt.lend(world, [of[dealt.name] for of in wanted.values()], trains=True)
+            for number, lent in zip(wanted, rows, strict=True):
+                self._lent[number][dealt.name] = lent
+
+    def of(self, microbatch: int) -> AllLent:
+        """The rows for a microbatch of the step."""
+        return self._lent[microbatch]
+
+    def add(self, microbatch: int) -> None:
+        """Take the gradients of the next microbatch, of which there may be no samples."""
+        lent = self._lent.pop(microbatch, {})
+        for dealt in self.each:
+            dealt.add(lent.get(dealt.name))
+
+    def reduce(self, step: int) -> None:
+        """Sum gradients on the ranks that step their rows; a collective.
+
+        Raises:
+            GroupBroken: on all ranks, none of which then goes on from this step.
+        """
+        world = self._places.world
+        self._runtime.at("rows", step)
+        for dealt in self.each:
+            dealt.reduce(world, self._microbatches)
+        world.agree()
+        self._runtime.at("rows_summed", step)
+
+    def norm(self) -> float:
+        """The norm of all summed gradients of rows; a collective."""
+        own = torch.cat([dealt.norms() for dealt in self.each])
+        world = self._places.world
+        counts = world.gather_json(len(own))
+        # An exactly rounded sum does not depend on the order of what is added.
+        return math.sqrt(math.fsum(n * n for n in world.gather_host(own, counts).tolist()))
+
+    def non_finite(self) -> list[str]:
+        """Names of the tables of which this rank has gradients that are NaN or infinite."""
+        return [dealt.name for dealt in self.each if not bool(dealt.norms().isfinite().all())]
+
+    def settle(self, step: int, decays: int, norm: float, unit: float) -> None:
+        """Step rows, or skip it, as the optimizer does; once for each step; talks to nobody.
+
+        Args:
+            step: number of the step.
+            decays: number of decays of the learning rate so far.
+            norm: norm of the step's gradient; not finite if fp16 skips the step.
+            unit: what summed gradients are multiplied with.
+        """
+        for dealt in self.each:
+            schedule = dealt.table.schedule or self._config.schedule
+            factor = lr_factor(schedule, step, self._total_steps, decays)
+            if math.isfinite(norm):
+                dealt.apply(unit, dealt.table.optimizer.lr * factor)
+            else:
+                dealt.skip()
+
+    def take_back(self) -> None:
+        """Lend nothing any more."""
+        self._lent = {}
+        for dealt in self.each:
+            dealt.table.lend(None)
+
+    def serve(
+        self, batches: Iterable[tuple[int, T]], wanted: Callable[[int, T], Wanted]
+    ) -> Iterator[tuple[int, T, AllLent]]:
+        """Batches with the rows that they look up; a collective until all ranks are through theirs.
+
+        To be used in `open_to_others`, or others would wait for a rank that has failed.
+
+        Args:
+            batches: number and content of each batch of this rank.
+            wanted: function from these to what a batch looks up.
+
+        Raises:
+            LockstepError: a batch could not be had on some rank; on all ranks.
+        """
+        waiting = iter(batches)
+        while True:
+
+            def following() -> tuple[tuple[int, T], Wanted] | None:
+                batch = next(waiting, None)
+                return (batch, wanted(*batch)) if batch is not None else None
+
+            found = everywhere(self._places.world, following)
+            if not any(self._places.world.gather_json(found is not None)):
+                return
+            lent = self._lent_to([found[1]] if found is not None else [])
+            if found is not None:
+                yield (*found[0], lent[0])
+
+    @contextmanager
+    def open_to_others(self) -> Iterator[None]:
+        """Should this rank fail in here, lend rows to the others until they are through `serve`."""
+        try:
+            yield
+        except GroupBroken:
+            raise
+        except (Exception, SystemExit):
+            for _ in self.serve((), lambda number, batch: {}):
+                pass
+            raise
+        finally:
+            self.take_back()
+
+    def _lent_to(self, wanted: Sequence[Wanted]) -> list[AllLent]:
+        lent: list[AllLent] = [{} for _ in wanted]
+        for dealt in self.each:
+            rows = dealt.lend(self._places.world, [of[dealt.name] for of in wanted], trains=False)
+            for own, one in zip(lent, rows, strict=True):
+                own[dealt.name] = one
+        return lent
+
+    def deal_out(self) -> bool:
+        """Bring rows to those that are to own them in the present group; a collective.
+
+        Returns:
+            Whether nobody that is left has some of them; each rank then holds what it held.
+
+        Raises:
+            GroupBroken: on all ranks, which hold what they held.
+        """
+        world = self._places.world
+        everyone = [
+            [Described(*held) for held in theirs]
+            for theirs in world.gather_json([self._described(dealt) for dealt in self.each])
+        ]
+        dealt_out: list[list[Part]] = []
+        for number, dealt in enumerate(self.each):
+            there = [of_rank[number] for of_rank in everyone]
+            layout, device = self._layout(dealt), self._runtime.device
+            parts = deal(world, dealt, there, layout, self._shifts, device)
+            if parts is None:
+                world.agree()
+                return True
+            dealt_out.append(parts)
+        world.agree()
+        for dealt, parts in zip(self.each, dealt_out, strict=True):
+            dealt.parts = parts
+        return False
+
+    @staticmethod
+    def _described(dealt: DealtTable) -> tuple[int, list[int]]:
+        size = dealt.parts[0].layout.size if dealt.parts else 0
+        return size, [part.owner for part in dealt.parts]
+
+    def streamed(self) -> StreamedTables:
+        """All rows, as files of a checkpoint."""
+        return StreamedTables(self._places.world, self.each)
+
+    def load(self, folder: Path | None) -> None:
+        """Hold the rows of a checkpoint that fits; a collective.
+
+        Args:
+            folder: of the checkpoint, on rank 0; None elsewhere.
+
+        Raises:
+            CheckpointError: a file cannot be read; on all ranks.
+        """
+        for dealt in self.each:
+            dealt.parts = []  # the memory of those that were held
+            dealt.parts = [
+                Part.empty(dealt.table, self._layout(dealt), owner, self._runtime.device)
+                for owner in self._owners
+            ]
+        load_tables(self._places.world, self.each, folder)
+
+    def digests(self) -> dict[str, str]:
+        """Digests of what this rank holds, by a name for people."""
+        return {
+            f"the rows of rank {part.owner} in {dealt.name}": f"{part.digest():064x}"
+            for dealt in self.each
+            for part in dealt.parts
+        }
+
+    def digest(self) -> str:
+        """SHA-256 of all rows and what is kept of them; a collective."""
+        own = [f"{dealt.parts[0].digest():x}" for dealt in self.each]
+        everyone = self._places.world.gather_json(own)
+        sha = hashlib.sha256()
+        for dealt, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
+            total = sum(int(number, 16) for number in numbers) % 2**256
+            sha.update(f"{dealt.name} {total:064x}\n".encode())
+        return sha.hexdigest()
+
+    def _layout(self, dealt: DealtTable) -> RowLayout:
+        return RowLayout(dealt.table.num_rows, self._places.world.size)
+
+    @property
+    def _shifts(self) -> list[int]:
+        """How many ranks before a rank those are whose rows it holds: itself, and its neighbour."""
+        can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
+        return [0, 1] if self._config.tables.buddy and can_regroup else [0]
+
+    @property
+    def _owners(self) -> list[int]:
+        world = self._places.world
+        return [(world.rank - shift) % world.size for shift in self._shifts]

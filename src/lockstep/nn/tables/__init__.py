@@ -1,0 +1,1 @@
+"""Tables of which each step needs a few rows."""
