@@ -24,6 +24,11 @@ def widths(table: SparseEmbedding) -> dict[str, int]:
     return {WEIGHT: table.dim, **table.optimizer.widths(table.dim)}
 
 
+def num_of_last(layout: RowLayout) -> int:
+    """The number of rows that the owner of the last group has of the table."""
+    return (layout.num_groups - 1) // layout.size * ROWS + (layout.num_rows - 1) % ROWS + 1
+
+
 class Part:
     """Rows of one owner.
 
@@ -59,6 +64,9 @@ class Part:
             for place, chosen in enumerate(torch.split(groups, _STARTED_AT_ONCE)):
                 first = place * _STARTED_AT_ONCE * ROWS
                 part.fields[WEIGHT][first : first + len(chosen) * ROWS] = table.start(chosen)
+            if owner == (layout.num_groups - 1) % layout.size:
+                # As they are in a part that was loaded: digests go over whole groups.
+                part.fields[WEIGHT][num_of_last(layout) :] = 0.0
         return part
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -89,7 +97,8 @@ class Part:
         So the digests of all owners' parts add up to the same number, whoever they are.
         """
         count = len(range(self.owner, self.layout.num_groups, self.layout.size))
-        # The rows beyond the table's end are zeros on all ranks.
+        if not count:
+            return 0
         plain = {n: f.cpu().contiguous().view(count, -1) for n, f in sorted(self.fields.items())}
         memory = {name: memoryview(memory_of(field)).cast("B") for name, field in plain.items()}
         total = 0
