@@ -42,11 +42,12 @@ when some gradients are there; before a sum over shards in a forward and in a ba
 (`mesh.tp`); before activations or gradients go to another stage, and before a stage waits for them
 (`mesh.pp`); before the slices of a block's parameters come together, and before its gradients are
 sent (`sharding`); after a microbatch; before and after the reduction; before and after copies of
-what microbatches carry (`Task.carry`) go to other ranks; before rows of tables come from their
-owners, before and after their gradients go there (`lockstep.nn.SparseEmbedding`); before the optimizer; before and after
-ranks with a sharded one tell each other what they have stepped; after the step; before an
-evaluation; in the middle of writing a checkpoint (rank 0); when a loss was noticed; when survivors
-have regrouped but not agreed yet; when a new process begins, to be taken in."""
+what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
+(`lockstep.nn.SparseEmbedding`) come from their owners, before and after their gradients go there;
+before the optimizer; before and after ranks with a sharded one tell each other what they have
+stepped; after the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when
+a loss was noticed; when survivors have regrouped but not agreed yet; when a new process begins, to
+be taken in."""
 
 Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
