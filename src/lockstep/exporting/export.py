@@ -18,7 +18,14 @@ from lockstep.engine.passes.buffers import same_bits
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exporting.example import Example, find_example
-from lockstep.exporting.formats import GRAPHS, make_weights, outputs, read_weights, silent
+from lockstep.exporting.formats import (
+    GRAPHS,
+    make_weights,
+    outputs,
+    read_weights,
+    silent,
+    tensors_of,
+)
 from lockstep.files import replacing_binary
 from lockstep.loading import Loaded, load
 from lockstep.parsing import shown
@@ -154,7 +161,7 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
 
 def _weights(loaded: Loaded) -> bytes:
     data = make_weights(loaded.model, _about(loaded))
-    there, here = read_weights(data), loaded.model.state_dict()
+    there, here = read_weights(data), tensors_of(loaded.model)
     if there.keys() != here.keys() or not all(same_bits(there[n], t) for n, t in here.items()):
         raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
     return data

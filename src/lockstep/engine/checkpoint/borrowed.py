@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +73,13 @@ def borrowed_state(
     values = transport.gather_json(snapshot.meta.get("task", {}) if snapshot else {})[0]
     own_buffers = {name: t.clone() for name, t in train_step.state.unsaved.items()}
     own_task = train_step.task_state.capture()
+    tables, folder = train_step.tables, snapshot.folder if snapshot else None
     try:
-        _load(train_step, model, tensors, buffers)
-        on_cpu = {name: tensor.cpu() for name, tensor in named.items()}
-        everywhere(transport, lambda: _load_task(train_step, on_cpu, values))
-        yield step
+        with tables.borrowed(folder) if tables is not None else nullcontext():
+            _load(train_step, model, tensors, buffers)
+            on_cpu = {name: tensor.cpu() for name, tensor in named.items()}
+            everywhere(transport, lambda: _load_task(train_step, on_cpu, values))
+            yield step
     finally:
         _load(train_step, model, own_tensors, own_buffers)
         _load_task(train_step, *own_task)

@@ -71,7 +71,7 @@ def deal(
                 rows = _chosen(dealt.parts, former, torch.cat(sent), name, names[name], device)
                 came = swap(transport, rows, [*map(len, sent)], [*map(len, received)])
                 places = torch.cat(received) // size
-                part.fields[name].view(-1, ROWS, names[name])[places.to(device)] = came
+                part.groups(name)[places.to(device)] = came
     return parts
 
 
@@ -82,6 +82,6 @@ def _chosen(
     chosen = torch.empty(len(groups), ROWS, width, device=device)
     for part in parts:
         mine = groups % former == part.owner
-        field = part.fields[name].view(-1, ROWS, width)
+        field = part.groups(name)
         chosen[mine.to(device)] = field[(groups[mine] // former).to(device)]
     return chosen

@@ -127,7 +127,7 @@ class StreamedTables:
         """A field of some rows, on rank 0; nothing elsewhere."""
         rank, size = self._transport.rank, self._transport.size
         groups = torch.arange(rows.first // ROWS, -(-rows.last // ROWS))
-        field = part.fields[name].view(-1, ROWS, part.fields[name].shape[1])
+        field = part.groups(name)
         mine = groups[groups % size == rank] // size
         counts = [int((groups % size == by).sum()) for by in range(size)]
         received = counts if rank == 0 else [0] * size

@@ -66,6 +66,7 @@ class Tables:
         self._lent: dict[int, AllLent] = {}
         for dealt in self.each:
             dealt.table.is_dealt = True
+        self.take_back()
         if not runtime.transport.is_newcomer:
             self.start()
 
@@ -115,6 +116,7 @@ class Tables:
             GroupBroken: on all ranks, none of which then goes on from this step.
         """
         world = self._places.world
+        self.take_back()
         self._runtime.at("rows", step)
         for dealt in self.each:
             dealt.reduce(world, self._microbatches)
@@ -259,6 +261,17 @@ class Tables:
                 for owner in self._owners
             ]
         load_tables(self._places.world, self.each, folder)
+
+    @contextmanager
+    def borrowed(self, folder: Path | None) -> Iterator[None]:
+        """As `load`, for a while; what was held before is put back without communication."""
+        own = [dealt.parts for dealt in self.each]
+        try:
+            self.load(folder)
+            yield
+        finally:
+            for dealt, parts in zip(self.each, own, strict=True):
+                dealt.parts = parts
 
     def digests(self) -> dict[str, str]:
         """Digests of what this rank holds, by a name for people."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -82,14 +81,10 @@ class Part:
         for name, field in stepped.items():
             self.fields[name][places] = field
 
-    def between(self, first: int, last: int) -> dict[str, Tensor]:
-        """The fields at the places `first` to `last` among this owner's rows."""
-        return {name: field[first:last] for name, field in self.fields.items()}
-
-    def put(self, first: int, fields: Mapping[str, Tensor]) -> None:
-        """Fill the places from `first` on."""
-        for name, field in fields.items():
-            self.fields[name][first : first + len(field)] = field
+    def groups(self, name: str) -> Tensor:
+        """A field by groups of rows: a view [groups, ROWS, width]."""
+        field = self.fields[name]
+        return field.view(len(field) // ROWS, ROWS, field.shape[1])
 
     def digest(self) -> int:
         """The sum of the digests of all groups of rows.

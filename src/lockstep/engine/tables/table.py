@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.tables.exchange import swap, tell_counts
-from lockstep.engine.tables.part import Part
+from lockstep.engine.tables.part import WEIGHT, Part
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.optim.rows import row_norms
-from lockstep.parallel.layout import Dealt, Node
+from lockstep.parallel.layout import Dealt
 from lockstep.parallel.row_layout import RowLayout
 from lockstep.parallel.row_sums import RowFold, RowSum, nothing, plan, total
 
@@ -41,6 +41,10 @@ class DealtTable:
     def _layout(self) -> RowLayout:
         return self.parts[0].layout
 
+    @property
+    def _weight(self) -> Tensor:
+        return self.parts[0].fields[WEIGHT]
+
     def lend(self, transport: Transport, wanted: Sequence[Tensor], trains: bool) -> list[Lent]:
         """Have rows from their owners; a collective.
 
@@ -49,7 +53,7 @@ class DealtTable:
             wanted: rows that are looked up together, ascending, each once: int64 [n] each.
             trains: whether they take gradients.
         """
-        device = self.parts[0].fields["weight"].device
+        device = self._weight.device
         each = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64, device=device), *wanted]))
         owners = self._layout.owner(each)
         order = torch.argsort(owners, stable=True)
@@ -68,7 +72,7 @@ class DealtTable:
         """Take the gradients of the next microbatch; None if it looked nothing up."""
         gradient = lent.rows.grad if lent is not None else None
         if lent is None or gradient is None:
-            self._fold.add(nothing(self.table.dim, self.parts[0].fields["weight"]))
+            self._fold.add(nothing(self.table.dim, self._weight))
         else:
             self._fold.add(RowSum(lent.ids, gradient))
 
@@ -79,34 +83,46 @@ class DealtTable:
             transport: the group of ranks.
             microbatches: those of each rank.
         """
-        nodes = [plan(dealt, self._num_microbatches)[1] for dealt in microbatches]
-        self._sums = [
-            self._summed(transport, nodes, (part.owner - transport.rank) % transport.size)
-            for part in self.parts
-        ]
-
-    def _summed(self, transport: Transport, nodes: Sequence[Sequence[Node]], behind: int) -> RowSum:
-        """The sum over all ranks of rows that are owned so many ranks further on."""
         size, own = transport.size, self._fold.sums
-        goes_to = [(self._layout.owner(node.ids) - behind) % size for node in own]
-        counts = torch.zeros(size, len(own), dtype=torch.int64)
-        for number, to in enumerate(goes_to):
-            counts[:, number] = torch.bincount(to, minlength=size)
-        device = self.parts[0].fields["weight"].device
-        told = tell_counts(transport, counts.to(device), [len(of_rank) for of_rank in nodes])
-        pairs = list(zip(own, goes_to, strict=True))
-        parts = [node.of(to == rank) for rank in range(size) for node, to in pairs]
-        empty = nothing(self.table.dim, self.parts[0].fields["weight"])
+        behind = [(transport.rank - part.owner) % size for part in self.parts]
+        owners = [self._layout.owner(node.ids) for node in own]
+        held = [
+            torch.tensor([(rank - shift) % size for shift in behind], device=self._weight.device)
+            for rank in range(size)
+        ]
+        parts = [
+            node.of(torch.isin(of_node, by_rank))
+            for by_rank in held
+            for node, of_node in zip(own, owners, strict=True)
+        ]
+        of_rank = [plan(dealt, self._num_microbatches)[1] for dealt in microbatches]
+        sums = self._swapped(transport, parts, [len(nodes) for nodes in of_rank])
+        pairs = zip([node for nodes in of_rank for node in nodes], sums, strict=True)
+        ordered = sorted(pairs, key=lambda pair: pair[0].first)
+        nodes, sums = [node for node, _ in ordered], [each for _, each in ordered]
+        whole = total(sums, nodes, self._num_microbatches)
+        mine = self._layout.owner(whole.ids)
+        self._sums = [whole.of(mine == part.owner) for part in self.parts]
+
+    def _swapped(
+        self, transport: Transport, parts: Sequence[RowSum], numbers: Sequence[int]
+    ) -> list[RowSum]:
+        """Send each rank its part of each of this rank's nodes, and receive theirs; a collective.
+
+        Args:
+            transport: the group of ranks.
+            parts: those for rank 0, for rank 1 and so on.
+            numbers: number of nodes of each rank.
+        """
+        size, empty = transport.size, nothing(self.table.dim, self._weight)
+        counts = torch.tensor([len(part.ids) for part in parts], dtype=torch.int64)
+        counts = counts.view(size, numbers[transport.rank])
+        told = tell_counts(transport, counts.to(self._weight.device), numbers)
         mine, theirs = counts.sum(dim=1).tolist(), [int(t.sum()) for t in told]
         ids = swap(transport, torch.cat([empty.ids, *(p.ids for p in parts)]), mine, theirs)
         rows = swap(transport, torch.cat([empty.rows, *(p.rows for p in parts)]), mine, theirs)
         lengths = torch.cat(told).tolist()
-        sums = map(RowSum, torch.split(ids, lengths), torch.split(rows, lengths))
-        every = [node for of_rank in nodes for node in of_rank]
-        ordered = sorted(zip(every, sums, strict=True), key=lambda pair: pair[0].first)
-        return total(
-            [each for _, each in ordered], [node for node, _ in ordered], self._num_microbatches
-        )
+        return list(map(RowSum, torch.split(ids, lengths), torch.split(rows, lengths)))
 
     def norms(self) -> Tensor:
         """The norms of the summed gradients of the rows that this rank owns: float64 [n]."""

@@ -95,7 +95,8 @@ class SparseEmbedding(nn.Module):
             Their values: float32 [..., dim].
 
         Raises:
-            TaskError: a number is out of range, or in a run, `Task.lookups` has not named it.
+            IndexError: a number is out of range.
+            TaskError: in a run, `Task.lookups` has not named it.
         """
         if self._lent is None:
             if self.is_dealt:
@@ -104,7 +105,6 @@ class SparseEmbedding(nn.Module):
                     "there for Task.loss and Task.evaluate only; load the trained model by "
                     "lockstep.load"
                 )
-            self.check(ids, "SparseEmbedding")
             return embedding(ids, self._every_row())
         there, rows = self._lent
         return embedding(_places(ids, there), rows)
@@ -184,7 +184,8 @@ def _places(ids: Tensor, there: Tensor) -> Tensor:
         TaskError: one is not there; on a GPU the look-up that follows fails instead, since to raise
             this would be to wait for it.
     """
-    places = torch.searchsorted(there, ids.contiguous())
+    ids = ids.long().contiguous()
+    places = torch.searchsorted(there, ids)
     if len(there):
         found = there[places.clamp(max=len(there) - 1)] == ids
     else:
