@@ -34,6 +34,10 @@ class RowLayout(NamedTuple):
         """The place of each row among those of its owner, int64 like `ids`."""
         return ids // (ROWS * self.size) * ROWS + ids % ROWS
 
+    def groups(self, owner: int) -> range:
+        """The numbers of an owner's groups of rows."""
+        return range(owner, self.num_groups, self.size)
+
     def num_local(self, owner: int) -> int:
         """Rows of memory that an owner needs: whole groups."""
-        return len(range(owner, self.num_groups, self.size)) * ROWS
+        return len(self.groups(owner)) * ROWS

@@ -232,6 +232,7 @@ class Trial:
         digest, loss, drawn, carry = passed[0]
         gradients = [self._gradient(name, tensor) for name, tensor in self._named]
         rows = self._rows_digest()
+        self._compute.lookups.lend(None)
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
         return _Outcome(digest, drawn, values, gradients, changed, carry, rows)

@@ -198,7 +198,7 @@ def load_tables(transport: Transport, tables: list[DealtTable], folder: Path | N
                 received = torch.empty(len(rows), width, device=device)
                 if fields is not None:
                     received.copy_(fields[name])
-                transport.broadcast(received, 0)
+                transport.broadcast(received.view(-1), 0)
                 for own in dealt.parts:
                     _take(own, name, received, rows)
 

@@ -59,7 +59,7 @@ class Part:
         """An owner's rows as they are before the first step."""
         part = cls.empty(table, layout, owner, device)
         if table.std:  # else zeros, whose memory need not be there before it is used
-            groups = torch.arange(owner, layout.num_groups, layout.size)
+            groups = torch.tensor(layout.groups(owner), dtype=torch.int64)
             for place, chosen in enumerate(torch.split(groups, _STARTED_AT_ONCE)):
                 first = place * _STARTED_AT_ONCE * ROWS
                 part.fields[WEIGHT][first : first + len(chosen) * ROWS] = table.start(chosen)
@@ -91,14 +91,14 @@ class Part:
 
         So the digests of all owners' parts add up to the same number, whoever they are.
         """
-        count = len(range(self.owner, self.layout.num_groups, self.layout.size))
+        groups = self.layout.groups(self.owner)
+        count = len(groups)
         if not count:
             return 0
         plain = {n: f.cpu().contiguous().view(count, -1) for n, f in sorted(self.fields.items())}
         memory = {name: memoryview(memory_of(field)).cast("B") for name, field in plain.items()}
         total = 0
-        for place in range(count):
-            group = self.owner + place * self.layout.size
+        for place, group in enumerate(groups):
             sha = hashlib.sha256(group.to_bytes(8, "little"))
             for name, field in plain.items():
                 size = field.shape[1] * field.itemsize

@@ -1,0 +1,178 @@
+"""Rows of tables are with their owners: the bits of one process, through losses and resumes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import environment, result
+
+import lockstep as ls
+from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.observe import read_events
+
+TASKS = Path(__file__).with_name("table_tasks.py")
+TASK = f"{TASKS}:Look"
+STEPS = 18
+CONFIG = (
+    f"steps={STEPS}", "lr=0.05", "eval_every=6", "eval_batch_size=4", "log_every=1",
+    "checkpoint.every=5", "digest_every=4", "clip_norm=1.0", "test_on=best",
+)  # fmt: skip
+
+
+@pytest.fixture
+def train(lockstep):
+    """Trains on some ranks, with faults."""
+
+    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), task=TASK):
+        return lockstep(
+            "train", task, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir, *CONFIG,
+            *overrides, timeout=150, **to_env(faults, run_dir.with_suffix(".faults")),
+        )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run directory of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    argv = [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"]
+    subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
+    return folder / "run"
+
+
+def same(run_dir, alone):
+    here, there = result(run_dir), result(alone)
+    for key in ("params_sha256", "tables_sha256", "carry_sha256", "metrics"):
+        assert here[key] == there[key], key
+    assert len(here["tables_sha256"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks", "keys"),
+    [
+        ("mpi", 3, ("tables.buddy=false",)),
+        ("local", 2, ("sharding=gradients",)),
+        pytest.param("torchrun", 4, (), marks=pytest.mark.slow),
+        pytest.param("local", 7, ("data.num_workers=1",), marks=pytest.mark.slow),  # two are spares
+        pytest.param("mpi", 3, ("sharding=optimizer",), marks=pytest.mark.slow),
+    ],
+)
+def test_any_ranks_give_the_bits_of_one_process(train, alone, tmp_path, launcher, num_ranks, keys):
+    ended = train(tmp_path / "run", num_ranks, *keys, launcher=launcher)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", alone)
+    for name in ("table_0.00000.safetensors", "table_1.00000.safetensors"):
+        pair = [r / f"checkpoints/step_{STEPS:08}" / name for r in (tmp_path / "run", alone)]
+        assert pair[0].read_bytes() == pair[1].read_bytes()
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(1, 2, "lookup"), (0, 9, "rows_summed")],
+        *(
+            pytest.param(faults, marks=pytest.mark.slow)
+            for faults in (
+                [(0, 0, "rows")],
+                [(2, 1, "rows_summed"), (1, 12, "reduce")],
+                [(0, 7, "optimizer"), (2, 14, "committed")],
+                [(1, 5, "checkpoint"), (0, 5, "checkpoint")],
+                [(2, 6, "evaluate"), (0, 16, "forward")],
+                [(1, 11, "lookup", "miss"), (2, 15, "rows", "miss")],
+                [(1, 3, "forward", "raise"), (1, 11, "backward", "raise")],
+                [(0, 4, "rows"), (2, 4, "regroup")],
+            )
+        ),
+    ],
+)
+def test_no_row_is_lost_with_a_rank(train, alone, tmp_path, launcher, faults):
+    planned = [PlannedFault(*fault) for fault in faults]
+    ended = train(tmp_path / "run", 3, launcher=launcher, faults=planned)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", alone)
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    assert len({row["step"] for row in rows if row["event"] == "StepDone"}) == STEPS
+    both = "regroup" in str(faults)  # a rank and the one that held its rows too
+    assert both or not any(row["event"] == "Resumed" for row in rows)
+
+
+@pytest.mark.parametrize("launcher", ["mpi", pytest.param("local", marks=pytest.mark.slow)])
+def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_path, launcher):
+    run_dir = tmp_path / "run"
+    ended = train(
+        run_dir, 3, "tables.buddy=false", launcher=launcher,
+        faults=[PlannedFault(1, 13, "rows_summed"), PlannedFault(0, 17, "committed")],
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, alone)
+    rows = read_events(run_dir / "events.jsonl")
+    assert next(row["step"] for row in rows if row["event"] == "Resumed") in (10, 12)
+    assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started anew
+
+
+def test_three_ranks_go_on_with_what_two_have_saved(lockstep, train, alone, tmp_path):
+    run_dir = tmp_path / "run"
+    stopped = train(
+        run_dir, 2, launcher="local", faults=[PlannedFault(0, 8, "committed", "preempt")]
+    )
+    assert stopped.returncode == 143, stopped.stdout + stopped.stderr
+    ended = lockstep("resume", run_dir, "-n", 3, "--launcher", "mpi", timeout=150)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, alone)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_replaced(lockstep, alone, tmp_path):
+    run_dir = tmp_path / "run"
+    faults = [PlannedFault(1, 4, "rows"), PlannedFault(0, 10, "committed")]
+    ended = lockstep(
+        "train", TASK, "-n", 3, "--launcher", "local", "--replace", 2, "--run-dir", run_dir,
+        *CONFIG, timeout=200, **to_env(faults, tmp_path / "faults"),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, alone)
+
+
+def test_a_trained_table_is_loaded_and_evaluated(lockstep, alone):
+    loaded = ls.load(alone, "latest")
+    users = loaded.model.users.weight
+    assert users.shape == (300, 8)
+    assert torch.equal(loaded.model.users(torch.tensor([[3]])), users[3].view(1, 1, -1))
+    ended = lockstep("eval", alone, "--split", "val", "--checkpoint", "latest")
+    assert ended.returncode == 0, ended.stderr
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("loss")]
+    assert float(line.split()[1]) == pytest.approx(result(alone)["metrics"]["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "keys", "said"),
+    [
+        ("Look", ("evil=forgets",), "which Task.lookups has not named for this batch"),
+        (
+            "Look",
+            ("evil=name",),
+            "Look.lookups: must return a dict with the keys ['items', 'users']",
+        ),
+        ("Look", ("evil=range",), "Look.lookups: 'users': the numbers 3"),
+        (
+            "Look",
+            ("evil=kind",),
+            "Look.lookups: 'items': must be a tensor of integers, is torch.flo",
+        ),
+        ("Look", ("evil=draws",), "task.generator: is changed by every microbatch"),
+        ("Look", ("evil=none",), "Look.lookups: the model has no lockstep.nn.SparseEmbedding"),
+        ("Silent", (), "Silent.lookups: is missing; the model has a SparseEmbedding ('items')"),
+        ("After", (), "the rows are with their ranks while a run goes on"),
+        ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),
+        ("Look", ("evil=infinite",), "not the gradient of users"),
+    ],
+)
+def test_what_goes_wrong_is_said(train, tmp_path, task, keys, said):
+    ended = train(tmp_path / "run", 2, *keys, task=f"{TASKS}:{task}")
+    text = " ".join((ended.stdout + ended.stderr).split())
+    assert ended.returncode in (1, 2)
+    assert said in text
