@@ -37,7 +37,7 @@ WALKS = {
 
 _ROOMS = (
     "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
-    "engine/step", "engine/passes", "engine/carry", "data", "parallel", "comm",
+    "engine/step", "engine/passes", "engine/tables", "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 
@@ -198,7 +198,7 @@ def _walk(listed: list[Call], title: str) -> str:
         raise ValueError(f"{PAGE.name}: {title}: no column for {', '.join(sorted(unknown))}")
     stride, top, row = min(126.0, 880.0 / len(rooms)), 64.0, 34.0
     bottom = top + row * len(listed)
-    drawing = _Drawing(1160)
+    drawing = _Drawing(1240)
     drawing.text(20, 28, "title", title)
     for number, room in enumerate(rooms):
         drawing.band(10 + stride * number, 40, stride, bottom - 34, number)

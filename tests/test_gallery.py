@@ -44,6 +44,10 @@ SIZES = {
     "gpt": Small(("steps=6", "context=16", "width=16", "num_layers=2", "eval_every=6"), 4),
     "ising": Small(("epochs=4", "num_qubits=3", "num_layers=1"), 3),
     "memory": Small(("steps=6", "batch_size=8", "width=16", "num_eval=4", "eval_every=6"), 4),
+    "recommender": Small(
+        ("steps=8", "num_clicks=2000", "num_users=100", "num_items=80", "width=4", "eval_every=4"),
+        5,
+    ),
     "stream": Small(
         (
             "steps=6",
