@@ -6,7 +6,6 @@ genre are clicked far more often than others. The model learns to tell a clicked
 
 import hashlib
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +87,7 @@ class TwoTowers(nn.Module):
     def forward(self, users_B: Tensor, items_BN: Tensor) -> Tensor:
         user_BD = self.of_user(self.users(users_B))
         item_BND = self.of_item(self.items(items_BN))
-        return cast(Tensor, torch.einsum("bd,bnd->bn", user_BD, item_BND))
+        return torch.einsum("bd,bnd->bn", user_BD, item_BND)
 
 
 class Recommend(ls.Task):

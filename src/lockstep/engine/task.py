@@ -152,7 +152,7 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    def lookups(self, *args: Any) -> Mapping[str, Tensor]:
+    def lookups(self, *args: Any, **kwargs: Any) -> Any:
         """Rows of each `lockstep.nn.SparseEmbedding` that a batch needs: `lookups(batch)`.
 
         In a task with a `carry`: `lookups(batch, carry)`. Needed where the model has such tables:

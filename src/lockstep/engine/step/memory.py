@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -111,6 +111,37 @@ def check_memory(
         f"memory: a rank needs at least {_gib(needed)} for parameters, gradients and optimizer "
         f"state (sharding={sharding}, world size {num_ranks}), and has {_gib(available)} "
         f"({limit}); {remedy}"
+    )
+
+
+def check_table_memory(
+    num_bytes: Mapping[str, int], num_ranks: int, with_buddy: bool, device: torch.device
+) -> None:
+    """Refuse a run whose tables do not fit into a rank's memory.
+
+    Args:
+        num_bytes: size of each table, with what is kept of its rows, by name.
+        num_ranks: number of ranks.
+        with_buddy: whether each rank keeps the rows of another one too.
+        device: device that they are to be on.
+
+    Raises:
+        ConfigError: a limit of this process is less than they take.
+    """
+    if device.type != "cpu" or not num_bytes:
+        return
+    whole, copies = sum(num_bytes.values()), min(1 + with_buddy, num_ranks)
+    needed = whole * copies // num_ranks
+    limit, available = min(_limits(), key=lambda pair: pair[1])
+    if needed <= available:
+        return
+    number = -(-whole // max(available, 1))
+    remedy = "use smaller tables, or give ranks more memory"
+    if number <= _MOST_RANKS:
+        remedy = f"tables.buddy=false needs {_gib(whole // number)} on each of {number} ranks"
+    raise ConfigError(
+        f"memory: a rank needs {_gib(needed)} for the rows of {', '.join(num_bytes)} (world size "
+        f"{num_ranks}), and has {_gib(available)} ({limit}); {remedy}"
     )
 
 

@@ -20,10 +20,11 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.step.schedule import lr_factor
 from lockstep.engine.tables.dealing import Described, deal
 from lockstep.engine.tables.files import StreamedTables, load_tables
-from lockstep.engine.tables.part import Part
+from lockstep.engine.tables.part import Part, widths
 from lockstep.engine.tables.table import DealtTable
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.parallel.layout import Dealt
@@ -68,7 +69,13 @@ class Tables:
             dealt.table.is_dealt = True
         self.take_back()
         if not runtime.transport.is_newcomer:
+            everywhere(runtime.transport, self._check_memory)
             self.start()
+
+    def _check_memory(self) -> None:
+        sizes = {d.name: 4 * d.table.num_rows * sum(widths(d.table).values()) for d in self.each}
+        with_buddy, device = len(self._shifts) > 1, self._runtime.device
+        check_table_memory(sizes, self._places.world.size, with_buddy, device)
 
     def start(self) -> None:
         """Hold the rows of this rank as they are before the first step."""
