@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn, optim
 
 import lockstep as ls
@@ -55,6 +56,18 @@ def test_a_run_that_cannot_have_its_memory_is_told_what_would_do(monkeypatch) ->
     assert "sharding=parameters optimizer.buddy=false needs 0.01 GiB on each of 3 ranks" in message
     monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 24 * MIB)]))
     memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
+
+
+def test_tables_that_do_not_fit_are_refused(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
+    memory.check_table_memory({}, 1, False, cpu)
+    memory.check_table_memory({"t": 16 * MIB}, 4, True, cpu)
+    with pytest.raises(ConfigError) as caught:
+        memory.check_table_memory({"t": 12 * MIB, "u": 6 * MIB}, 4, True, cpu)
+    message = str(caught.value)
+    assert "memory: a rank needs 0.01 GiB for the rows of t, u (world size 4), and has" in message
+    assert "(ulimit -v 9); tables.buddy=false needs 0.01 GiB on each of 3 ranks" in message
 
 
 def test_this_process_has_limits() -> None:
