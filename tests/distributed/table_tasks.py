@@ -26,9 +26,6 @@ class Towers(nn.Module):
         schedule = ScheduleConfig(name="cosine", warmup_steps=3)
         rows = RowSignSGD(lr=0.02, weight_decay=0.1)
         self.items = ls.nn.SparseEmbedding(ITEMS, DIM, rows, schedule=schedule)
-        if evil == "none":
-            del self.users, self.items
-            self.users = self.items = nn.Embedding(USERS, DIM)
         self.top = nn.Linear(DIM, DIM)
 
     def forward(self, users, items):

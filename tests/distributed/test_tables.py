@@ -164,7 +164,6 @@ def test_a_trained_table_is_loaded_and_evaluated(lockstep, alone):
             "Look.lookups: 'items': must be a tensor of integers, is torch.flo",
         ),
         ("Look", ("evil=draws",), "task.generator: is changed by every microbatch"),
-        ("Look", ("evil=none",), "Look.lookups: the model has no lockstep.nn.SparseEmbedding"),
         ("Silent", (), "Silent.lookups: is missing; the model has a SparseEmbedding ('items')"),
         ("After", (), "the rows are with their ranks while a run goes on"),
         ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),

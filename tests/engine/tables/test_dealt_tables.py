@@ -13,6 +13,7 @@ import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.tables import messages
 from lockstep.engine.tables.files import (
     check_described,
     cuts,
@@ -83,8 +84,8 @@ def trained(transport, steps=3, buddy=True):
 
 
 def weights(tables, transport):
-    lent = tables.each[0].lend(transport, [torch.arange(ROWS)], trains=False)
-    return lent[0].rows
+    ((lent,),) = messages.lend(transport, tables.each, [[torch.arange(ROWS)]], trains=False)
+    return lent.rows
 
 
 def reference(steps=3):

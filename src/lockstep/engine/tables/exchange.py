@@ -1,4 +1,4 @@
-"""Messages about rows: each rank says or sends something else to each of the others."""
+"""Messages about rows: each rank sends something else to each of the others."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from torch import Tensor
 from lockstep.comm.transport import Transport, offsets
 
 
-def tell_counts(transport: Transport, counts: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-    """Send each rank as many numbers as this rank has to tell, and receive theirs; a collective.
+def deliver(
+    transport: Transport, parcels: Sequence[Sequence[Tensor]], numbers: Sequence[int]
+) -> list[list[Tensor]]:
+    """Send each rank some lists of numbers of any lengths, and receive theirs; a collective.
 
     Args:
         transport: the group of ranks.
-        counts: for each rank, what it is told: int64 [size, numbers of this rank].
-        numbers: how many numbers each rank tells each other one.
+        parcels: for each rank, what it gets: int64 [any] each, at least one on the right device.
+        numbers: how many lists each rank sends to each other one.
 
     Returns:
-        What each rank has told this one: int64 [its number].
+        For each rank, what it has sent to this one.
     """
-    own = counts.contiguous().view(-1)
+    sent = [parcel for of_rank in parcels for parcel in of_rank]
+    device = sent[0].device if sent else None
+    lengths = torch.tensor([len(parcel) for parcel in sent], dtype=torch.int64, device=device)
     each = [numbers[transport.rank]] * transport.size
-    received = own.new_empty(sum(numbers))
-    transport.all_to_all(own, each, offsets(each), received, list(numbers))
-    return list(torch.split(received, list(numbers)))
+    told = lengths.new_empty(sum(numbers))
+    transport.all_to_all(lengths, each, offsets(each), told, list(numbers))
+    theirs = [part.tolist() for part in torch.split(told, list(numbers))]
+    counts = [sum(len(parcel) for parcel in of_rank) for of_rank in parcels]
+    content = torch.cat(sent) if sent else told.new_empty(0)
+    arrived = swap(transport, content, counts, [sum(of_rank) for of_rank in theirs])
+    by_rank = torch.split(arrived, [sum(of_rank) for of_rank in theirs])
+    return [list(torch.split(part, own)) for part, own in zip(by_rank, theirs, strict=True)]
 
 
 def swap(
@@ -42,7 +51,7 @@ def swap(
     Returns:
         Entries from rank 0, from rank 1 and so on.
     """
-    width = sent[0].numel() if len(sent) else int(torch.Size(sent.shape[1:]).numel())
+    width = torch.Size(sent.shape[1:]).numel()
     out = sent.new_empty((sum(received), *sent.shape[1:]))
     sizes = [count * width for count in counts]
     transport.all_to_all(
@@ -53,3 +62,28 @@ def swap(
         [count * width for count in received],
     )
     return out
+
+
+def swap_rows(
+    transport: Transport, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
+) -> list[list[Tensor]]:
+    """Send each rank some tensors of rows, and receive theirs, whose shapes are known.
+
+    Args:
+        transport: the group of ranks.
+        sent: for each rank, what it gets: float32 [n, dim] each.
+        shapes: for each rank, the shapes of what it sends.
+
+    Returns:
+        For each rank, what it has sent to this one; a collective.
+    """
+    flat = [tensor.reshape(-1) for of_rank in sent for tensor in of_rank]
+    counts = [sum(tensor.numel() for tensor in of_rank) for of_rank in sent]
+    sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+    content = torch.cat(flat) if flat else torch.empty(0)
+    arrived = swap(transport, content, counts, [sum(of_rank) for of_rank in sizes])
+    by_rank = torch.split(arrived, [sum(of_rank) for of_rank in sizes])
+    return [
+        [part.view(shape) for part, shape in zip(torch.split(own, size), shape_of, strict=True)]
+        for own, size, shape_of in zip(by_rank, sizes, shapes, strict=True)
+    ]

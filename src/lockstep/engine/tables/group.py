@@ -22,6 +22,7 @@ from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.step.schedule import lr_factor
+from lockstep.engine.tables import messages
 from lockstep.engine.tables.dealing import Described, deal
 from lockstep.engine.tables.files import StreamedTables, load_tables
 from lockstep.engine.tables.part import Part, widths
@@ -29,6 +30,7 @@ from lockstep.engine.tables.table import DealtTable
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.parallel.layout import Dealt
 from lockstep.parallel.row_layout import RowLayout
+from lockstep.parallel.row_sums import plan
 
 Wanted = Mapping[str, torch.Tensor]
 """Rows that a batch looks up in each table, by the table's name: ascending, each once."""
@@ -69,7 +71,7 @@ class Tables:
             dealt.table.is_dealt = True
         self.take_back()
         if not runtime.transport.is_newcomer:
-            everywhere(runtime.transport, self._check_memory)
+            everywhere(places.world, self._check_memory)
             self.start()
 
     def _check_memory(self) -> None:
@@ -100,11 +102,8 @@ class Tables:
         self._runtime.at("lookup", step)
         for dealt in self.each:
             dealt.begin(self._microbatches[world.rank])
-        self._lent = {number: {} for number in wanted}
-        for dealt in self.each:
-            rows = dealt.lend(world, [of[dealt.name] for of in wanted.values()], trains=True)
-            for number, lent in zip(wanted, rows, strict=True):
-                self._lent[number][dealt.name] = lent
+        lent = self._lent_to(list(wanted.values()), trains=True)
+        self._lent = dict(zip(wanted, lent, strict=True))
 
     def of(self, microbatch: int) -> AllLent:
         """The rows for a microbatch of the step."""
@@ -125,8 +124,9 @@ class Tables:
         world = self._places.world
         self.take_back()
         self._runtime.at("rows", step)
-        for dealt in self.each:
-            dealt.reduce(world, self._microbatches)
+        num = self._config.num_microbatches
+        nodes = [plan(microbatches, num)[1] for microbatches in self._microbatches]
+        messages.reduce(world, self.each, nodes)
         world.agree()
         self._runtime.at("rows_summed", step)
 
@@ -134,7 +134,7 @@ class Tables:
         """The norm of all summed gradients of rows; a collective."""
         own = torch.cat([dealt.norms() for dealt in self.each])
         world = self._places.world
-        counts = world.gather_json(len(own))
+        counts = world.gather_host(torch.tensor([len(own)]), [1] * world.size).tolist()
         # An exactly rounded sum does not depend on the order of what is added.
         return math.sqrt(math.fsum(n * n for n in world.gather_host(own, counts).tolist()))
 
@@ -189,7 +189,7 @@ class Tables:
             found = everywhere(self._places.world, following)
             if not any(self._places.world.gather_json(found is not None)):
                 return
-            lent = self._lent_to([found[1]] if found is not None else [])
+            lent = self._lent_to([found[1]] if found is not None else [], trains=False)
             if found is not None:
                 yield (*found[0], lent[0])
 
@@ -207,13 +207,11 @@ class Tables:
         finally:
             self.take_back()
 
-    def _lent_to(self, wanted: Sequence[Wanted]) -> list[AllLent]:
-        lent: list[AllLent] = [{} for _ in wanted]
-        for dealt in self.each:
-            rows = dealt.lend(self._places.world, [of[dealt.name] for of in wanted], trains=False)
-            for own, one in zip(lent, rows, strict=True):
-                own[dealt.name] = one
-        return lent
+    def _lent_to(self, wanted: Sequence[Wanted], trains: bool) -> list[AllLent]:
+        by_table = [[of[dealt.name] for of in wanted] for dealt in self.each]
+        rows = messages.lend(self._places.world, self.each, by_table, trains)
+        names = [dealt.name for dealt in self.each]
+        return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]
 
     def deal_out(self) -> bool:
         """Bring rows to those that are to own them in the present group; a collective.

@@ -30,7 +30,7 @@ class Lookups:
         """Find the tables.
 
         Raises:
-            TaskError: there are tables and no `Task.lookups`, or the other way round.
+            TaskError: there are tables and no `Task.lookups`.
         """
         self.tables = tables_of(model)
         self._task, self._device = task, device
@@ -39,10 +39,6 @@ class Lookups:
             raise TaskError(
                 f"{kind}.lookups: is missing; the model has a SparseEmbedding "
                 f"({min(self.tables)!r}), so write it: it says which rows a batch looks up"
-            )
-        if has_lookups(task) and not self.tables:
-            raise TaskError(
-                f"{kind}.lookups: the model has no lockstep.nn.SparseEmbedding; leave it out"
             )
 
     def wanted(self, batch: Any, *carry: Any) -> dict[str, Tensor]:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport
-from lockstep.engine.tables.exchange import swap, tell_counts
 from lockstep.engine.tables.part import WEIGHT, Part
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.optim.rows import row_norms
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Dealt, Node
 from lockstep.parallel.row_layout import RowLayout
-from lockstep.parallel.row_sums import RowFold, RowSum, nothing, plan, total
+from lockstep.parallel.row_sums import RowFold, RowSum, nothing, total
 
 
 class DealtTable:
@@ -45,26 +43,35 @@ class DealtTable:
     def _weight(self) -> Tensor:
         return self.parts[0].fields[WEIGHT]
 
-    def lend(self, transport: Transport, wanted: Sequence[Tensor], trains: bool) -> list[Lent]:
-        """Have rows from their owners; a collective.
+    def ask(self, wanted: Sequence[Tensor]) -> list[Tensor]:
+        """The rows that are wanted of each owner, each once, ascending: int64 [n] each.
 
         Args:
-            transport: the group of ranks.
-            wanted: rows that are looked up together, ascending, each once: int64 [n] each.
-            trains: whether they take gradients.
+            wanted: rows that are looked up together, ascending: int64 [n] each.
         """
-        device = self._weight.device
-        each = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64, device=device), *wanted]))
-        owners = self._layout.owner(each)
-        order = torch.argsort(owners, stable=True)
-        counts = torch.bincount(owners, minlength=transport.size)
-        told = tell_counts(transport, counts[:, None], [1] * transport.size)
-        asked, mine = torch.cat(told).tolist(), counts.tolist()
-        ids = swap(transport, each[order], mine, asked)
-        rows = torch.empty(len(each), self.table.dim, device=device)
-        rows[order] = swap(transport, self.parts[0].rows(ids), asked, mine)
+        none = torch.empty(0, dtype=torch.int64, device=self._weight.device)
+        self._wanted = torch.unique(torch.cat([none, *wanted]))
+        owners = self._layout.owner(self._wanted)
+        self._by_owner = torch.argsort(owners, stable=True)
+        counts = torch.bincount(owners, minlength=self._layout.size)
+        return list(torch.split(self._wanted[self._by_owner], counts.tolist()))
+
+    def answer(self, ids: Tensor) -> Tensor:
+        """Copies of rows that this rank owns: float32 [n, dim]."""
+        return self.parts[0].rows(ids)
+
+    def take(self, answers: Sequence[Tensor], wanted: Sequence[Tensor], trains: bool) -> list[Lent]:
+        """What has been wanted, from the answers of all owners.
+
+        Args:
+            answers: rows of each owner that were asked for: float32 [n, dim] each.
+            wanted: as for `ask`.
+            trains: whether rows take gradients.
+        """
+        rows = self._weight.new_empty(len(self._wanted), self.table.dim)
+        rows[self._by_owner] = torch.cat(list(answers))
         return [
-            Lent(some, rows[torch.searchsorted(each, some)].requires_grad_(trains))
+            Lent(some, rows[torch.searchsorted(self._wanted, some)].requires_grad_(trains))
             for some in wanted
         ]
 
@@ -76,53 +83,36 @@ class DealtTable:
         else:
             self._fold.add(RowSum(lent.ids, gradient))
 
-    def reduce(self, transport: Transport, microbatches: Sequence[Dealt]) -> None:
-        """Sum the gradients of each row on those that step it; a collective.
+    def gradients(self, rank: int) -> list[list[RowSum]]:
+        """For each rank, what it is to get of each of this rank's nodes.
 
         Args:
-            transport: the group of ranks.
-            microbatches: those of each rank.
+            rank: rank of this process.
         """
-        size, own = transport.size, self._fold.sums
-        behind = [(transport.rank - part.owner) % size for part in self.parts]
-        owners = [self._layout.owner(node.ids) for node in own]
-        held = [
-            torch.tensor([(rank - shift) % size for shift in behind], device=self._weight.device)
-            for rank in range(size)
+        size, nodes = self._layout.size, self._fold.sums
+        owners = [self._layout.owner(node.ids) for node in nodes]
+        behind = [(rank - part.owner) % size for part in self.parts]
+        whose = [
+            torch.tensor([(to - shift) % size for shift in behind], device=self._weight.device)
+            for to in range(size)
         ]
-        parts = [
-            node.of(torch.isin(of_node, by_rank))
-            for by_rank in held
-            for node, of_node in zip(own, owners, strict=True)
+        return [
+            [node.of(torch.isin(own, held)) for node, own in zip(nodes, owners, strict=True)]
+            for held in whose
         ]
-        of_rank = [plan(dealt, self._num_microbatches)[1] for dealt in microbatches]
-        sums = self._swapped(transport, parts, [len(nodes) for nodes in of_rank])
-        pairs = zip([node for nodes in of_rank for node in nodes], sums, strict=True)
-        ordered = sorted(pairs, key=lambda pair: pair[0].first)
-        nodes, sums = [node for node, _ in ordered], [each for _, each in ordered]
-        whole = total(sums, nodes, self._num_microbatches)
-        mine = self._layout.owner(whole.ids)
-        self._sums = [whole.of(mine == part.owner) for part in self.parts]
 
-    def _swapped(
-        self, transport: Transport, parts: Sequence[RowSum], numbers: Sequence[int]
-    ) -> list[RowSum]:
-        """Send each rank its part of each of this rank's nodes, and receive theirs; a collective.
+    def sum_up(self, sums: Sequence[RowSum], nodes: Sequence[Node]) -> None:
+        """Sum the gradients of the rows that this rank steps.
 
         Args:
-            transport: the group of ranks.
-            parts: those for rank 0, for rank 1 and so on.
-            numbers: number of nodes of each rank.
+            sums: what all ranks have of these rows in each of their nodes.
+            nodes: these nodes.
         """
-        size, empty = transport.size, nothing(self.table.dim, self._weight)
-        counts = torch.tensor([len(part.ids) for part in parts], dtype=torch.int64)
-        counts = counts.view(size, numbers[transport.rank])
-        told = tell_counts(transport, counts.to(self._weight.device), numbers)
-        mine, theirs = counts.sum(dim=1).tolist(), [int(t.sum()) for t in told]
-        ids = swap(transport, torch.cat([empty.ids, *(p.ids for p in parts)]), mine, theirs)
-        rows = swap(transport, torch.cat([empty.rows, *(p.rows for p in parts)]), mine, theirs)
-        lengths = torch.cat(told).tolist()
-        return list(map(RowSum, torch.split(ids, lengths), torch.split(rows, lengths)))
+        ordered = sorted(zip(nodes, sums, strict=True), key=lambda pair: pair[0].first)
+        in_order = [node for node, _ in ordered]
+        whole = total([each for _, each in ordered], in_order, self._num_microbatches)
+        owners = self._layout.owner(whole.ids)
+        self._sums = [whole.of(owners == part.owner) for part in self.parts]
 
     def norms(self) -> Tensor:
         """The norms of the summed gradients of the rows that this rank owns: float64 [n]."""

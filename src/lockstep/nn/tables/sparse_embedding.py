@@ -80,7 +80,7 @@ class SparseEmbedding(nn.Module):
         self.optimizer = RowAdagrad() if optimizer is None else optimizer
         self.schedule = schedule
         # Of the global generator, so that two tables begin otherwise, and all ranks alike.
-        self._seed = int(torch.randint(2**62, ()))
+        self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._lent: Lent | None = None
         self.is_dealt = False
         self.register_buffer("weight", None, persistent=False)
