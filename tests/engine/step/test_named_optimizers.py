@@ -190,6 +190,16 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path, make: Callable[[Any], Ma
     assert halves.params_sha256 == whole.params_sha256
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, Tuned])
+def test_one_by_name_is_as_one_without(tmp_path: Path, kind: type[optim.Optimizer]) -> None:
+    def one(model: Any) -> optim.Optimizer:
+        return kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+
+    alone = train(parts(one), tmp_path / "alone")
+    named = train(parts(lambda model: {"all": one(model)}), tmp_path / "named")
+    assert named.params_sha256 == alone.params_sha256
+
+
 def test_a_run_goes_on_where_fp16_has_skipped_steps(tmp_path: Path) -> None:
     """The first steps of all overflow; state is there later than the first checkpoint."""
     keys = {"precision": {"dtype": "fp16", "loss_scale": 2.0**40}, "steps": 40}

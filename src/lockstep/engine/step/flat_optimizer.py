@@ -38,7 +38,6 @@ class FlatOptimizer:
     """Applies an optimizer to flat parameters and gradients.
 
     Attributes:
-        elementwise: whether it steps flat tensors; of several optimizers, whether all of them do.
         description: class, groups and hyperparameters of the optimizer, by words for people.
         may_draw: whether its steps may draw random numbers; those of torch's own do not.
         num_groups: number of parameter groups of each optimizer that the task has named, those of
