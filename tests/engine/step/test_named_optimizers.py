@@ -405,14 +405,14 @@ def test_one_optimizer_has_all_shards_of_a_parameter(tmp_path: Path) -> None:
         train(Cut(), tmp_path, num_shards=2)
 
 
-def bound(make: Callable[[Any], Made], parted: bool = False) -> tuple[nn.Module, FlatOptimizer]:
-    """All of a model's parameters in flat memory, or, if it is parted, the first half of them."""
+def bound(make: Callable[[Any], Made], last: int | None = None) -> tuple[nn.Module, FlatOptimizer]:
+    """A model's parameters in flat memory, of which elements below `last` are stepped."""
     torch.manual_seed(0)
     model = Parts().build_model()
     made = named_optimizers(make(model), "here")
     flat = FlatTensors(trainable_groups(model, made), "parameter")
     gradients = [torch.full_like(f, 0.5) for f in flat.flats]
-    owned = [[Range(0, s.numel // 2 if parted else s.numel)] for s in flat.segments]
+    owned = [[Range(0, last or s.numel)] for s in flat.segments]
     return model, FlatOptimizer(made, flat, slices_of(flat, gradients, owned))
 
 
@@ -445,13 +445,22 @@ def test_state_goes_behind_a_path_where_one_steps_whole_tensors() -> None:
         flat_optimizer.load_state(damaged)
 
 
-def test_memory_that_is_given_anew_has_no_state_of_any() -> None:
-    _, flat_optimizer = bound(adam_and_momentum)
+@pytest.mark.parametrize("make", [adam_and_momentum, one_of_whole_tensors])
+def test_memory_that_is_given_anew_has_no_state_of_any(make: Callable[[Any], Made]) -> None:
+    """As after the loss of what microbatches carry, whatever the optimizers are."""
+    model, flat_optimizer = bound(make)
     flat_optimizer.step(1.0)
     flat = flat_optimizer._flat
-    gradients = [torch.zeros_like(f) for f in flat.flats]
-    flat_optimizer.own(slices_of(flat, gradients, [[Range(0, s.numel)] for s in flat.segments]))
-    assert flat_optimizer.state().flats == {}
+    gradients = [torch.ones_like(f) for f in flat.flats]
+    slices = slices_of(flat, gradients, [[Range(0, s.numel)] for s in flat.segments])
+    flat_optimizer.own(slices)
+    flat_optimizer.bind(slices)
+    state = flat_optimizer.state()
+    assert (state.flats, state.tensors) == ({}, {})
+    before = model["head"].weight.clone()  # type: ignore[index]
+    flat_optimizer.step(1.0)
+    flat_optimizer.load_state(flat_optimizer.state())
+    assert not torch.equal(model["head"].weight, before)  # type: ignore[index]
 
 
 def test_kernels_are_fused_by_each_ones_kind() -> None:
@@ -464,14 +473,18 @@ def test_kernels_are_fused_by_each_ones_kind() -> None:
 
 
 def test_an_optimizer_without_a_piece_on_a_rank_steps_nothing_there() -> None:
-    """Of 1,024 elements, half are the encoder's: the head has none in the first 256."""
-    _, flat_optimizer = bound(adam_and_momentum, parted=True)
+    """The encoder's tensors take just the first 256 elements."""
+    _, flat_optimizer = bound(adam_and_momentum, 256)
     made = flat_optimizer.optimizer
     assert isinstance(made, NamedOptimizers)
-    assert [len(group["params"]) for group in made.param_groups] == [1, 1]
+    assert [len(group["params"]) for group in made.param_groups] == [1, 0]
     flat_optimizer.step(1.0)
     flat_optimizer.check_state()
-    flat_optimizer.load_state(flat_optimizer.state())
+    state = flat_optimizer.state()
+    assert (sorted(state.flats), list(state.scalars)) == (["exp_avg", "exp_avg_sq"], ["0"])
+    shared = {path: values["groups"] for path, values in state.shared.items()}
+    assert shared == {"by_name.encoder": [{}], "by_name.head": [None]}
+    flat_optimizer.load_state(state)
 
 
 def test_memory_counts_the_states_of_all() -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.checkpoint.optimizer_state import (
     TENSOR,
     OptimizerState,
@@ -25,7 +24,7 @@ from lockstep.engine.checkpoint.optimizer_state import (
 )
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.named_optimizers import NamedOptimizers, parts_of
-from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups
+from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups, stepping_in
 from lockstep.engine.step.slices import Slice, is_in, storages, within
 from lockstep.engine.step.stepped import Stepped, check_savable
 from lockstep.errors import CheckpointError, ConfigError, TaskError, shared
@@ -40,8 +39,6 @@ class FlatOptimizer:
     Attributes:
         description: class, groups and hyperparameters of the optimizer, by words for people.
         may_draw: whether its steps may draw random numbers; those of torch's own do not.
-        num_groups: number of parameter groups of each optimizer that the task has named, those of
-            optimizers inside of it included; of a single one under the name "".
     """
 
     def __init__(
@@ -68,21 +65,13 @@ class FlatOptimizer:
         pairs = list(zip(flat.tensors, flat.entries, strict=True))
         self._parts = parts_of(optimizer)
         self._part_of_group = [part for part in self._parts.values() for _ in part.param_groups]
-        self._optimizers = {
-            path: inner
-            for path, inner in optimizers_in(optimizer).items()
-            if not isinstance(inner, NamedOptimizers)
-        }
+        self._optimizers = stepping_in(optimizer)
         self.may_draw = any(map(may_draw, self._optimizers.values()))
         self.description = describe(self._optimizers, flat.names)
         if isinstance(optimizer, NamedOptimizers):
             self.description["optimizers"] = [*self._parts]
         self._groups = own_groups(self._optimizers)
         self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
-        self.num_groups = {
-            name: sum(map(len, own_groups(optimizers_in(part)).values()))
-            for name, part in self._parts.items()
-        }
         memory = storages(slices)
         self._shared = {
             path: SharedState(inner, self._groups[path], memory)
@@ -98,12 +87,16 @@ class FlatOptimizer:
         self.bind(slices)
 
     def own(self, slices: Sequence[Sequence[Slice]]) -> None:
-        """Step these parameters from now on; an optimizer's state is then lost."""
+        """Step these parameters from now on; an optimizer's state is then lost.
+
+        One that is not element-wise goes on stepping whole parameters.
+        """
         for own in self._shared.values():
             own.storages = storages(slices)
         for inner in self._optimizers.values():
             inner.state.clear()
-        self._make_pieces(slices)
+        if self.elementwise:
+            self._make_pieces(slices)
 
     def move(self, flat: FlatTensors, slices: Sequence[Sequence[Slice]]) -> None:
         """Step other memory from now on; the optimizer's state is then lost.
@@ -176,6 +169,17 @@ class FlatOptimizer:
     def optimizer(self) -> optim.Optimizer:
         """The outermost one; over flat tensors if it is element-wise."""
         return self._optimizer
+
+    @property
+    def num_groups(self) -> dict[str, int]:
+        """Number of parameter groups of each optimizer that the task has named.
+
+        Those of optimizers inside of it are included. The name of a single one is "".
+        """
+        return {
+            name: sum(map(len, own_groups(stepping_in(part)).values()))
+            for name, part in self._parts.items()
+        }
 
     def check_state(self) -> None:
         """Make sure of what can only be known after a step: that all state can be saved.

@@ -44,6 +44,15 @@ def may_draw(optimizer: optim.Optimizer) -> bool:
     return patched or type(optimizer) not in _TORCHS
 
 
+def stepping_in(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
+    """The optimizers that step, by path: this one and those in it, but for one that holds names."""
+    return {
+        path: inner
+        for path, inner in optimizers_in(optimizer).items()
+        if not isinstance(inner, NamedOptimizers)
+    }
+
+
 def own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
     """Each optimizer's groups, but for those that one before it has too."""
     seen: set[int] = set()
