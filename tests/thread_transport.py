@@ -91,6 +91,11 @@ class ThreadTransport(Transport):
         assert (sent.dtype, sent.shape) == (tensor.dtype, tensor.shape)
         tensor.copy_(sent)
 
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        own = next(group for group in groups if self.rank in group)
+        meetings = self._meeting.swap(self.rank, Meeting(len(own)))
+        return ThreadTransport(meetings[own[0]], own.index(self.rank))
+
     def barrier(self) -> None:
         self._meeting.barrier.wait()
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import lockstep as ls
+from lockstep.optim import AdamATan2
 from lockstep.sketch import SKLinear
 
 TOKENS = 11
@@ -358,3 +359,73 @@ class Moving(Language):
     def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
         batch[0].add_(1).remainder_(TOKENS)
         return super().loss(model, batch)
+
+
+class SeveralConfig(ls.TrainConfig):
+    schedule: ls.ScheduleConfig = ls.ScheduleConfig(name="cosine", warmup_steps=2)
+    body_schedule: ls.ScheduleConfig = ls.ScheduleConfig(name="linear", min_ratio=0.5)
+
+
+class Several(Deep):
+    """Three optimizers: of the tied ends with a momentum, of the body in two groups, of averages.
+
+    A gain is frozen in its group, and another one is in no optimizer.
+    """
+
+    Config = SeveralConfig
+    config: SeveralConfig
+
+    def build_optimizer(self, model: Any) -> dict[str, optim.Optimizer]:
+        model[1].gain.requires_grad_(False)
+        layers = [model[number] for number in (1, 2, 4, 5)]
+        body = [(n, p) for layer in layers for n, p in layer.named_parameters()]
+        body = [(n, p) for n, p in body if p is not model[4].gain]
+        weights = [p for n, p in body if "weight" in n]
+        rest = [p for n, p in body if "weight" not in n]
+        return {
+            "ends": optim.SGD(model[0].parameters(), lr=0.05, momentum=0.9),
+            "body": optim.AdamW(
+                [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}], lr=0.01
+            ),
+            "norm": AdamATan2(model[3].parameters(), lr=0.003),
+        }
+
+    def lr_factor(self, step: int, total_steps: int) -> dict[str, float | list[float]]:
+        ends = ls.lr_factor(self.config.schedule, step, total_steps)
+        body = ls.lr_factor(self.config.body_schedule, step, total_steps)
+        return {"norm": 1.0, "ends": ends, "body": [body, 0.5 * body]}
+
+
+class InTurn(Several):
+    """The ends with the averages, then the body twice, each with a loss of its own."""
+
+    def build_optimizer(self, model: Any) -> dict[str, optim.Optimizer]:
+        made = super().build_optimizer(model)
+        ends = [*model[0].parameters(), *model[3].parameters()]
+        return {"body": made["body"], "ends": optim.SGD(ends, lr=0.05, momentum=0.9)}
+
+    def phases(self) -> list[ls.Phase]:
+        return [ls.Phase("ends", self.loss), ls.Phase("body", self.softer, steps=2)]
+
+    def softer(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = self.loss(model, batch)
+        return ls.Loss(0.5 * loss.sum, loss.weight)
+
+    def lr_factor(self, step: int, total_steps: int) -> dict[str, float]:
+        return {"ends": 1.0, "body": 1.0 - step / total_steps}
+
+
+class Whole(Several):
+    """One of the optimizers is not known to be element-wise."""
+
+    def build_optimizer(self, model: Any) -> dict[str, optim.Optimizer]:
+        made = super().build_optimizer(model)
+        return made | {"ends": Tuned(model[0].parameters(), lr=0.05)}
+
+
+class Tuned(optim.SGD):
+    """May be anything."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            super().step(closure)

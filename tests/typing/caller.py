@@ -169,6 +169,16 @@ class Pair(ls.Task):
         return [self.ema, ls.hooks.EarlyStopping("loss", 3), Notes()]
 
 
+class Scheduled(Short):
+    def build_optimizer(self, model: nn.Module) -> dict[str, torch.optim.SGD]:
+        return {"all": torch.optim.SGD(model.parameters(), 0.1)}
+
+    def lr_factor(self, step: int, total_steps: int) -> dict[str, float]:
+        factor = ls.lr_factor(self.config.schedule, step, total_steps)
+        assert_type(factor, float)
+        return {"all": factor}
+
+
 def loop() -> None:
     model = nn.Linear(2, 1)
     reducer = ls.Reducer(model.parameters(), num_microbatches=4, sums=("loss",))

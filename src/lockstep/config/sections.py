@@ -46,7 +46,10 @@ class OptimizerConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """How the learning rate changes. A task that has its own `lr_factor` ignores all keys."""
+    """How the learning rate changes. A task that has its own `lr_factor` ignores all keys.
+
+    There it may ask for the factors of this section by `lockstep.lr_factor`.
+    """
 
     name: Literal[
         "constant",

@@ -156,11 +156,12 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if places.is_split and not transport.is_newcomer:
         flat = flat.restricted(places.own)
         keep(model, places.own)
-    if not compute.phases.are_several:  # where a step has gradients of some parameters only
-        size, can_regroup = places.data.size, transport.can_regroup
-        everywhere(
-            transport, lambda: check_memory(config, model, flat, optimizer, size, can_regroup)
-        )
+    size, can_regroup = places.data.size, transport.can_regroup
+    has_phases = compute.phases.are_several
+    everywhere(
+        transport,
+        lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases),
+    )
     constants = Constants(model, trial.changed)
     everywhere(transport, task_state.check)
     facts["phases"] = compute.phases.description()

@@ -238,22 +238,33 @@ class Task(ABC):
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
         """An optimizer over `model.parameters()`; None takes the one `config.optimizer` names.
 
-        With `phases`, one for each phase, by its name. A single one then steps all parameters in
-        each phase, with gradients of zero for those that the phase's loss does not depend on.
+        Several by name, such as `{"encoder": AdamW(…), "head": SGD(…)}`, step one after another in
+        every step. Names are identifiers; a parameter belongs to one optimizer at most, and one
+        that belongs to none stays as it is. The learning rate that is reported is that of the first
+        parameter group of the first one.
+
+        With `phases`, one for each phase, by its name: a step then has that of its phase alone. A
+        single one steps all parameters in each phase, with gradients of zero for those that the
+        phase's loss does not depend on.
         """
         return None
 
-    def lr_factor(self, step: int, total_steps: int) -> float | Sequence[float]:
+    def lr_factor(
+        self, step: int, total_steps: int
+    ) -> float | Sequence[float] | Mapping[str, float | Sequence[float]]:
         """What the learning rate is multiplied with at a step, instead of `config.schedule`.
 
-        It must be a function of its arguments and the config alone.
+        It must be a function of its arguments and the config alone. `lockstep.lr_factor` gives the
+        factors of a schedule of the config: a task may have several.
 
         Args:
             step: number of the step, from 0.
             total_steps: number of steps of the whole run.
 
         Returns:
-            One factor for all parameter groups of the optimizer, or one for each.
+            One factor for all parameter groups of the optimizer, or one for each. Of several
+            optimizers: for all groups of all of them in their order, or by name, for each optimizer
+            one factor or one for each of its groups.
         """
         raise NotImplementedError
 

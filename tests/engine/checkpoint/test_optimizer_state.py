@@ -507,7 +507,7 @@ def test_the_schedule_reaches_the_groups_of_inner_optimizers() -> None:
     parts.train_step.flat_optimizer.step(0.5)
     inner = parts.train_step.flat_optimizer._optimizer.rest[0]  # type: ignore[attr-defined]
     assert inner.param_groups[0]["lr"] == 0.025
-    num_groups = parts.train_step.flat_optimizer.num_groups
+    num_groups = sum(parts.train_step.flat_optimizer.num_groups.values())
     assert parts.train_step.flat_optimizer.lr([1.0] * num_groups) == 0.01
 
 

@@ -196,6 +196,14 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(module.parameters())
 
 
+def frozen() -> ls.Task:
+    def make(model: Any) -> Any:
+        critic = adam(model["critic"].requires_grad_(False))
+        return {"critic": critic, "generator": adam(model["generator"])}
+
+    return optimizers(make)()
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -226,6 +234,11 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
             TaskError,
             "'generator' is a str; must be an optimizer",
         ),
+        (
+            frozen,
+            TaskError,
+            "the optimizer of 'critic' has no parameter that requires a gradient",
+        ),
     ],
 )
 def test_refusals(
@@ -235,6 +248,61 @@ def test_refusals(
         train(make(), tmp_path, batch_size=22)
 
 
-def test_optimizers_of_phases_are_not_sharded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.sharded=True: a task with an optimizer for"):
-        train(Gan(), tmp_path, optimizer={"sharded": True})
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
+def test_slices_of_optimizers_of_phases_give_the_same_bits(tmp_path: Path, sharding: str) -> None:
+    whole = train(Gan(), tmp_path / "whole")
+    train(Gan(), tmp_path / "slices", sharding=sharding, stop_at_step=4)
+    slices = train(Gan(), tmp_path / "slices", True)
+    assert slices.params_sha256 == whole.params_sha256
+
+
+class Whole(torch.optim.Adam):
+    """Not known to be element-wise."""
+
+
+def test_an_optimizer_of_a_phase_that_steps_whole_parameters_is_named(tmp_path: Path) -> None:
+    made = optimizers(
+        lambda m: {"critic": adam(m["critic"]), "generator": Whole(m["generator"].parameters())}
+    )
+    assert train(made(), tmp_path / "whole", steps=3).step == 3
+    with pytest.raises(ConfigError, match=r"sharding=gradients: Whole of 'generator' is not known"):
+        train(made(), tmp_path / "slices", sharding="gradients")
+
+
+class Tied(Gan):
+    """A pipeline of which the first block and the last share a weight, each phase with one end."""
+
+    def build_model(self) -> nn.Module:
+        first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+        last.weight = first.weight
+        return ls.nn.Pipeline(first, nn.Tanh(), nn.Linear(2, 2), last)
+
+    def both(self, model: Any, batch: Any) -> ls.Loss:
+        return ls.Loss((model(batch[0]) - batch[0]).square().sum(), len(batch[0]))
+
+    def phases(self) -> list[ls.Phase]:
+        return [ls.Phase("ends", self.both), ls.Phase("inside", self.both)]
+
+    def build_optimizer(self, model: Any) -> dict[str, torch.optim.Optimizer]:
+        ends = [*model[0].parameters(), model[3].bias]
+        return {
+            "ends": torch.optim.SGD(ends, lr=0.1),
+            "inside": torch.optim.Adam(model[2].parameters(), lr=0.1),
+        }
+
+
+def test_a_tied_weight_has_the_gradients_of_all_its_blocks(tmp_path: Path) -> None:
+    keys = {"batch_size": 96, "num_microbatches": 1, "data": {"shuffle": False}}
+    result = train(Tied(), tmp_path, **keys, steps=6)
+    seed_all(random_key(0, Stream.MODEL))
+    task = Tied()
+    model = task.build_model()
+    made = task.build_optimizer(model)
+    batch = [torch.stack([points for (points,) in task.dataset("train")])]  # type: ignore[arg-type, union-attr]
+    for turn in ("ends", "inside") * 3:
+        model.zero_grad()
+        loss = task.both(model, batch)
+        (loss.sum / loss.weight).backward()
+        made[turn].step()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(result.model.state_dict()[name], tensor)

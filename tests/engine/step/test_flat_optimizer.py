@@ -345,7 +345,7 @@ def test_saved_state_is_not_changed_by_later_steps() -> None:
 def test_base_learning_rate_is_that_of_the_first_group_before_the_schedule() -> None:
     rank = Rank(ALL["sgd"])
     rank.step(0, factor=0.25)
-    assert rank.flat_optimizer.lr([1.0] * rank.flat_optimizer.num_groups) == 0.1
+    assert rank.flat_optimizer.lr([1.0] * sum(rank.flat_optimizer.num_groups.values())) == 0.1
 
 
 def muon(param_groups: list[dict[str, Any]]) -> optim.Optimizer:

@@ -99,14 +99,14 @@ def test_known_values(keys: dict[str, Any], expected: list[float]) -> None:
 def test_factor_lies_between_zero_and_one_at_any_step(
     schedule: ScheduleConfig, total: int, step: int
 ) -> None:
-    factor = lr_factor(schedule, step, total)
+    factor = lr_factor(schedule, step, total, 0)
     assert math.isfinite(factor)
     assert 0.0 <= factor <= 1.0
 
 
 @given(schedule=schedules(FALLING), total=st.integers(1, 250))
 def test_rises_through_the_warmup_then_never_again(schedule: ScheduleConfig, total: int) -> None:
-    values = [lr_factor(schedule, step, total) for step in range(max(total, 300) + 50)]
+    values = [lr_factor(schedule, step, total, 0) for step in range(max(total, 300) + 50)]
     warmup = schedule.warmup_steps
     assert all(a < b for a, b in pairwise(values[:warmup]))
     assert all(a >= b for a, b in pairwise(values[max(0, warmup - 1) :]))
@@ -114,16 +114,16 @@ def test_rises_through_the_warmup_then_never_again(schedule: ScheduleConfig, tot
 
 @given(schedule=schedules(), total=st.integers(1, 250))
 def test_the_first_step_learns(schedule: ScheduleConfig, total: int) -> None:
-    assert lr_factor(schedule, 0, total) > 0
+    assert lr_factor(schedule, 0, total, 0) > 0
 
 
 @given(schedule=schedules(FALLING), total=st.integers(1, 250))
 def test_the_warmup_ends_at_the_full_rate(schedule: ScheduleConfig, total: int) -> None:
     warmup = schedule.warmup_steps
     if warmup:
-        assert lr_factor(schedule, warmup - 1, total) == 1.0
+        assert lr_factor(schedule, warmup - 1, total, 0) == 1.0
     if warmup < total:
-        assert lr_factor(schedule, warmup, total) == 1.0
+        assert lr_factor(schedule, warmup, total, 0) == 1.0
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step"])

@@ -120,11 +120,16 @@ def _why(calls: Mapping[str, str]) -> str:
 def _check_gradients(whole: nn.Module, model: nn.Module, config: TrainConfig, why: str) -> None:
     """Compare the gradients that `_values` has left, and let go of them."""
     tolerance = _TOLERANCE[config.precision.dtype]
-    expected = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    shards = shards_of(model)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    trained |= {shards[n].whole for n in trained if n in shards}  # no optimizer may have the others
+    expected = {
+        n: p.grad for n, p in whole.named_parameters() if p.grad is not None and n in trained
+    }
     parts = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     missing = {n: torch.zeros_like(p) for n, p in model.named_parameters() if n not in parts}
-    found = dict(joined_by_name(parts | missing, shards_of(model)))
+    found = dict(joined_by_name(parts | missing, shards))
     largest = max((float(g.norm()) for g in expected.values()), default=0.0)
     for name, gradient in expected.items():
         gap = float((found[name] - gradient).norm())

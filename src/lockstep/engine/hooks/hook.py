@@ -23,7 +23,8 @@ class Run:
         task: the task.
         config: the config of the run.
         model: the model, in training mode.
-        optimizer: the optimizer; over flat tensors if it is element-wise.
+        optimizer: the optimizer; over flat tensors if it is element-wise. Of several, one that has
+            the parameter groups of all, and them in `by_name`.
         run_dir: the run directory.
         total_steps: number of steps of the whole run.
         step: number of optimizer steps that have been done, 1 after the first.
@@ -32,7 +33,8 @@ class Run:
         phase: name of the phase that the newest step belonged to; empty for a task without phases.
         train: loss and metrics of the newest step, means over the global batch, by name.
         evaluated: metrics of the newest evaluation of each split, by "split/name".
-        lr: learning rate of the first parameter group in the newest step.
+        lr: learning rate of the first parameter group in the newest step; of several optimizers,
+            that of the first one, or of the one whose phase it was.
         grad_norm: norm of the mean gradient of the newest step, before clipping.
     """
 

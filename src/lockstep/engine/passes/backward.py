@@ -100,16 +100,17 @@ class Backward:
             microbatch: number of the microbatch.
             passed: what its forward pass has left.
             loss_scale: factor of the loss in the backward pass, 1 for none.
-            inputs: parameters that get gradients; all by default.
+            inputs: parameters that get gradients, also such as other ranks hold; all by default.
         """
         weight: float | None = None
+        targets = self._targets(inputs, passed)
         if self._storage is not None:
             self._storage.begin_backward()
         if passed.loss is not None:
             scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
-            scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+            scaled.backward(inputs=targets)  # type: ignore[no-untyped-call]
         else:
-            weight = self._backward_from_next(passed.outputs)
+            weight = self._backward_from_next(passed.outputs, targets)
         if self._axis is not None and not self._axis.is_first:
             self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
         if self._storage is not None:
@@ -140,13 +141,30 @@ class Backward:
             self._partial = PartialLeaves(self._pipeline, self._parameters, buffers)
         return self._partial
 
-    def _backward_from_next(self, outputs: tuple[Tensor, ...]) -> float:
+    def _targets(
+        self, parameters: Sequence[Tensor] | None, passed: Forwarded
+    ) -> list[Tensor] | None:
+        """What gets gradients where some parameters do; None for everything.
+
+        These have copies in later blocks, and the stage before waits for the gradients of what it
+        has sent.
+        """
+        if parameters is None:
+            return None
+        ids = {id(p) for p in parameters}
+        ties = () if self._pipeline is None else self._pipeline.ties
+        copies = [tie.copy for tie in ties if id(tie.parameter) in ids]
+        return [*parameters, *copies, *(x for x in passed.inputs if x.requires_grad)]
+
+    def _backward_from_next(
+        self, outputs: tuple[Tensor, ...], targets: Sequence[Tensor] | None
+    ) -> float:
         """The backward pass of a stage that is not the last; returns the weight of the loss."""
         assert self._axis is not None
         *gradients, weight = self._axis.take_back()
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
         if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], inputs=targets)
         assert weight is not None
         return float(weight)
 

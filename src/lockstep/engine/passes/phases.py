@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any
 
-from torch import Tensor, optim
+from torch import Tensor
 
+from lockstep.engine.step.named_optimizers import named_optimizers
 from lockstep.engine.task import Phase, Task, has_carry
 from lockstep.errors import TaskError
 from lockstep.parsing import shown
@@ -53,36 +54,32 @@ class Phases:
         """One optimizer over all parameters, from what `Task.build_optimizer` has returned.
 
         Args:
-            made: an optimizer, or one for each phase by its name.
+            made: an optimizer, or several by name: one for each phase, where there are phases.
 
         Raises:
-            TaskError: the names are not those of the phases, or two have the same parameter.
+            TaskError: they are not what they must be, the names are not those of the phases, or a
+                phase would train nothing.
         """
         if not isinstance(made, Mapping):
             return made
-        names = [phase.name for phase in self.all if self.are_several]
         where = f"{self._task}.build_optimizer"
-        if sorted(made) != sorted(names):
+        if not self.are_several:
+            return named_optimizers(made, where)
+        names = [phase.name for phase in self.all]
+        if {*made} != {*names}:
             raise TaskError(
                 f"{where}: returned optimizers for {shown(list(made))}; the phases are {names}"
             )
-        seen: dict[int, str] = {}
-        for name in names:
-            optimizer = made[name]
-            if not isinstance(optimizer, optim.Optimizer):
+        optimizers = named_optimizers({name: made[name] for name in names}, where)
+        for name, one in optimizers.by_name.items():
+            stepped = [p for group in one.param_groups for p in group["params"] if p.requires_grad]
+            if not stepped:
                 raise TaskError(
-                    f"{where}: {name!r} is a {type(optimizer).__name__}; must be an optimizer"
+                    f"{where}: the optimizer of {name!r} has no parameter that requires a "
+                    "gradient; leave the phase out, or give it one"
                 )
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            other = next((seen[id(p)] for p in parameters if id(p) in seen), None)
-            if other is not None:
-                raise TaskError(
-                    f"{where}: the optimizers of {other!r} and {name!r} have the same parameter; "
-                    "a parameter belongs to one of them"
-                )
-            seen |= {id(p): name for p in parameters}
-            self._parameters[name] = [p for p in parameters if p.requires_grad]
-        return PhaseOptimizers({name: made[name] for name in names})
+            self._parameters[name] = stepped
+        return optimizers
 
     def metric_names(self, metrics: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
         """Names of the metrics of all phases.
@@ -101,19 +98,6 @@ class Phases:
     def description(self) -> list[list[Any]]:
         """What tells the phases from others, as JSON."""
         return [[phase.name, phase.steps] for phase in self.all]
-
-
-class PhaseOptimizers(optim.Optimizer):
-    """The optimizers of all phases, which share their parameter groups with this one.
-
-    Attributes:
-        by_phase: optimizer of each phase, by the phase's name.
-    """
-
-    def __init__(self, by_phase: dict[str, optim.Optimizer]) -> None:
-        groups = [group for inner in by_phase.values() for group in inner.param_groups]
-        super().__init__(groups, {})
-        self.by_phase = by_phase
 
 
 def _checked(task: Task) -> list[Phase]:

@@ -139,6 +139,8 @@ def _joined(
 def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What all ranks agree on; a rank says nothing of groups that it holds no piece of.
 
+    One that holds none of all the groups of an optimizer says nothing of that.
+
     Raises:
         TaskError: on every rank, if they do not agree.
     """
@@ -148,8 +150,10 @@ def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
             known = merged[path]
             pairs = list(zip(known["groups"], values["groups"], strict=True))
             own = {k: v for k, v in values.items() if k != "groups"}
+            is_known = any(a is not None for a, _ in pairs)
+            says = any(b is not None for _, b in pairs)
             if any(a is not None and b is not None and a != b for a, b in pairs) or (
-                any(b is not None for _, b in pairs) and any(known[k] != v for k, v in own.items())
+                is_known and says and any(known[k] != v for k, v in own.items())
             ):
                 raise shared(
                     TaskError(
@@ -157,5 +161,7 @@ def _shared(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
                         "slice it steps, so it is not element-wise; set sharding=none"
                     )
                 )
+            if says and not is_known:
+                known |= own
             known["groups"] = [b if a is None else a for a, b in pairs]
     return merged

@@ -8,41 +8,29 @@ slice of it that this rank owns, and give the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.checkpoint.optimizer_state import (
     TENSOR,
     OptimizerState,
     SharedState,
     describe,
     from_json,
-    is_savable,
     to_json,
 )
-from lockstep.engine.passes.phases import PhaseOptimizers
 from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups
+from lockstep.engine.step.named_optimizers import NamedOptimizers, parts_of
+from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups, stepping_in
 from lockstep.engine.step.slices import Slice, is_in, storages, within
-from lockstep.errors import ConfigError, TaskError
+from lockstep.engine.step.stepped import Stepped, check_savable
+from lockstep.errors import CheckpointError, ConfigError, TaskError, shared
 from lockstep.parallel.layout import Range
 
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
-
-
-class _Stepped(NamedTuple):
-    """A tensor that the optimizer steps: a whole parameter, or a part of flat memory."""
-
-    owner: str
-    """The key that its state is kept under: its name, or the number of its group."""
-    tensor: nn.Parameter
-    group: int
-    segment: int
-    range: Range
 
 
 class FlatOptimizer:
@@ -71,13 +59,17 @@ class FlatOptimizer:
         """
         self._optimizer = optimizer
         self._sharded = sharded
-        self._has_drawn = False
+        self._drawing = ""
         self._flat = flat
         self.elementwise = is_elementwise(optimizer)
         pairs = list(zip(flat.tensors, flat.entries, strict=True))
-        self._optimizers = optimizers_in(optimizer)
+        self._parts = parts_of(optimizer)
+        self._part_of_group = [part for part in self._parts.values() for _ in part.param_groups]
+        self._optimizers = stepping_in(optimizer)
         self.may_draw = any(map(may_draw, self._optimizers.values()))
         self.description = describe(self._optimizers, flat.names)
+        if isinstance(optimizer, NamedOptimizers):
+            self.description["optimizers"] = [*self._parts]
         self._groups = own_groups(self._optimizers)
         self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
         memory = storages(slices)
@@ -86,7 +78,7 @@ class FlatOptimizer:
             for path, inner in self._optimizers.items()
         }
         self._stepped = [
-            _Stepped(e.name, t, e.group, e.segment, e.range)  # type: ignore[arg-type]
+            Stepped(e.name, t, e.group, e.segment, e.range)  # type: ignore[arg-type]
             for t, e in pairs
         ]
         self._gradients: list[tuple[Tensor, Tensor]] = []
@@ -95,11 +87,16 @@ class FlatOptimizer:
         self.bind(slices)
 
     def own(self, slices: Sequence[Sequence[Slice]]) -> None:
-        """Step these parameters from now on; an optimizer's state is then lost."""
-        for shared in self._shared.values():
-            shared.storages = storages(slices)
-        self._optimizer.state.clear()
-        self._make_pieces(slices)
+        """Step these parameters from now on; an optimizer's state is then lost.
+
+        One that is not element-wise goes on stepping whole parameters.
+        """
+        for own in self._shared.values():
+            own.storages = storages(slices)
+        for inner in self._optimizers.values():
+            inner.state.clear()
+        if self.elementwise:
+            self._make_pieces(slices)
 
     def move(self, flat: FlatTensors, slices: Sequence[Sequence[Slice]]) -> None:
         """Step other memory from now on; the optimizer's state is then lost.
@@ -142,32 +139,31 @@ class FlatOptimizer:
         # For this step only: the next backward pass would add to a gradient that stays.
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        optimizer = self._of(phase)
         if self.may_draw:
-            self._step_seeded(optimizer, key)
-        else:
-            optimizer.step()
+            seed_all(key)  # the same random numbers on every rank
+        for optimizer in self._in_turn(phase):
+            self._step(optimizer)
         for parameter, _ in self._gradients:
             parameter.grad = None
         if not self.elementwise:
             self._flat.take_back()
 
     def lr(self, lr_factors: Sequence[float], phase: str = "") -> float:
-        """Learning rate of the first parameter group, or of that of a phase's optimizer."""
-        first = self._of(phase).param_groups[0]
+        """Learning rate of the first parameter group of the first optimizer that steps."""
+        first = self._in_turn(phase)[0].param_groups[0]
         index = next(i for i, (group, _) in enumerate(self._base_lr) if group is first)
         return float(self._base_lr[index][1] * lr_factors[index])
 
-    def _of(self, phase: str) -> optim.Optimizer:
-        whole = self._optimizer
-        return whole.by_phase[phase] if isinstance(whole, PhaseOptimizers) else whole
+    def _in_turn(self, phase: str) -> list[optim.Optimizer]:
+        """Those that step: that of a phase, or all."""
+        return [self._parts[phase]] if phase in self._parts else [*self._parts.values()]
 
-    def _step_seeded(self, optimizer: optim.Optimizer, key: int) -> None:
-        """Step with the same random numbers on every rank."""
-        seed_all(key)
-        before = global_state() if self._sharded else None
+    def _step(self, optimizer: optim.Optimizer) -> None:
+        is_watched = self.may_draw and self._sharded
+        before = global_state() if is_watched else None
         optimizer.step()
-        self._has_drawn |= self._sharded and global_state() != before
+        if is_watched and global_state() != before:
+            self._drawing = type(optimizer).__name__
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -175,9 +171,15 @@ class FlatOptimizer:
         return self._optimizer
 
     @property
-    def num_groups(self) -> int:
-        """Number of parameter groups, those of optimizers inside the outermost one included."""
-        return len(self._base_lr)
+    def num_groups(self) -> dict[str, int]:
+        """Number of parameter groups of each optimizer that the task has named.
+
+        Those of optimizers inside of it are included. The name of a single one is "".
+        """
+        return {
+            name: sum(map(len, own_groups(stepping_in(part)).values()))
+            for name, part in self._parts.items()
+        }
 
     def check_state(self) -> None:
         """Make sure of what can only be known after a step: that all state can be saved.
@@ -186,17 +188,17 @@ class FlatOptimizer:
             TaskError: naming what cannot.
             ConfigError: the optimizer draws random numbers, and is sharded.
         """
-        if self._has_drawn:
+        if self._drawing:
             raise ConfigError(
-                f"build_optimizer: {type(self._optimizer).__name__} draws random numbers when it "
-                "steps, other ones on each rank that steps a part of the parameters; set "
-                "sharding=none, mesh.tp=1 and mesh.pp=1"
+                f"build_optimizer: {self._drawing} draws random numbers when it steps, other ones "
+                "on each rank that steps a part of the parameters; set sharding=none, mesh.tp=1 "
+                "and mesh.pp=1"
             )
         for _ in self._states():
             pass
         ids = {id(part.tensor) for part in self._stepped}
-        for shared in self._shared.values():
-            shared.check(ids)
+        for own in self._shared.values():
+            own.check(ids)
 
     def state_of(self, segment: int, key: str) -> list[tuple[Range, Tensor]]:
         """A key of an element-wise optimizer's state, of what is stepped here of a segment."""
@@ -229,7 +231,7 @@ class FlatOptimizer:
             else:
                 state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
             state.scalars.setdefault(part.owner, {})[name] = kept
-        state.shared.update({path: shared.values() for path, shared in self._shared.items()})
+        state.shared.update({path: own.values() for path, own in self._shared.items()})
         return state
 
     def load_state(self, state: OptimizerState) -> None:
@@ -241,16 +243,15 @@ class FlatOptimizer:
         # State that the snapshot lacks, as before the first step, must not stay either.
         for inner in self._optimizers.values():
             inner.state.clear()
-        for path, shared in self._shared.items():
-            shared.load(state.shared.get(path, {}))
+        for path, own in self._shared.items():
+            own.load(state.shared.get(path, {}))
         for part in self._stepped:
             for name, value in state.kept_for(part.owner).items():
-                path, key = self._split(name)
-                inner = self._optimizers[path]
+                inner, key = self._keeper(part, name)
                 inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
 
     def _restored(
-        self, state: OptimizerState, part: _Stepped, name: str, key: str, value: Any
+        self, state: OptimizerState, part: Stepped, name: str, key: str, value: Any
     ) -> Any:
         if value != TENSOR:
             home = part.tensor.device
@@ -266,9 +267,10 @@ class FlatOptimizer:
     def _make_pieces(self, slices: Sequence[Sequence[Slice]]) -> None:
         """Replace each group's parameters by what of its flat tensors is stepped here."""
         self._stepped = []
-        for group in self._optimizer.param_groups:
+        groups = self._optimizer.param_groups
+        for optimizer, group in zip(self._part_of_group, groups, strict=True):
             group["params"] = []
-            if type(self._optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
+            if type(optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
                 group["fused"] = group["fused"] is not False
         for piece in self._flat.pieces:
             for own in slices[piece.segment]:
@@ -277,19 +279,19 @@ class FlatOptimizer:
                 )
                 if part.first < part.last:
                     parameter = nn.Parameter(own.parameters[within(part, own.range)])
-                    self._optimizer.param_groups[piece.group]["params"].append(parameter)
+                    groups[piece.group]["params"].append(parameter)
                     self._stepped.append(
-                        _Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
+                        Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
                     )
 
-    def _states(self) -> Iterator[tuple[_Stepped, str, Any]]:
-        """All state of what is stepped, by key; those of inner optimizers behind their path.
+    def _states(self) -> Iterator[tuple[Stepped, str, Any]]:
+        """All state of what is stepped, by name.
 
         Raises:
             TaskError: something cannot be saved.
         """
         for part in self._stepped:
-            for path, inner in self._optimizers.items():
+            for prefix, inner in self._keepers(part).items():
                 kept_here = inner.state.get(part.tensor, {})
                 if not isinstance(kept_here, Mapping):
                     raise TaskError(
@@ -297,30 +299,30 @@ class FlatOptimizer:
                         f"{type(kept_here).__name__} as state of a parameter; it must be a dict"
                     )
                 for key, value in kept_here.items():
-                    self._check_savable(part, key, value)
-                    yield part, f"{path}.{key}" if path else key, value
+                    check_savable(inner, part.tensor, self.elementwise, key, value)
+                    yield part, prefix + key, value
 
-    def _check_savable(self, part: _Stepped, key: str, value: Any) -> None:
-        name = type(self._optimizer).__name__
-        if isinstance(value, Tensor) and value.dim() > 0 and is_savable(value):
-            own = part.tensor
-            if self.elementwise and (value.shape, value.dtype) != (own.shape, own.dtype):
-                raise TaskError(
-                    f"build_optimizer: {name} keeps state {key!r} of {value.dtype} "
-                    f"{tuple(value.shape)} for parameters of {own.dtype} {tuple(own.shape)}; that "
-                    "of an element-wise optimizer must be like them: leave out `elementwise = True`"
-                )
-            return
-        try:
-            to_json(value)
-        except TypeError as error:
-            raise TaskError(
-                f"build_optimizer: {name} keeps state {key!r} of type {error}, which a checkpoint "
-                "cannot hold; use numbers and dense tensors"
-            ) from None
+    def _keepers(self, part: Stepped) -> dict[str, optim.Optimizer]:
+        """Those that may keep state of what is stepped, by what the names of it begin with.
 
-    def _split(self, name: str) -> tuple[str, str]:
-        """The path of the optimizer and the key that `_states` made a name of."""
-        paths = sorted((p for p in self._optimizers if p), key=len, reverse=True)
-        prefix = next((p for p in paths if name.startswith(f"{p}.")), "")
-        return prefix, name[len(prefix) + 1 :] if prefix else name
+        Element-wise ones hold no others, and no two have the same parameter. So they need no
+        prefix, and what is stepped by several has one flat tensor for each key that they share.
+        """
+        if self.elementwise:
+            return {"": self._part_of_group[part.group]}
+        return {f"{path}." if path else "": inner for path, inner in self._optimizers.items()}
+
+    def _keeper(self, part: Stepped, name: str) -> tuple[optim.Optimizer, str]:
+        """The optimizer that keeps a state, and its key there, by the name that `_states` gave.
+
+        Raises:
+            CheckpointError: there is no such optimizer.
+        """
+        keepers = self._keepers(part)
+        prefixes = [prefix for prefix in keepers if name.startswith(prefix)]
+        if not prefixes:
+            raise shared(
+                CheckpointError(f"the optimizer's state is damaged: {name} is no optimizer's")
+            )
+        prefix = max(prefixes, key=len)
+        return keepers[prefix], name.removeprefix(prefix)

@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import optim
@@ -14,6 +15,7 @@ from lockstep.cgroups import control_groups
 from lockstep.config import TrainConfig
 from lockstep.config.train_config import Sharding
 from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.step.named_optimizers import parts_of
 from lockstep.errors import ConfigError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.fold import rows_needed
@@ -32,7 +34,12 @@ class Needs:
     """
 
     def __init__(
-        self, config: TrainConfig, flat: FlatTensors, optimizer: optim.Optimizer, has_buddy: bool
+        self,
+        config: TrainConfig,
+        flat: FlatTensors,
+        optimizer: optim.Optimizer,
+        has_buddy: bool,
+        has_phases: bool = False,
     ) -> None:
         """Count.
 
@@ -41,22 +48,26 @@ class Needs:
             flat: trainable parameters of this rank's column.
             optimizer: optimizer of the parameters.
             has_buddy: whether ranks keep the slices of others too.
+            has_phases: whether a step may have gradients of some parameters only.
         """
         sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
         self.parameters = sum(sizes)
         self._largest = max(sizes)
-        self._num_states = _num_states(optimizer)
+        self._states = _bytes_of_states(flat, optimizer)
+        # A microbatch's gradient; there may be one of a few parameters only.
+        self._gradient = 0 if has_phases else self.parameters
         self._copies = 2 if has_buddy else 1
         self._num_microbatches = config.num_microbatches
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
         whole, num = self.parameters, self._num_microbatches
-        slices = whole * min(self._copies, num_ranks) // num_ranks
-        states = self._num_states * (whole if sharding == "none" else slices)
+        copies = min(self._copies, num_ranks)
+        slices = whole * copies // num_ranks
+        states = self._states if sharding == "none" else self._states * copies // num_ranks
         if sharding in ("none", "optimizer"):
             rows = rows_needed(Range(0, -(-num // num_ranks)), num)
-            return (2 + rows) * whole + states
+            return (1 + rows) * whole + self._gradient + states
         # The fold's rows have this rank's own slice; a gradient is whole for a block only.
         sums = rows_needed(Range(0, num), num) * whole // num_ranks + slices - whole // num_ranks
         kept = slices + self._largest if sharding == "parameters" else whole
@@ -70,6 +81,7 @@ def check_memory(
     optimizer: optim.Optimizer,
     num_ranks: int,
     can_regroup: bool,
+    has_phases: bool = False,
 ) -> None:
     """Refuse a run for which a rank's memory cannot suffice, and say what would.
 
@@ -80,6 +92,7 @@ def check_memory(
         optimizer: optimizer of the parameters.
         num_ranks: number of ranks of the column.
         can_regroup: whether survivors can go on without ranks that die.
+        has_phases: whether a step may have gradients of some parameters only.
 
     Raises:
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
@@ -87,7 +100,7 @@ def check_memory(
     """
     if flat.flats[0].is_cuda:
         return
-    needs = Needs(config, flat, optimizer, config.optimizer.buddy and can_regroup)
+    needs = Needs(config, flat, optimizer, config.optimizer.buddy and can_regroup, has_phases)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
@@ -97,7 +110,7 @@ def check_memory(
     available += needs.parameters
     if needed <= available:
         return
-    lean = Needs(config, flat, optimizer, has_buddy=False)
+    lean = Needs(config, flat, optimizer, False, has_phases)
     kind: Sharding = "parameters" if isinstance(model, Pipeline) else "gradients"
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
@@ -145,12 +158,24 @@ def check_table_memory(
     )
 
 
-def _num_states(optimizer: optim.Optimizer) -> int:
-    """Numbers that an optimizer keeps for each parameter, of those that it is known of."""
+def _bytes_of_states(flat: FlatTensors, optimizer: optim.Optimizer) -> int:
+    """Bytes that optimizers keep of all parameters, of those optimizers that it is known of."""
+    sizes = [0] * len(optimizer.param_groups)
+    for piece in flat.pieces:
+        sizes[piece.group] += len(piece.range) * flat.segments[piece.segment].dtype.itemsize
+    parts = parts_of(optimizer).values()
+    groups = [(part, group) for part in parts for group in part.param_groups]
+    return sum(
+        _num_states(part, group) * size for (part, group), size in zip(groups, sizes, strict=True)
+    )
+
+
+def _num_states(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Numbers that an optimizer keeps for each element of a group."""
     if isinstance(optimizer, (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax)):
         return 2
     if isinstance(optimizer, optim.SGD):
-        return int(any(group["momentum"] for group in optimizer.param_groups))
+        return int(bool(group["momentum"]))
     return int(isinstance(optimizer, (optim.Adagrad, optim.RMSprop)))
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from torch import nn, optim
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.reachable import optimizers_in
-from lockstep.engine.passes.phases import PhaseOptimizers
+from lockstep.engine.step.named_optimizers import NamedOptimizers, parts_of
 from lockstep.errors import ConfigError, TaskError
+from lockstep.nn.cutting import shards_of
 
 ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.Adagrad, optim.Adadelta,
@@ -22,7 +23,12 @@ _TORCHS = frozenset(kind for kind in vars(optim).values() if isinstance(kind, ty
 
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
-    """Whether it may step flat tensors: torch's own, or one with `elementwise = True`."""
+    """Whether it may step flat tensors: torch's own, or one with `elementwise = True`.
+
+    Of named optimizers all must be.
+    """
+    if isinstance(optimizer, NamedOptimizers):
+        return all(map(is_elementwise, optimizer.by_name.values()))
     declared = getattr(optimizer, "elementwise", None)
     if declared is None and (
         optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -36,6 +42,15 @@ def may_draw(optimizer: optim.Optimizer) -> bool:
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
     return patched or type(optimizer) not in _TORCHS
+
+
+def stepping_in(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
+    """The optimizers that step, by path: this one and those in it, but for one that holds names."""
+    return {
+        path: inner
+        for path, inner in optimizers_in(optimizer).items()
+        if not isinstance(inner, NamedOptimizers)
+    }
 
 
 def own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
@@ -68,50 +83,104 @@ def check_optimizer(optimizer: object, model: nn.Module, config: TrainConfig) ->
     """The optimizer, if it can work.
 
     Raises:
-        TaskError: it is not an optimizer, needs a closure, holds foreign parameters, or has a
-            learning-rate scheduler.
+        TaskError: it is not an optimizer, needs a closure, holds foreign parameters or some shards
+            of one, or has a learning-rate scheduler; so for each one, if there are several.
         ConfigError: it is to be sharded but is not element-wise.
     """
-    name = type(optimizer).__name__
     if not isinstance(optimizer, optim.Optimizer):
+        name = type(optimizer).__name__
         raise TaskError(f"build_optimizer: must return a torch.optim.Optimizer, not a {name}")
-    if isinstance(optimizer, optim.LBFGS):
-        raise TaskError("build_optimizer: LBFGS needs a closure, which training steps do not have")
     known = {id(p) for p in model.parameters()}
-    if any(id(p) not in known for g in optimizer.param_groups for p in g["params"]):
+    for name, part in parts_of(optimizer).items():
+        _check_part(part, known, _called(part, name))
+    if isinstance(optimizer, NamedOptimizers):
+        _check_shards(optimizer, model)
+    _check_elementwise(optimizer, config)
+    return optimizer
+
+
+def _called(part: optim.Optimizer, name: str) -> str:
+    """What messages call an optimizer."""
+    return f"{type(part).__name__} of {name!r}" if name else type(part).__name__
+
+
+def _check_part(part: optim.Optimizer, known: Set[int], called: str) -> None:
+    """Refuse an optimizer that cannot work, whatever the mesh.
+
+    Args:
+        part: the optimizer, or one of those that the task has named.
+        known: ids of the model's parameters.
+        called: what messages call it.
+
+    Raises:
+        TaskError: naming it.
+    """
+    if isinstance(part, optim.LBFGS):
         raise TaskError(
-            f"build_optimizer: the {name} holds parameters that are not the model's; build it "
+            f"build_optimizer: {called} needs a closure, which training steps do not have"
+        )
+    if any(id(p) not in known for group in part.param_groups for p in group["params"]):
+        raise TaskError(
+            f"build_optimizer: the {called} holds parameters that are not the model's; build it "
             "over the model.parameters() it is given"
         )
-    for path, inner in optimizers_in(optimizer).items():
-        _check_groups(optimizer, inner, f"{name} {path}".rstrip())
-    is_set, other = f"sharding={config.sharding}", "sharding=none"
-    if config.sharding == "none":
-        is_set, other = "optimizer.sharded=True", "optimizer.sharded=false"
-    if config.shards_optimizer and isinstance(optimizer, PhaseOptimizers):
+    for path, inner in optimizers_in(part).items():
+        _check_groups(part, inner, f"{called} {path}".rstrip())
+
+
+def _check_shards(optimizer: NamedOptimizers, model: nn.Module) -> None:
+    """Refuse shards of one parameter in several optimizers.
+
+    In a phase that trains some of them, not all ranks would go through the region of its layer.
+
+    Raises:
+        TaskError: naming the parameter.
+    """
+    owners = {
+        id(p): name
+        for name, part in optimizer.by_name.items()
+        for group in part.param_groups
+        for p in group["params"]
+    }
+    shards = shards_of(model)
+    first: dict[str, str | None] = {}
+    for name, parameter in model.named_parameters():
+        if name not in shards:
+            continue
+        whole, owner = shards[name].whole, owners.get(id(parameter))
+        if first.setdefault(whole, owner) != owner:
+            of = " and ".join("none" if one is None else repr(one) for one in (first[whole], owner))
+            raise TaskError(
+                f"build_optimizer: shards of {whole} are in the optimizers of {of}; give all of "
+                f"them ({whole}_0, {whole}_1, …) to one"
+            )
+
+
+def _check_elementwise(optimizer: optim.Optimizer, config: TrainConfig) -> None:
+    """Refuse an optimizer that would have to step parts of parameters and cannot.
+
+    Raises:
+        ConfigError: naming it, and the key.
+    """
+    parts = parts_of(optimizer).items()
+    odd = next((_called(part, name) for name, part in parts if not is_elementwise(part)), None)
+    if odd is None:
+        return
+    if config.shards_optimizer:
+        is_set, other = f"sharding={config.sharding}", "sharding=none"
+        if config.sharding == "none":
+            is_set, other = "optimizer.sharded=True", "optimizer.sharded=false"
         raise ConfigError(
-            f"{is_set}: a task with an optimizer for each phase steps whole parameters; set "
-            f"{other}, or give one optimizer for all phases"
-        )
-    if config.shards_optimizer and not is_elementwise(optimizer):
-        raise ConfigError(
-            f"{is_set}: {name} is not known to be element-wise, so it cannot step slices; set "
+            f"{is_set}: {odd} is not known to be element-wise, so it cannot step slices; set "
             f"{other}, or `elementwise = True` on its class"
         )
-    sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
-    for key, size in sizes.items():
-        if size > 1 and isinstance(optimizer, PhaseOptimizers):
+    for key, size in {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}.items():
+        if size > 1:
             raise ConfigError(
-                f"{key}={size}: a task with an optimizer for each phase steps the whole model; "
-                f"set {key}=1, or give one optimizer for all phases"
-            )
-        if size > 1 and not is_elementwise(optimizer):
-            raise ConfigError(
-                f"{key}={size}: {name} is not known to be element-wise, so it cannot step a model "
+                f"{key}={size}: {odd} is not known to be element-wise, so it cannot step a model "
                 f"that is shared out over several ranks; set {key}=1, or `elementwise = True` on "
                 "its class"
             )
-    return optimizer
 
 
 def _check_groups(optimizer: optim.Optimizer, inner: optim.Optimizer, name: str) -> None:

@@ -9,13 +9,18 @@ from typing import Any
 
 from lockstep.config import ScheduleConfig
 from lockstep.engine.task import Task
-from lockstep.errors import TaskError
+from lockstep.errors import ConfigError, TaskError
+from lockstep.parsing import shown
 
 _Shape = Callable[[ScheduleConfig, int, int], float]
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int = 0) -> float:
+def lr_factor(
+    schedule: ScheduleConfig, step: int, total_steps: int, decays: int | None = None
+) -> float:
     """The factor of the base learning rate at a step, counted from 0.
+
+    For `Task.lr_factor` of a task that has several schedules.
 
     Warmup rises as (step + 1) / warmup_steps, so step 0 already learns and step warmup_steps - 1
     runs at the full rate. Then the factor falls from 1 towards `min_ratio`, which the decays of
@@ -26,16 +31,25 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, decays: int
         schedule: shape of the schedule.
         step: number of the step, from 0.
         total_steps: number of steps of the whole run, warmup included.
-        decays: number of decays so far (plateau), see `Progress.decays`.
+        decays: number of decays so far (plateau), which evaluations have caused; a task does not
+            know it.
 
     Returns:
         A factor in [0, 1].
+
+    Raises:
+        ConfigError: the schedule is `plateau`, and `decays` is not given.
     """
+    if schedule.name == "plateau" and decays is None:
+        raise ConfigError(
+            "schedule.name='plateau': goes by evaluations, of which a task's own lr_factor knows "
+            "nothing; take another schedule there, or leave lr_factor out"
+        )
     warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
     if schedule.name == "plateau":
-        return max(schedule.min_ratio, schedule.gamma**decays)
+        return max(schedule.min_ratio, schedule.gamma ** (decays or 0))
     return _SHAPES[schedule.name](schedule, step - warmup, max(1, total_steps - warmup))
 
 
@@ -111,7 +125,11 @@ class Schedule:
     """The learning rates of a run's steps: the task's own, or those of its config."""
 
     def __init__(
-        self, task: Task, config: ScheduleConfig, total_steps: int, num_groups: int
+        self,
+        task: Task,
+        config: ScheduleConfig,
+        total_steps: int,
+        num_groups: Mapping[str, int],
     ) -> None:
         """Bind the schedule to a run.
 
@@ -119,7 +137,8 @@ class Schedule:
             task: the task.
             config: section `schedule` of the run's config.
             total_steps: number of steps of the whole run.
-            num_groups: number of parameter groups of the optimizer.
+            num_groups: number of parameter groups of each optimizer by its name, which is "" if
+                there is one only.
         """
         self._task = task
         self._config = config
@@ -132,7 +151,8 @@ class Schedule:
 
         Raises:
             TaskError: `Task.lr_factor` returns something else than finite numbers of at least 0,
-                one or one for each group, or is not a function of the step alone.
+                one or one for each group, or such for each optimizer by its name; or is not a
+                function of the step alone.
         """
         if not self._is_own:
             return []
@@ -158,19 +178,49 @@ class Schedule:
         """
         if not self._is_own:
             factor = lr_factor(self._config, step, self._total_steps, decays)
-            return [factor] * self._num_groups
+            return [factor] * sum(self._num_groups.values())
         value: Any = self._task.lr_factor(step, self._total_steps)
         where = f"{type(self._task).__name__}.lr_factor({step}, {self._total_steps})"
-        values = value if isinstance(value, (list, tuple)) else [value] * self._num_groups
-        if len(values) != self._num_groups:
+        if not isinstance(value, Mapping):
+            return _each(value, sum(self._num_groups.values()), "the optimizer has", where)
+        names = [name for name in self._num_groups if name]
+        if not names:
             raise TaskError(
-                f"{where}: returned {len(values)} factors; the optimizer has {self._num_groups} "
-                "parameter groups"
+                f"{where}: returned {shown(value)}; the task has one optimizer: return a number, "
+                "or one for each parameter group"
             )
-        for one in values:
-            if not isinstance(one, (int, float)) or not math.isfinite(one) or one < 0:
-                raise TaskError(
-                    f"{where}: returned {value!r}; must be a number of at least 0, or one for each "
-                    "parameter group"
-                )
-        return [float(one) for one in values]
+        if {*value} != {*names}:
+            raise TaskError(
+                f"{where}: returned factors for {shown(list(value))}; the optimizers are {names}"
+            )
+        return [
+            factor
+            for name in names
+            for factor in _each(value[name], self._num_groups[name], f"that of {name!r} has", where)
+        ]
+
+
+def _each(value: Any, num_groups: int, owner: str, where: str) -> list[float]:
+    """The factor of each parameter group, from one for all or one for each.
+
+    Args:
+        value: what a task has returned.
+        num_groups: number of the groups.
+        owner: what messages say of who has them.
+        where: by which call, for messages.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    values = value if isinstance(value, (list, tuple)) else [value] * num_groups
+    if len(values) != num_groups:
+        raise TaskError(
+            f"{where}: returned {len(values)} factors; {owner} {num_groups} parameter groups"
+        )
+    for one in values:
+        if not isinstance(one, (int, float)) or not math.isfinite(one) or one < 0:
+            raise TaskError(
+                f"{where}: returned {value!r}; must be a number of at least 0, or one for each "
+                "parameter group"
+            )
+    return [float(one) for one in values]
