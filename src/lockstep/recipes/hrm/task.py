@@ -211,6 +211,7 @@ class Hrm(Task):
         """A short name for run directories and logs."""
         return "hrm"
 
+    @cached_property
     def names(self) -> Sequence[str]:
         """The names of all puzzle identifiers, in their order.
 
