@@ -20,8 +20,8 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.tables.group import Tables
+from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
