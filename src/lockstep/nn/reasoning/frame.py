@@ -121,6 +121,7 @@ class ReasoningModel(nn.Module):
     Attributes:
         sizes: sizes of the model.
         tokens: table of input tokens.
+        puzzles: table of the rows of puzzles, or None for a model that is given rows, or has none.
         answer: linear layer from states to logits of tokens.
         halting: linear layer from the first position's state to logits of halting.
         initial_H: the state z_H [dim] of every position at first; not trained.
@@ -132,19 +133,27 @@ class ReasoningModel(nn.Module):
     initial_L: Tensor
     tables: Tensor | None
 
-    def __init__(self, sizes: Sizes, num_halting: int, has_rotary: bool = True) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        num_halting: int,
+        has_rotary: bool = True,
+        puzzles: nn.Module | None = None,
+    ) -> None:
         """A model with random start values.
 
         Args:
             sizes: sizes of the model.
             num_halting: logits of halting: 1, or 2 with one for going on.
             has_rotary: whether its blocks take rotary positions.
+            puzzles: function from numbers of puzzles to their rows, such as a
+                `lockstep.nn.SparseEmbedding(num, sizes.puzzle_dim)`, for `rows`.
 
         Raises:
             ConfigError: sizes do not fit together.
         """
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.puzzles = sizes, puzzles
         self.tokens = nn.Embedding(sizes.vocabulary, sizes.dim)
         truncated_normal_(self.tokens.weight, sizes.dim**-0.5)
         self.answer = linear(sizes.dim, sizes.vocabulary)
@@ -177,6 +186,23 @@ class ReasoningModel(nn.Module):
             key: start.to(dtype or start.dtype).expand(shape).clone()
             for key, start in zip(_KEYS, starts, strict=True)
         }
+
+    def rows(self, identifiers: Tensor) -> Tensor:
+        """The rows of puzzles, for `forward`.
+
+        Args:
+            identifiers: numbers of puzzles, integers [B].
+
+        Returns:
+            [B, puzzle_dim], float32; gradients go to the table.
+
+        Raises:
+            TaskError: there is no table, or no such row.
+        """
+        if self.puzzles is None:
+            raise TaskError("the model has no table of puzzles; give it one when it is made")
+        rows: Tensor = self.puzzles(identifiers)
+        return rows
 
     def forward(
         self, state: Mapping[str, Tensor], inputs: Tensor, rows: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.nn.reasoning.blocks import check_sizes
 from lockstep.nn.reasoning.frame import ReasoningModel, Sizes
@@ -30,14 +30,23 @@ class HierarchicalModel(ReasoningModel):
         l_blocks: int = 4,
         h_cycles: int = 2,
         l_cycles: int = 2,
+        puzzles: nn.Module | None = None,
     ) -> None:
         """A model with random start values.
+
+        Args:
+            sizes: sizes of the model.
+            h_blocks: blocks of H.
+            l_blocks: blocks of L.
+            h_cycles: steps of H in a segment.
+            l_cycles: steps of L for each one of H.
+            puzzles: table of the rows of puzzles; None for a model that is given rows, or none.
 
         Raises:
             ConfigError: a number is below 1, or sizes do not fit together.
         """
         check_sizes(h_cycles=h_cycles, l_cycles=l_cycles)
-        super().__init__(sizes, num_halting=2)
+        super().__init__(sizes, num_halting=2, puzzles=puzzles)
         self.h_cycles, self.l_cycles = h_cycles, l_cycles
         self.H, self.L = sizes.attending(h_blocks), sizes.attending(l_blocks)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.nn.reasoning.blocks import check_sizes
@@ -36,6 +36,7 @@ class RecursiveModel(ReasoningModel):
         num_recursions: int = 3,
         num_updates: int = 6,
         mixing: Mixing = "attention",
+        puzzles: nn.Module | None = None,
     ) -> None:
         """A model with random start values.
 
@@ -46,6 +47,7 @@ class RecursiveModel(ReasoningModel):
             num_updates: steps of the latent state in a recursion.
             mixing: how tokens are mixed: `attention` with rotary positions, or `mlp`, a gated layer
                 along the tokens, which suits small examples of a fixed length, such as Sudokus.
+            puzzles: table of the rows of puzzles; None for a model that is given rows, or none.
 
         Raises:
             ConfigError: a number is below 1, sizes do not fit together, or there is no such mixing.
@@ -54,7 +56,7 @@ class RecursiveModel(ReasoningModel):
         if mixing not in get_args(Mixing):
             raise ConfigError(f"mixing={mixing!r}: must be attention or mlp")
         attends = mixing == "attention"
-        super().__init__(sizes, num_halting=1, has_rotary=attends)
+        super().__init__(sizes, num_halting=1, has_rotary=attends, puzzles=puzzles)
         self.num_recursions, self.num_updates = num_recursions, num_updates
         self.net = (sizes.attending if attends else sizes.mixing)(num_blocks)
 

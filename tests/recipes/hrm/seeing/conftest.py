@@ -59,7 +59,7 @@ def model(sudokus: Path) -> Trained:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
     """Makes a run directory, of other keys than those of all these runs."""
     return new_run

@@ -25,8 +25,8 @@ def solving(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model answers with a solution from the second segment on, and halts after the first."""
     answers_of = Trained.answers
 
-    def answers(self: Trained, inputs: Any, segments: int) -> Answers:
-        found = answers_of(self, inputs, segments)
+    def answers(self: Trained, inputs: Any, segments: int, identifiers: Any) -> Answers:
+        found = answers_of(self, inputs, segments, identifiers)
         solution = Solver(board_of(4)).solve((inputs[0] - 1).astype(np.uint8))
         assert solution is not None
         found.tokens[1:] = solution + 1

@@ -1,4 +1,4 @@
-"""`lockstep hrm solve`, `view` and `eval`: what to do with a trained model."""
+"""`lockstep hrm solve` and `view`: what a trained model does with single puzzles."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rich.text import Text
 
 from lockstep.errors import ConfigError
 from lockstep.observe.terminal import stdout_console
-from lockstep.parsing import parse_int
+from lockstep.recipes.hrm.puzzles import Indices
 from lockstep.recipes.hrm.seeing import shown
 from lockstep.recipes.hrm.seeing.gathered import Gathered, gather
 from lockstep.recipes.hrm.seeing.kinds import Tokens
 from lockstep.recipes.hrm.seeing.page import page
 from lockstep.recipes.hrm.seeing.rules import solved_maze
-from lockstep.recipes.hrm.seeing.scores import by_segments
 from lockstep.recipes.hrm.seeing.texts import given_text, numbered, parsed
 from lockstep.recipes.hrm.seeing.trained import MOST_SEGMENTS, Trained, trained
 from lockstep.recipes.hrm.seeing.written import folder_for_page, write
@@ -66,8 +65,8 @@ def solve(chosen: Chosen, given: str) -> int:
     """
     run = trained(chosen.run_dir, chosen.checkpoint)
     segments, early = chosen.of(run)
-    puzzle = _puzzle(run, given)
-    answers = run.answers(puzzle.question[None], segments)
+    puzzle, identifier = _puzzle(run, given)
+    answers = run.answers(puzzle.question[None], segments, identifier)
     console = stdout_console()
     in_colours = console.color_system is not None and not console.no_color
     lines, is_solved = shown.lines(run.kind, puzzle, answers, early, in_colours)
@@ -95,7 +94,7 @@ def view(chosen: Chosen, output: Path | None, num: int, split: str) -> list[str]
     inputs, labels = run.puzzles(split)
     folder = output or chosen.run_dir / "view"
     with folder_for_page(folder):
-        found = gather(run, inputs, labels, segments, early, num)
+        found = gather(run, inputs, labels, segments, early, num, run.identifiers(split))
         title = f"{_name(chosen.run_dir)}: puzzles of {split}"
         facts = _facts(run, found, segments, early)
         text = page(title, facts, run.kind, found, found.shown(num))
@@ -107,57 +106,20 @@ def view(chosen: Chosen, output: Path | None, num: int, split: str) -> list[str]
     return [*(f"wrote {path}" for path in paths), *run.warnings]
 
 
-def evaluate(chosen: Chosen, numbers: str, subset: int | None) -> list[str]:
-    """A table of scores on validation puzzles, for each number of segments.
-
-    Args:
-        chosen: which model, and whether puzzles halt by themselves.
-        numbers: numbers of segments, with commas between them.
-        subset: how many puzzles to solve, from the first; None for all.
-
-    Raises:
-        LockstepError: there is no such run or checkpoint, or a number is none.
-    """
-    wanted = _numbers(numbers)
-    run = trained(chosen.run_dir, chosen.checkpoint)
-    early = bool(chosen.early)
-    inputs, labels = run.puzzles("val")
-    inputs, labels = inputs[:subset], labels[:subset]
-    scores = by_segments(run, inputs, labels, wanted, early)
-    lines = [f"{len(inputs):,} puzzles of val, checkpoint of step {run.step:,}"]
-    lines.append(f"{'segments':>8}  {'exact':>8}  {'accuracy':>8}" + "  mean segments" * early)
-    for score in scores:
-        line = f"{score.most:8}  {score.exact:8.4f}  {score.accuracy:8.4f}"
-        lines.append(line + f"  {score.segments:13.2f}" * early)
-    return [*lines, *run.warnings]
-
-
-def _numbers(text: str) -> list[int]:
-    """Numbers of segments, in order.
-
-    Raises:
-        ConfigError: one of them is none.
-    """
-    try:
-        return sorted({parse_int(item, least=1, most=MOST_SEGMENTS) for item in text.split(",")})
-    except ValueError as error:
-        raise ConfigError(
-            f"--segments {text}: {error}; give numbers from 1 to {MOST_SEGMENTS} with commas "
-            "between them"
-        ) from None
-
-
-def _puzzle(run: Trained, given: str) -> shown.Puzzle:
+def _puzzle(run: Trained, given: str) -> tuple[shown.Puzzle, Indices | None]:
+    """A puzzle, and its identifier, int64 [1]; None for one that has none, or is unknown."""
     inputs, labels = run.puzzles("val")
     index = numbered(given, len(inputs))
     if index is not None:
-        return shown.Puzzle(inputs[index], labels[index])
+        identifiers = run.identifiers("val")
+        known = None if identifiers is None else identifiers[index : index + 1]
+        return shown.Puzzle(inputs[index], labels[index]), known
     text, where = given_text(given)
     question = parsed(text, run.kind, where)
     label: Tokens | None = None
     if run.kind.name == "maze":
         label = solved_maze(question, run.kind.rows)
-    return shown.Puzzle(question, label)
+    return shown.Puzzle(question, label), None
 
 
 def _name(run_dir: Path) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.recipes.hrm.puzzles import Indices
 from lockstep.recipes.hrm.seeing.kinds import Tokens
 from lockstep.recipes.hrm.seeing.scores import accuracy, final_segments
 from lockstep.recipes.hrm.seeing.trained import Answers, Trained
@@ -79,7 +80,13 @@ class Gathered:
 
 
 def gather(
-    trained: Trained, inputs: Tokens, labels: Tokens, most: int, early: bool, num: int
+    trained: Trained,
+    inputs: Tokens,
+    labels: Tokens,
+    most: int,
+    early: bool,
+    num: int,
+    identifiers: Indices | None = None,
 ) -> Gathered:
     """Solve all puzzles of a split.
 
@@ -90,6 +97,7 @@ def gather(
         most: number of segments.
         early: whether the answer is scored with which a puzzle halts by itself.
         num: how many puzzles to keep at most, of those with mistakes and of those without.
+        identifiers: of the puzzles, int64 [N]; None if they are not known, or not to be told.
     """
     count = len(inputs)
     found = Gathered(
@@ -97,7 +105,7 @@ def gather(
         inputs.astype(np.uint8), labels.astype(np.uint8), np.zeros(inputs.shape, np.uint8),
         np.zeros(count, np.int64), np.zeros(count, np.int64), np.zeros(count, np.float32),
     )  # fmt: skip
-    for which, answers in trained.batches(inputs, most):
+    for which, answers in trained.batches(inputs, most, identifiers):
         _add(found, which, answers, early, num)
     found.exact /= count
     found.accuracy /= count

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.recipes.hrm.puzzles import Indices
 from lockstep.recipes.hrm.seeing.kinds import Tokens
 from lockstep.recipes.hrm.seeing.trained import Answers, Trained
 
@@ -47,8 +48,29 @@ class Score:
     segments: float
 
 
+class Takes(Protocol):
+    """What keeps answers that are scored."""
+
+    def take(
+        self, which: slice, tokens: npt.NDArray[np.uint8], q_halt: npt.NDArray[np.float32]
+    ) -> None:
+        """Take the answers to a batch.
+
+        Args:
+            which: the puzzles; batches come in their order.
+            tokens: answers [K, B, cells], for each of K numbers of segments.
+            q_halt: logits of halting after them [K, B].
+        """
+
+
 def by_segments(
-    trained: Trained, inputs: Tokens, labels: Tokens, numbers: Sequence[int], early: bool
+    trained: Trained,
+    inputs: Tokens,
+    labels: Tokens,
+    numbers: Sequence[int],
+    early: bool,
+    identifiers: Indices | None = None,
+    takers: Sequence[Takes] = (),
 ) -> list[Score]:
     """The scores for each number of segments, from one pass over the puzzles.
 
@@ -58,13 +80,18 @@ def by_segments(
         labels: tokens [N, cells].
         numbers: numbers of segments.
         early: whether puzzles halt by themselves.
+        identifiers: of the puzzles, int64 [N]; None if they are not known, or not to be told.
+        takers: are given all answers that are scored.
     """
     sums = np.zeros((len(numbers), 3))
-    for which, answers in trained.batches(inputs, max(numbers)):
-        for row, most in zip(sums, numbers, strict=True):
-            segments = final_segments(answers, most, early)
-            parts = accuracy(answers.after(segments), labels[which])
-            row += (parts == 1).sum(), parts.sum(), segments.sum()
+    for which, answers in trained.batches(inputs, max(numbers), identifiers):
+        segments = np.stack([final_segments(answers, most, early) for most in numbers])
+        tokens = np.stack([answers.after(some) for some in segments])
+        parts = accuracy(tokens, labels[which])
+        sums += np.stack([(parts == 1).sum(1), parts.sum(1), segments.sum(1)], 1)
+        q_halt = answers.q_halt[segments - 1, np.arange(segments.shape[1])]
+        for taker in takers:
+            taker.take(which, tokens, q_halt)
     means = (sums / len(inputs)).tolist()
     return [Score(most, *row) for most, row in zip(numbers, means, strict=True)]
 

@@ -26,6 +26,7 @@ from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.rank.threads import num_threads
 from lockstep.nn.reasoning import ReasoningModel, halts
 from lockstep.recipes.hrm.config import HrmConfig
+from lockstep.recipes.hrm.puzzles import Indices
 from lockstep.recipes.hrm.seeing.kinds import Kind, Tokens, kind_of
 from lockstep.recipes.hrm.task import Hrm
 
@@ -102,19 +103,26 @@ class Trained:
             raise ConfigError(f"--split {split}: must be one of {', '.join(_SPLITS)}")
         dataset = self.task.dataset(split)
         assert dataset is not None
-        inputs, labels = dataset.tensors
+        inputs, labels = dataset.tensors[:2]
         if not len(inputs):
             raise DataError(f"--split {split}: has no puzzles")
         return inputs.numpy(), labels.numpy()
 
-    def batches(self, inputs: Tokens, segments: int) -> Iterator[tuple[slice, Answers]]:
-        """The answers to puzzles [N, cells], by the batches of an evaluation."""
+    def identifiers(self, split: str) -> Indices | None:
+        """The identifiers of a split's puzzles, int64 [N]; None if the model asks for none."""
+        return self.task.puzzles[split].of_examples if self.config.puzzle_ids else None
+
+    def batches(
+        self, inputs: Tokens, segments: int, identifiers: Indices | None = None
+    ) -> Iterator[tuple[slice, Answers]]:
+        """The answers to puzzles [N, cells], by the batches of an evaluation; see `answers`."""
         size = self.config.eval_batch_size
         for first in range(0, len(inputs), size):
-            which = slice(first, first + size)
-            yield which, self.answers(inputs[which], segments)
+            which = slice(first, min(first + size, len(inputs)))
+            known = None if identifiers is None else identifiers[which]
+            yield which, self.answers(inputs[which], segments, known)
 
-    def answers(self, inputs: Tokens, segments: int) -> Answers:
+    def answers(self, inputs: Tokens, segments: int, identifiers: Indices | None = None) -> Answers:
         """What the model answers to puzzles, computed as `lockstep eval` does.
 
         Nothing halts early, so that what comes after is known too: an answer does not depend on
@@ -123,6 +131,7 @@ class Trained:
         Args:
             inputs: tokens [B, cells].
             segments: number of segments, at least 1.
+            identifiers: of the puzzles, int64 [B]; None if they are not known, or not to be told.
         """
         heard: list[tuple[Tensor, Tensor | None]] = []
 
@@ -140,7 +149,7 @@ class Trained:
                 torch.no_grad(),
                 autocast(self.config.precision, self.device),
             ):
-                logits, _ = solver.solve(self.model, tokens)
+                logits, _ = solver.solve(self.model, tokens, self._told(identifiers, len(tokens)))
         finally:
             handle.remove()
         return Answers(
@@ -148,6 +157,14 @@ class Trained:
             np.stack([q_halt.float().cpu().numpy() for q_halt, _ in heard]),
             np.stack([_wants(*pair).cpu().numpy() for pair in heard]),
         )
+
+    def _told(self, identifiers: Indices | None, count: int) -> Tensor | None:
+        """What the model is told of its puzzles [B]: blanks where identifiers are unknown."""
+        if not self.config.puzzle_ids:
+            return None
+        if identifiers is None:
+            identifiers = np.full(count, self.task.puzzles["val"].blank)
+        return torch.from_numpy(identifiers).to(self.device)
 
 
 def trained(run_dir: Path, which: str) -> Trained:

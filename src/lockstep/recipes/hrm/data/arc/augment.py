@@ -1,7 +1,8 @@
 """Augmentations of ARC tasks: a symmetry of the square and other colours; black stays black.
 
 An augmented puzzle's name says how to undo it: `<task>_t<symmetry>_<colours>`, where the digit at
-place c of the ten is the new colour of colour c. An original has the name of its task.
+place c of the ten is the new colour of colour c. An original has the name of its task. Names with
+`|||` in place of each `_`, as the recursive model's code writes them, are read too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from lockstep.recipes.hrm.data.dihedral import NUM_SYMMETRIES, inverse, transfor
 _DRAWS_FOR_EACH = 5
 """Draws for each augmentation that is asked for; a task may not have as many different ones."""
 
-_NAME = re.compile(r"(?P<task>.+)_t(?P<symmetry>[0-7])_(?P<colours>0[1-9]{9})")
+_NAME = re.compile(
+    r"(?P<task>.+)(?P<separator>_|\|\|\|)t(?P<symmetry>[0-7])(?P=separator)(?P<colours>0[1-9]{9})"
+)
+_LIKE_NAME = re.compile(r".+(_|\|\|\|)t\d+(_|\|\|\|)\d*")
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def parse_name(name: str) -> tuple[str, Augmentation]:
     """
     found = _NAME.fullmatch(name)
     if not found:
-        if re.search(r"_t\d+_\d*$", name):
+        if _LIKE_NAME.fullmatch(name):
             raise DataError(f"identifier {shown(name)}: names no augmentation: <task>_t<0-7>_<ten>")
         return name, Augmentation()
     colours = tuple(map(int, found["colours"]))

@@ -55,7 +55,10 @@ def _some(
     if count is None:
         return tasks
     if count > len(tasks):
-        raise ConfigError(f"--{split} {count}: there are {len(tasks)} such tasks")
+        key = "num_train" if split == "train" else "num_val"
+        raise ConfigError(
+            f"--{split} {count}: there are {len(tasks)} such tasks; a run's key for it is {key}"
+        )
     return [tasks[i] for i in sorted(generator.permutation(len(tasks))[:count].tolist())]
 
 
