@@ -1,6 +1,7 @@
 """Tables dealt out to ranks that are threads: lent, stepped, dealt out anew, in files."""
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -32,14 +33,13 @@ from lockstep.parallel.row_layout import RowLayout
 
 CPU = torch.device("cpu")
 ROWS, DIM, MICROBATCHES = 75, 3, 5
+_GENERATOR = threading.Lock()
 
 
 def made(num_rows=ROWS, optimizer=None):
-    generator = torch.random.get_rng_state()
-    torch.manual_seed(4)
-    table = ls.nn.SparseEmbedding(num_rows, DIM, optimizer or RowAdam(lr=0.1), std=1.0)
-    torch.random.set_rng_state(generator)
-    return table
+    with _GENERATOR:  # there is one for all threads
+        torch.manual_seed(4)
+        return ls.nn.SparseEmbedding(num_rows, DIM, optimizer or RowAdam(lr=0.1), std=1.0)
 
 
 def tables_on(transport, table, buddy=True, is_new=False):
