@@ -49,6 +49,7 @@ def test_two_ranks_get_what_one_gets(ranks, folder, alone):
     assert found == {name: alone[name] for name in names}
 
 
+@pytest.mark.slow
 def test_three_ranks_go_on_in_the_middle_of_an_epoch_with_what_one_has_begun(ranks, folder, alone):
     stopped = printed(run([sys.executable, SCRIPT, "stop", folder], folder))
     assert {step for _, step, _ in stopped.values()} == {STOP}

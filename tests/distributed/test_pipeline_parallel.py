@@ -15,7 +15,7 @@ TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Deep"
     ("launcher", "num_ranks", "pp", "tp", "interleave"),
     [
         pytest.param("mpi", 3, 3, 1, 1, marks=pytest.mark.slow),
-        ("local", 5, 2, 2, 1),  # and a spare
+        pytest.param("local", 5, 2, 2, 1, marks=pytest.mark.slow),  # and a spare
         ("mpi", 2, 2, 1, 3),
         pytest.param("torchrun", 2, 2, 1, 1, marks=pytest.mark.slow),
         pytest.param("local", 7, 7, 1, 1, marks=pytest.mark.slow),  # the last trains no parameter

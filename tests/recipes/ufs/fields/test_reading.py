@@ -144,7 +144,9 @@ def test_modes_share_the_ocean_between_them(files: Path, cache: Path) -> None:
     assert count["sea_ice"] + count["ocean"] == count["both"]
 
 
-@pytest.mark.parametrize("cells", [NUM_LONGITUDES, 5 * NUM_LONGITUDES])
+@pytest.mark.parametrize(
+    "cells", [pytest.param(NUM_LONGITUDES, marks=pytest.mark.slow), 5 * NUM_LONGITUDES]
+)
 def test_bands_do_not_matter(
     cells: int, files: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
