@@ -13,7 +13,6 @@ import torch
 from tests.recipes.hrm.tiny_arc import RUN, TINY
 
 from lockstep.config import override
-from lockstep.engine.task import has_lookups, with_config
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.nn import SparseEmbedding
 from lockstep.nn.tables.sparse_embedding import Lent
@@ -23,7 +22,7 @@ from lockstep.recipes.hrm.data.build import build
 from lockstep.recipes.hrm.data.format import read_identifiers
 from lockstep.recipes.hrm.data.request import Options
 from lockstep.recipes.hrm.puzzles import made, read, read_both
-from lockstep.recipes.hrm.task import Hrm, IdentifiedHrm
+from lockstep.recipes.hrm.task import Hrm
 
 
 def tiny(*more: str) -> Hrm:
@@ -139,15 +138,6 @@ def test_identifiers_are_part_of_the_data_where_they_are_used() -> None:
     other = type(puzzles)(**fields)
     assert other.digest == puzzles.digest
     assert other.identified_digest != puzzles.identified_digest
-
-
-def test_only_tasks_with_identifiers_have_lookups() -> None:
-    with_ids, without = tiny(), tiny("puzzle_ids=false")
-    assert (has_lookups(with_ids), has_lookups(without)) == (True, False)
-    assert not has_lookups(with_config(with_ids, without.config))
-    assert has_lookups(with_config(without, with_ids.config))
-    assert isinstance(with_config(Hrm(), with_ids.config), IdentifiedHrm)
-    assert with_ids.name == without.name == "hrm"
 
 
 def test_sudokus_share_the_row_of_blanks() -> None:

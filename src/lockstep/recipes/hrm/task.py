@@ -56,16 +56,6 @@ class Hrm(Task):
     config: HrmConfig
     splits = ("val",)
 
-    def __new__(cls, config: HrmConfig | None = None) -> Hrm:
-        """A task whose class has `lookups` if the model has a table: that is asked of classes."""
-        kind = cls
-        if cls in (Hrm, IdentifiedHrm):
-            kind = IdentifiedHrm if config is not None and config.puzzle_ids else Hrm
-        task = super().__new__(kind)
-        if not isinstance(task, cls):
-            Hrm.__init__(task, config)  # Python does it for instances of `cls` only
-        return task
-
     def __init__(self, config: HrmConfig | None = None) -> None:
         super().__init__(config)
         self.average = EMA(self.config.ema) if self.config.ema else None
@@ -238,6 +228,11 @@ class Hrm(Task):
             return stablemax_cross_entropy(logits, labels)
         return softmax_cross_entropy(logits, labels)
 
+    def lookups(self, batch: Batch, carry: dict[str, Any]) -> Mapping[str, Tensor]:
+        """With `puzzle_ids`, the rows of the puzzles of slots that have taken new ones."""
+        identifiers = torch.where(carry["halted"], batch[2], carry["slots"]["identifiers"])
+        return {"puzzles": identifiers}
+
     @cached_property
     def puzzles(self) -> dict[str, Puzzles]:
         """The puzzles of each split.
@@ -247,15 +242,6 @@ class Hrm(Task):
             DataError: the dataset is missing or damaged.
         """
         return puzzles_of(self.config)
-
-
-class IdentifiedHrm(Hrm):
-    """The same of a model that knows which puzzle it sees; `Hrm` makes it where it is needed."""
-
-    def lookups(self, batch: Batch, carry: dict[str, Any]) -> Mapping[str, Tensor]:
-        """The rows of the puzzles that slots work on after they have taken new ones."""
-        identifiers = torch.where(carry["halted"], batch[2], carry["slots"]["identifiers"])
-        return {"puzzles": identifiers}
 
 
 def _rows(model: ReasoningModel, identifiers: Tensor | None) -> Tensor | None:
