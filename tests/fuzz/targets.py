@@ -6,7 +6,7 @@ import json
 
 from lockstep.data.idx import read_idx
 from lockstep.data.sentences import read_sentences
-from tests.fuzz import readers
+from tests.fuzz import folders, readers
 from tests.fuzz.base import Target, one_file
 from tests.fuzz.checkpoints import CONFIG, checkpoint_file, manifest_mutator, signed
 from tests.fuzz.mutate import (
@@ -26,6 +26,11 @@ TARGETS = {
         Target("signed manifest", 100, signed("manifest.json"), manifest_mutator),
         Target("model", 30, checkpoint_file("model.safetensors"), mutate_bytes),
         Target("signed model", 30, signed("model.safetensors"), mutate_bytes),
+        Target("signed table", 30, folders.table, mutate_bytes),
+        Target("puzzles", 30, folders.puzzles("train/dataset.json"), json_mutator),
+        Target("puzzles' tokens", 30, folders.puzzles("train/all__inputs.npy"), mutate_bytes),
+        Target("puzzles' ends", 30, folders.puzzles("train/all__puzzle_indices.npy"), mutate_bytes),
+        Target("identifiers", 20, folders.puzzles("identifiers.json"), json_mutator),
         Target("signed optimizer", 30, signed("optimizer.safetensors"), mutate_bytes),
         Target(
             "run.json",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.random import kept_generators
-from lockstep.engine.digests import model_digest
+from lockstep.engine.digests import tensors_digest
 from lockstep.engine.passes.buffers import same_bits
+from lockstep.engine.tables.lookups import tables_of
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.exporting.example import Example, find_example
@@ -24,7 +25,6 @@ from lockstep.exporting.formats import (
     outputs,
     read_weights,
     silent,
-    tensors_of,
 )
 from lockstep.files import replacing_binary
 from lockstep.loading import Loaded, load
@@ -161,7 +161,7 @@ def _made(path: Path, chosen: str, make: Callable[[], T]) -> T:
 
 def _weights(loaded: Loaded) -> bytes:
     data = make_weights(loaded.model, _about(loaded))
-    there, here = read_weights(data), tensors_of(loaded.model)
+    there, here = read_weights(data), loaded.model.state_dict()
     if there.keys() != here.keys() or not all(same_bits(there[n], t) for n, t in here.items()):
         raise ConfigError(f"{WEIGHTS}: what was made holds other values; please report this")
     return data
@@ -208,12 +208,14 @@ def _gap(
 
 def _about(loaded: Loaded) -> dict[str, str]:
     """Metadata of the file, by name."""
+    rows = {f"{name}.weight" for name in tables_of(loaded.model)}  # with a digest of their own
+    parameters = {n: t for n, t in loaded.model.state_dict().items() if n not in rows}
     return {
         "task": loaded.task.name,
         "step": str(loaded.step),
         "config_hash": loaded.config.hash,
         "config": loaded.config.to_yaml(),
-        "params_sha256": model_digest(loaded.model),
+        "params_sha256": tensors_digest(parameters),
         "lockstep": version("lockstep-train"),
         "torch": str(torch.__version__),
     }

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from lockstep.engine.tables.lookups import tables_of
 from lockstep.errors import ConfigError
 from lockstep.exporting.example import SIZES, Example
 
@@ -61,16 +60,10 @@ def outputs(value: Any) -> list[Tensor]:
 
 
 def make_weights(model: nn.Module, about: Mapping[str, str]) -> bytes:
-    """`tensors_of` as safetensors, with metadata."""
+    """Parameters and buffers by name as safetensors, with metadata."""
     # Each with memory of its own: tied weights are refused otherwise.
-    state = {n: t.detach().clone().contiguous() for n, t in tensors_of(model).items()}
+    state = {n: t.detach().clone().contiguous() for n, t in model.state_dict().items()}
     return save(state, metadata={"format": "pt", **about})
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and the rows of tables by the names that an `nn.Embedding` has them."""
-    rows = {f"{n}.weight": t.weight for n, t in tables_of(model).items() if t.weight is not None}
-    return {**model.state_dict(), **rows}
 
 
 def read_weights(data: bytes) -> dict[str, Tensor]:

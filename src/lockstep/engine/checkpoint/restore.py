@@ -164,8 +164,7 @@ def load_model(snapshot: Snapshot, model: nn.Module) -> None:
     tables = tables_of(model)
     if tables:
         assert snapshot.folder is not None, "it was read from disk"
-        device = next(iter(model.state_dict().values())).device
-        load_whole(tables, snapshot.folder, device)
+        load_whole(tables, snapshot.folder, next(iter(model.parameters())).device)
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, tensor in snapshot.buffers.items():
         buffers[name].copy_(tensor)

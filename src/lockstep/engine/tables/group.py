@@ -69,6 +69,7 @@ class Tables:
         self._lent: dict[int, AllLent] = {}
         for dealt in self.each:
             dealt.table.is_dealt = True
+            dealt.table.weight = None
         self.take_back()
         if not runtime.transport.is_newcomer:
             everywhere(places.world, self._check_memory)

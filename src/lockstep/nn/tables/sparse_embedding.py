@@ -83,7 +83,7 @@ class SparseEmbedding(nn.Module):
         self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._lent: Lent | None = None
         self.is_dealt = False
-        self.register_buffer("weight", None, persistent=False)
+        self.register_buffer("weight", None)
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these numbers.
