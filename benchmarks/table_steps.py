@@ -99,24 +99,20 @@ def main() -> None:
             return
         rows = [r for r in read_events(found.run_dir / "events.jsonl") if r["event"] == "StepDone"]
     spent = [max(r["compute_s"] + r["communication_s"] for r in row["ranks"]) for row in rows]
-    in_steps = [n for n, is_step in sent if is_step]
-    print(json.dumps({"step_s": spent[WARMUP:], "mbytes": sum(in_steps) / steps / 1e6}), flush=True)
+    print(json.dumps({"step_s": spent[WARMUP:], "mbytes": sum(sent) / steps / 1e6}), flush=True)
 
 
-def counted() -> list[tuple[int, bool]]:
-    """Takes note of the bytes of all messages about rows, and whether they are of a step."""
-    sizes: list[tuple[int, bool]] = []
+def counted() -> list[int]:
+    """Takes note of the bytes of all messages about rows in steps."""
+    sizes: list[int] = []
     swap = exchange.swap
 
     @wraps(swap)
     def noted(transport: Any, sent: Tensor, counts: Any, received: Any) -> Tensor:
-        is_step = sent.dim() < 3  # rows that are saved come by groups
-        sizes.append((sent.numel() * sent.itemsize, is_step))
+        sizes.append(sent.numel() * sent.itemsize)
         return swap(transport, sent, counts, received)
 
-    from lockstep.engine.tables import table
-
-    table.swap = noted
+    exchange.swap = noted
     return sizes
 
 
