@@ -66,7 +66,7 @@ def wanted_of(step, number):
 
 def one_step(tables, transport, step):
     own = range(*split(MICROBATCHES, transport.size)[transport.rank])
-    tables.lend(step, {number: {"t": wanted_of(step, number)} for number in own})
+    tables.lend(step, lambda: {number: {"t": wanted_of(step, number)} for number in own})
     for number in own:
         lent = tables.of(number)["t"]
         ((lent.rows * (1 + number)) ** 2 / 2).sum().backward()
@@ -314,12 +314,35 @@ def test_what_cannot_be_looked_up_fails_on_all_ranks():
     on_ranks(2, call)
 
 
+def test_a_step_whose_rows_one_rank_does_not_know_fails_on_all():
+    def call(transport):
+        tables = tables_on(transport, made())
+
+        def find():
+            if transport.rank == 1:
+                raise TaskError("no such row")
+            return {0: {"t": wanted_of(0, 0)}}
+
+        with pytest.raises(TaskError, match="no such row"):
+            tables.lend(0, find)
+        return one_step(tables, transport, 0) > 0  # which is then done again
+
+    assert on_ranks(3, call) == [True] * 3
+
+
+def test_many_norms_come_in_two_messages(monkeypatch):
+    monkeypatch.setattr("lockstep.engine.tables.group._AT_ONCE", 2)
+    few = [on_ranks(size, lambda t: trained(t)[1])[0] for size in (1, 3)]
+    monkeypatch.undo()
+    assert few == [on_ranks(1, lambda t: trained(t)[1])[0]] * 2
+
+
 def test_a_step_that_fp16_skips_steps_no_rows():
     def call(transport):
         tables = tables_on(transport, made())
         before = tables.digest()
         own = range(*split(MICROBATCHES, transport.size)[transport.rank])
-        tables.lend(0, {number: {"t": wanted_of(0, number)} for number in own})
+        tables.lend(0, lambda: {number: {"t": wanted_of(0, number)} for number in own})
         for number in own:
             tables.of(number)["t"].rows.sum().mul(float("inf")).backward()
             tables.add(number)

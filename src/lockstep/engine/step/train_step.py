@@ -28,7 +28,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
-from lockstep.engine.runtime import Raised, Runtime, everywhere
+from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
@@ -345,15 +345,15 @@ class TrainStep:
                 if number < num:
                     batch = self._passes.fetched(step, number, batches)
                     ahead.append([step, number, batch])
-            return {
+            asked = {
                 number: self._compute.wanted(step, number, batch, self.carries)
                 for _, number, batch in ahead
                 if batch is not None
             }
+            watch.data_s += watch.lap()
+            return asked
 
-        asked = everywhere(self.places.world, wanted)
-        watch.data_s += watch.lap()
-        tables.lend(step, asked)
+        tables.lend(step, wanted)
         watch.communication_s += watch.lap()
         return iter(ahead)
 

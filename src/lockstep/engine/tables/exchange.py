@@ -9,9 +9,19 @@ from torch import Tensor
 
 from lockstep.comm.transport import Transport, offsets
 
+_FAILED = -1
+"""In the place of lengths."""
+
+
+class SomeRankFailed(Exception):
+    """A rank has failed before a message, and has told the others in it; raised on all of them."""
+
 
 def deliver(
-    transport: Transport, parcels: Sequence[Sequence[Tensor]], numbers: Sequence[int]
+    transport: Transport,
+    parcels: Sequence[Sequence[Tensor]],
+    numbers: Sequence[int],
+    has_failed: bool = False,
 ) -> list[list[Tensor]]:
     """Send each rank some lists of numbers of any lengths, and receive theirs; a collective.
 
@@ -19,17 +29,24 @@ def deliver(
         transport: the group of ranks.
         parcels: for each rank, what it gets: int64 [any] each, at least one on the right device.
         numbers: how many lists each rank sends to each other one.
+        has_failed: whether this rank has nothing to say, but that it has failed.
 
     Returns:
         For each rank, what it has sent to this one.
+
+    Raises:
+        SomeRankFailed: on all ranks, if one of them has.
     """
     sent = [parcel for of_rank in parcels for parcel in of_rank]
     device = sent[0].device if sent else None
-    lengths = torch.tensor([len(parcel) for parcel in sent], dtype=torch.int64, device=device)
+    counted = [_FAILED if has_failed else len(parcel) for parcel in sent]
+    lengths = torch.tensor(counted, dtype=torch.int64, device=device)
     each = [numbers[transport.rank]] * transport.size
     told = lengths.new_empty(sum(numbers))
     transport.all_to_all(lengths, each, offsets(each), told, list(numbers))
     theirs = [part.tolist() for part in torch.split(told, list(numbers))]
+    if any(_FAILED in of_rank for of_rank in theirs):
+        raise SomeRankFailed
     counts = [sum(len(parcel) for parcel in of_rank) for of_rank in parcels]
     content = torch.cat(sent) if sent else told.new_empty(0)
     arrived = swap(transport, content, counts, [sum(of_rank) for of_rank in theirs])

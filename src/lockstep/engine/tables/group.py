@@ -19,11 +19,12 @@ import torch
 from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.places import Places
-from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.step.schedule import lr_factor
 from lockstep.engine.tables import messages
 from lockstep.engine.tables.dealing import Described, deal
+from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.files import StreamedTables, load_tables
 from lockstep.engine.tables.part import Part, widths
 from lockstep.engine.tables.table import DealtTable
@@ -37,6 +38,8 @@ Wanted = Mapping[str, torch.Tensor]
 AllLent = dict[str, Lent]
 """Rows of each table, by the table's name."""
 T = TypeVar("T")
+_AT_ONCE = 1023
+"""Norms of rows that each rank sends in one message."""
 
 
 class Tables:
@@ -92,18 +95,32 @@ class Tables:
         """Take gradients of these microbatches of each rank from now on."""
         self._microbatches = list(microbatches)
 
-    def lend(self, step: int, wanted: Mapping[int, Wanted]) -> None:
+    def lend(self, step: int, find: Callable[[], Mapping[int, Wanted]]) -> None:
         """Have the rows for a step's microbatches; a collective.
 
         Args:
             step: number of the step.
-            wanted: what each microbatch of this rank looks up, by its number.
+            find: says what each microbatch of this rank looks up, by its number.
+
+        Raises:
+            LockstepError: it raised an exception on some rank; on all ranks.
         """
+        wanted: Mapping[int, Wanted] = {}
+        error: Raised | None = None
+        try:
+            wanted = find()
+        except (Exception, SystemExit) as caught:
+            error = caught
         world = self._places.world
         self._runtime.at("lookup", step)
         for dealt in self.each:
             dealt.begin(self._microbatches[world.rank])
-        lent = self._lent_to(list(wanted.values()), trains=True)
+        try:
+            lent = self._lent_to(list(wanted.values()), True, error is not None)
+        except SomeRankFailed:
+            failure = shared_error(world, error)
+            assert failure is not None
+            raise failure from None
         self._lent = dict(zip(wanted, lent, strict=True))
 
     def of(self, microbatch: int) -> AllLent:
@@ -128,16 +145,24 @@ class Tables:
         num = self._config.num_microbatches
         nodes = [plan(microbatches, num)[1] for microbatches in self._microbatches]
         messages.reduce(world, self.each, nodes)
-        world.agree()
+        if self._runtime.transport.can_regroup:
+            world.agree()
         self._runtime.at("rows_summed", step)
 
     def norm(self) -> float:
         """The norm of all summed gradients of rows; a collective."""
         own = torch.cat([dealt.norms() for dealt in self.each])
         world = self._places.world
-        counts = world.gather_host(torch.tensor([len(own)]), [1] * world.size).tolist()
+        # Their number with the first ones, since more messages take longer than more bytes.
+        first = torch.zeros(1 + _AT_ONCE, dtype=torch.float64)
+        first[0], first[1 : 1 + len(own)] = len(own), own[:_AT_ONCE]
+        everyone = world.gather_host(first, [len(first)] * world.size).view(world.size, -1)
+        rest = [max(0, int(count) - _AT_ONCE) for count in everyone[:, 0].tolist()]
+        norms = everyone[:, 1:].flatten().tolist()
+        if any(rest):
+            norms += world.gather_host(own[_AT_ONCE:], rest).tolist()
         # An exactly rounded sum does not depend on the order of what is added.
-        return math.sqrt(math.fsum(n * n for n in world.gather_host(own, counts).tolist()))
+        return math.sqrt(math.fsum(norm * norm for norm in norms))
 
     def non_finite(self) -> list[str]:
         """Names of the tables of which this rank has gradients that are NaN or infinite."""
@@ -208,9 +233,11 @@ class Tables:
         finally:
             self.take_back()
 
-    def _lent_to(self, wanted: Sequence[Wanted], trains: bool) -> list[AllLent]:
+    def _lent_to(
+        self, wanted: Sequence[Wanted], trains: bool, has_failed: bool = False
+    ) -> list[AllLent]:
         by_table = [[of[dealt.name] for of in wanted] for dealt in self.each]
-        rows = messages.lend(self._places.world, self.each, by_table, trains)
+        rows = messages.lend(self._places.world, self.each, by_table, trains, has_failed)
         names = [dealt.name for dealt in self.each]
         return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]
 

@@ -20,6 +20,7 @@ def lend(
     tables: Sequence[DealtTable],
     wanted: Sequence[Sequence[Tensor]],
     trains: bool,
+    has_failed: bool = False,
 ) -> list[list[Lent]]:
     """Have rows from their owners; a collective of three messages.
 
@@ -28,14 +29,18 @@ def lend(
         tables: the tables.
         wanted: for each table, rows that are looked up together: int64 [n] each, ascending.
         trains: whether they take gradients.
+        has_failed: whether this rank does not know what it wants.
 
     Returns:
         For each table, the rows as they are wanted.
+
+    Raises:
+        SomeRankFailed: on all ranks, if one of them has.
     """
     ranks = range(transport.size)
     asked = [table.ask(of_table) for table, of_table in zip(tables, wanted, strict=True)]
     parcels = [[of_owners[owner] for of_owners in asked] for owner in ranks]
-    requests = deliver(transport, parcels, [len(tables)] * transport.size)
+    requests = deliver(transport, parcels, [len(tables)] * transport.size, has_failed)
     answers = [
         [table.answer(ids) for table, ids in zip(tables, of_rank, strict=True)]
         for of_rank in requests
