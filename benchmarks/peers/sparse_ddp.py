@@ -1,6 +1,6 @@
 """Peer: `nn.Embedding(sparse=True)` under DistributedDataParallel on gloo; started by `tables.py`.
 
-Prints one JSON line on rank 0: seconds of each step.
+Prints one JSON line on rank 0: seconds of each step, and of a message of a few bytes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,17 @@ class Model(nn.Module):
         return logits
 
 
+def messages(count: int) -> list[float]:
+    """Seconds of collectives of a few bytes: what no step that has one can do without."""
+    own, everyone = torch.zeros(8), torch.zeros(8 * dist.get_world_size())
+    spent = []
+    for _ in range(count):
+        started = perf_counter()
+        dist.all_gather_into_tensor(everyone, own)
+        spent.append(perf_counter() - started)
+    return spent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000)
@@ -64,8 +75,9 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.step()
         spent.append(perf_counter() - started)
+    found = {"step_s": spent[WARMUP:], "message_s": messages(args.steps)}
     if rank == 0:
-        print(json.dumps({"step_s": spent[WARMUP:]}), flush=True)
+        print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
