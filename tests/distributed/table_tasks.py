@@ -97,6 +97,13 @@ class Silent(Look):
     lookups = ls.Task.lookups
 
 
+class Bare(Look):
+    """Has nothing but tables."""
+
+    def build_model(self):
+        return nn.ModuleDict({"users": ls.nn.SparseEmbedding(USERS, DIM)})
+
+
 class After(Look):
     """Looks rows up where they are not."""
 

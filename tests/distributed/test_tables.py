@@ -165,6 +165,7 @@ def test_a_trained_table_is_loaded_and_evaluated(lockstep, alone):
         ),
         ("Look", ("evil=draws",), "task.generator: is changed by every microbatch"),
         ("Silent", (), "Silent.lookups: is missing; the model has a SparseEmbedding ('items')"),
+        ("Bare", (), "the model has no parameter to train; rows of a SparseEmbedding are none"),
         ("After", (), "the rows are with their ranks while a run goes on"),
         ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),
         ("Look", ("evil=infinite",), "not the gradient of users"),

@@ -64,9 +64,18 @@ def own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict
 
 
 def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:
-    """The optimizer that `config.optimizer` names, over all trainable parameters."""
+    """The optimizer that `config.optimizer` names, over all trainable parameters.
+
+    Raises:
+        TaskError: there are none.
+    """
     o = config.optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise TaskError(
+            "build_model: the model has no parameter to train; rows of a SparseEmbedding are none, "
+            "so give it one more, such as a bias"
+        )
     if o.name == "sgd":
         return optim.SGD(
             parameters,
