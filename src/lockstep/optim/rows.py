@@ -25,6 +25,9 @@ _FEWEST_ROWS = 16
 class RowOptimizer(ABC):
     """Steps rows of a table.
 
+    A subclass computes each row from itself, its gradient and its state alone, and keeps nothing
+    else: which rows are stepped together depends on ranks. A run tries this before it trains.
+
     Attributes:
         lr: learning rate, multiplied with the schedule's factor.
         weight_decay: rows are multiplied by 1 - lr · decay when they are stepped.

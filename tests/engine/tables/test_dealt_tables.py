@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +27,9 @@ from lockstep.engine.tables.files import (
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.tables.lookups import check_tables_fit
 from lockstep.engine.tables.part import Part
+from lockstep.engine.tables.probe import check_row_optimizer
 from lockstep.errors import CheckpointError, ConfigError, TaskError
-from lockstep.optim import RowAdam, RowSGD
+from lockstep.optim import RowAdam, RowOptimizer, RowSGD
 from lockstep.parallel.layout import split
 from lockstep.parallel.row_layout import RowLayout
 
@@ -243,6 +245,64 @@ def test_a_damaged_file_is_named(tmp_path):
         checkpoint.read(folder)
 
 
+KEYS = ("num_rows", "dim", "files", "optimizer", "schedule")
+
+
+def scheduled(name):
+    table = made()
+    table.schedule = ls.ScheduleConfig(name=name)
+    return described({"t": table})
+
+
+@dataclass(frozen=True)
+class Odd(RowOptimizer):
+    """Steps rows otherwise than by themselves."""
+
+    how: str = ""
+
+    def __post_init__(self):
+        pass
+
+    def widths(self, dim):
+        return {"count": 1}
+
+    def _update(self, state, gradients):
+        match self.how:
+            case "together":
+                return gradients - gradients.mean(0)
+            case "draws":
+                return gradients + torch.randn_like(gradients)
+            case "counts":
+                COUNTED.append(1)
+                return gradients / len(COUNTED)
+            case "shape":
+                return torch.ones(7)
+            case "infinite":
+                return gradients * float("nan")
+        return gradients * state["count"].add_(1.0)
+
+
+COUNTED = []
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("together", "steps a row otherwise when others are stepped beside it"),
+        ("draws", "made other rows when it stepped the same again"),
+        ("counts", "made other rows when it stepped the same again"),
+        ("shape", "cannot step rows: RuntimeError"),
+        ("infinite", "makes weight NaN or infinite"),
+    ],
+)
+def test_optimizers_step_rows_by_themselves(how, said):
+    check_row_optimizer("t", made(optimizer=Odd()))
+    for optimizer in (RowAdam(), RowSGD(momentum=0.9)):
+        check_row_optimizer("t", made(optimizer=optimizer))
+    with pytest.raises(TaskError, match=r"the optimizer of table t \(Odd\): " + said):
+        check_row_optimizer("t", made(optimizer=Odd(how=how)))
+
+
 @pytest.mark.parametrize(
     ("there", "said"),
     [
@@ -252,14 +312,15 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"t": []}, "is damaged: tables: t is no object"),
         (described({"t": made(74)}), "num_rows of table t is 74 there, 75 here"),
         (described({"t": made(optimizer=RowSGD(lr=0.5))}), "optimizer of table t is 'RowSGD"),
+        (scheduled("linear"), "schedule of table t is {'name': 'linear'"),
         (described({"t": made(), "u": made()}), "this one has no table u"),
     ],
 )
 def test_other_tables_are_refused(there, said):
     there = json.loads(json.dumps(there))
     with pytest.raises(CheckpointError, match=said.replace("(", r"\(")):
-        check_described({"t": made()}, there, "here")
-    check_described({"t": made()}, described({"t": made()}), "here")
+        check_described({"t": made()}, there, "here", KEYS)
+    check_described({"t": made()}, described({"t": made()}), "here", KEYS)
 
 
 def test_batches_are_served_until_all_are_through():

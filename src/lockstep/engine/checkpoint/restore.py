@@ -135,6 +135,9 @@ def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) 
                 f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
                 f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
             )
+    if train_step.tables is not None:
+        tables = {dealt.name: dealt.table for dealt in train_step.tables.each}
+        check_described(tables, snapshot.meta.get("tables"), where, ("optimizer", "schedule"))
     wholes = train_step.flat.wholes
     saved = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
     if train_step.flat_optimizer.elementwise:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -218,7 +219,7 @@ def _each(value: Any, num_groups: int, owner: str, where: str) -> list[float]:
             f"{where}: returned {len(values)} factors; {owner} {num_groups} parameter groups"
         )
     for one in values:
-        if not isinstance(one, (int, float)) or not math.isfinite(one) or one < 0:
+        if not isinstance(one, Real) or not math.isfinite(one) or one < 0:
             raise TaskError(
                 f"{where}: returned {value!r}; must be a number of at least 0, or one for each "
                 "parameter group"

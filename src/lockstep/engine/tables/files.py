@@ -6,7 +6,7 @@ rank 0 while they are written, and go out while they are read: no rank need have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,26 @@ def described(tables: Mapping[str, SparseEmbedding]) -> dict[str, Any]:
             "num_rows": table.num_rows,
             "dim": table.dim,
             "optimizer": repr(table.optimizer),
+            "schedule": table.schedule and table.schedule.model_dump(mode="json"),
             "files": [file_name(number, part) for part in range(len(cuts(table)))],
         }
         for number, (name, table) in enumerate(tables.items())
     }
 
 
-def check_described(tables: Mapping[str, SparseEmbedding], there: Any, where: str) -> None:
+def check_described(
+    tables: Mapping[str, SparseEmbedding],
+    there: Any,
+    where: str,
+    keys: Sequence[str] = ("num_rows", "dim", "files"),
+) -> None:
     """Refuse a checkpoint of other tables.
 
     Args:
         tables: of this model, by name.
         there: what the manifest says of those of the checkpoint.
         where: what errors call the checkpoint.
+        keys: what must be equal; files depend on what the optimizer keeps.
 
     Raises:
         CheckpointError: names the first thing that differs.
@@ -76,7 +83,7 @@ def check_described(tables: Mapping[str, SparseEmbedding], there: Any, where: st
             raise CheckpointError(f"{where}: is of another model: {who} table {name}")
         if not isinstance(theirs, dict):
             raise CheckpointError(f"{where}: is damaged: tables: {name} is no object")
-        for key in mine:
+        for key in keys:
             if mine[key] != theirs.get(key):
                 raise CheckpointError(
                     f"{where}: is of another model: {key} of table {name} is "

@@ -27,6 +27,7 @@ from lockstep.engine.tables.dealing import Described, deal
 from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.files import StreamedTables, load_tables
 from lockstep.engine.tables.part import Part, widths
+from lockstep.engine.tables.probe import check_row_optimizer
 from lockstep.engine.tables.table import DealtTable
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.parallel.layout import Dealt
@@ -75,10 +76,13 @@ class Tables:
             dealt.table.weight = None
         self.take_back()
         if not runtime.transport.is_newcomer:
-            everywhere(places.world, self._check_memory)
+            everywhere(places.world, self._check)
             self.start()
 
-    def _check_memory(self) -> None:
+    def _check(self) -> None:
+        """Refuse optimizers that cannot work, and tables that do not fit into memory."""
+        for dealt in self.each:
+            check_row_optimizer(dealt.name, dealt.table)
         sizes = {d.name: 4 * d.table.num_rows * sum(widths(d.table).values()) for d in self.each}
         with_buddy, device = len(self._shifts) > 1, self._runtime.device
         check_table_memory(sizes, self._places.world.size, with_buddy, device)

@@ -33,6 +33,8 @@ class Lookups:
             TaskError: there are tables and no `Task.lookups`.
         """
         self.tables = tables_of(model)
+        for name, table in self.tables.items():
+            table.name = name
         self._task, self._device = task, device
         kind = type(task).__name__
         if self.tables and not has_lookups(task):

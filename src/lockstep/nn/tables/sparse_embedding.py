@@ -50,6 +50,7 @@ class SparseEmbedding(nn.Module):
     Attributes:
         weight: all rows: float32 [num_rows, dim]; None while they are with their ranks.
         is_dealt: whether the rows are with their ranks.
+        name: of the module in its model, in a run.
 
     Raises:
         ConfigError: a size or the deviation is out of range.
@@ -83,6 +84,7 @@ class SparseEmbedding(nn.Module):
         self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._lent: Lent | None = None
         self.is_dealt = False
+        self.name = ""
         self.register_buffer("weight", None)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class SparseEmbedding(nn.Module):
                 )
             return embedding(ids, self._every_row())
         there, rows = self._lent
-        return embedding(_places(ids, there), rows)
+        return embedding(_places(ids, there, self.name), rows)
 
     def check(self, ids: Tensor, where: str) -> None:
         """Refuse what are no numbers of rows.
@@ -177,7 +179,7 @@ class SparseEmbedding(nn.Module):
         return self.weight
 
 
-def _places(ids: Tensor, there: Tensor) -> Tensor:
+def _places(ids: Tensor, there: Tensor, name: str) -> Tensor:
     """Where each number is among those that are there.
 
     Raises:
@@ -197,7 +199,7 @@ def _places(ids: Tensor, there: Tensor) -> Tensor:
         shown = ", ".join(map(str, missing[:_MOST_NAMED]))
         more = "" if len(missing) <= _MOST_NAMED else f" and {len(missing) - _MOST_NAMED} more"
         raise TaskError(
-            f"SparseEmbedding: row {shown}{more} is looked up, which Task.lookups has not named "
-            "for this batch; name all rows that the loss looks up"
+            f"SparseEmbedding {name}: row {shown}{more} is looked up, which Task.lookups has not "
+            "named for this batch; name all rows that loss and evaluate look up"
         )
     return places
