@@ -32,7 +32,9 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "launcher", "num_ranks", "keys"),
     [
-        ("InTurn", "local", 3, ("mesh.pp=2", "sharding=optimizer")),  # and a spare
+        pytest.param(  # and a spare
+            "InTurn", "local", 3, ("mesh.pp=2", "sharding=optimizer"), marks=pytest.mark.slow
+        ),
         *(
             pytest.param(task, launcher, num_ranks, keys, marks=pytest.mark.slow)
             for task in ("Several", "InTurn")

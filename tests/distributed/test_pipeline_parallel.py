@@ -74,6 +74,7 @@ def test_a_run_goes_on_with_fewer_ranks_than_a_replica_had(train_on, lockstep, r
     same(run_dir, reference)
 
 
+@pytest.mark.slow
 def test_fewer_ranks_than_a_replica_needs_from_the_start(train_on, reference, tmp_path):
     keys = ("mesh.pp=3", "mesh.tp=2", "mesh.shrink=replan")
     ended = train_on(tmp_path / "run", 2, *keys)
@@ -140,7 +141,8 @@ def test_without_a_holder_the_ranks_are_started_again(train_on, reference, tmp_p
     same(tmp_path / "run", reference)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
 def test_an_exception_in_one_stage_is_one_on_all(train_on, reference, tmp_path, launcher):
     planned = [PlannedFault(1, 3, "send", "raise")]
     ended = train_on(tmp_path / "run", 3, "mesh.pp=3", launcher=launcher, faults=planned)

@@ -135,6 +135,7 @@ def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, referenc
     check(tmp_path / "run", reference, num_left=2, num_lost=1)
 
 
+@pytest.mark.slow
 @SLOW_ON_LOCAL
 def test_the_best_checkpoint_on_a_slow_disk_outlives_its_writer(train, tmp_path, reference):
     """The disk takes four hang timeouts; then rank 0 dies before the best is there."""
