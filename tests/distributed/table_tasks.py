@@ -64,6 +64,8 @@ class Look(ls.Task):
             return {"users": users + USERS, "items": items}
         if self.config.evil == "kind":
             return {"users": users, "items": items.float()}
+        if self.config.evil == "changes":
+            carry["last"] += 1
         if self.config.evil == "draws":
             return {"users": torch.cat([users, carry["last"]]), "items": self.drawn(items)}
         return {"users": torch.cat([users, carry["last"]]), "items": items}
@@ -86,9 +88,88 @@ class Look(ls.Task):
 
     def evaluate(self, model, batch):
         users, items, values = batch
-        if self.config.evil == "evaluates" and not model.training and len(users) < 10:
-            raise RuntimeError("a batch that cannot be evaluated")
+        self.fail_at_last(users)
         return ls.Loss(F.mse_loss(model(users, items), values, reduction="sum"), len(users))
+
+    def fail_at_last(self, users):
+        """Only the rank with the last batch of an evaluation has one sample."""
+        if self.config.evil == "evaluates" and len(users) == 1:
+            raise RuntimeError("a batch that cannot be evaluated")
+
+
+class Plain(Look):
+    """Carries nothing."""
+
+    carry = ls.Task.carry
+
+    def lookups(self, batch):
+        return {"users": batch[0], "items": batch[1]}
+
+    def loss(self, model, batch):
+        users, items, values = batch
+        return ls.Loss(F.mse_loss(model(users, items), values, reduction="sum"), len(users))
+
+
+class Some(Plain):
+    """Looks up nothing for some microbatches."""
+
+    def lookups(self, batch):
+        chosen = batch[0] % 31 == 0
+        return {"users": batch[0][chosen], "items": batch[1][chosen]}
+
+    def loss(self, model, batch):
+        users, items, values = (part[batch[0] % 31 == 0] for part in batch)
+        loss = F.mse_loss(model(users, items), values, reduction="sum")
+        return ls.Loss(loss + model.top.weight.square().sum(), len(batch[0]))
+
+    def evaluate(self, model, batch):
+        return self.loss(model, batch)
+
+
+class InPhases(Plain):
+    """Its second loss leaves one table and one parameter alone."""
+
+    def phases(self):
+        return [ls.Phase("whole", self.loss, 2), ls.Phase("users", self.of_users)]
+
+    def of_users(self, model, batch):
+        return ls.Loss(model.top(model.users(batch[0])).square().sum(), len(batch[0]))
+
+    def build_optimizer(self, model):
+        return {
+            "whole": torch.optim.SGD([model.top.weight], lr=0.01),
+            "users": torch.optim.Adam([model.top.bias], lr=0.01),
+        }
+
+
+class FirstBlock(nn.Module):
+    """Looks items up."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = ls.nn.SparseEmbedding(ITEMS, DIM, RowAdam(lr=0.05), std=0.3)
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, items):
+        return self.linear(self.items(items)).tanh()
+
+
+class InBlocks(Plain):
+    """Has a table in a block of a pipeline."""
+
+    def build_model(self):
+        return ls.nn.Pipeline(FirstBlock(), nn.Linear(DIM, DIM), nn.Linear(DIM, 1))
+
+    def lookups(self, batch):
+        return {"0.items": batch[1]}
+
+    def loss(self, model, batch):
+        _, items, values = batch
+        return ls.Loss((model(items)[:, 0] - values).square().sum(), len(items))
+
+    def evaluate(self, model, batch):
+        self.fail_at_last(batch[0])
+        return self.loss(model, batch)
 
 
 class Silent(Look):

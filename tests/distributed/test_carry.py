@@ -1,14 +1,13 @@
 """State of microbatches goes with them: the bits of one process, through losses and resumes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.conftest import environment, result
+from tests.conftest import result
+from tests.distributed.conftest import same as equal
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
 
 TASKS = Path(__file__).with_name("carry_tasks.py")
@@ -20,32 +19,8 @@ CONFIG = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def train(lockstep):
-    """Trains on some ranks, with faults."""
-
-    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), task=TASK):
-        return lockstep(
-            "train", task, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir, *CONFIG,
-            *overrides, timeout=150, **to_env(faults, run_dir.with_suffix(".faults")),
-        )  # fmt: skip
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The result of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    argv = [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"]
-    subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
-    return result(folder / "run")
-
-
-def same(run_dir, alone):
-    there = result(run_dir)
-    for key in ("params_sha256", "carry_sha256", "metrics"):
-        assert there[key] == alone[key], key
+def same(run_dir, reference):
+    equal(run_dir, reference)
     steps = [r["step"] for r in read_events(run_dir / "events.jsonl") if r["event"] == "StepDone"]
     assert steps[-1] == STEPS
 
@@ -62,13 +37,15 @@ def same(run_dir, alone):
         pytest.param("local", 3, ("sharding=gradients",), marks=pytest.mark.slow),
     ],
 )
-def test_any_ranks_give_the_bits_of_one_process(train, alone, tmp_path, launcher, num_ranks, keys):
-    ended = train(tmp_path / "run", num_ranks, *keys, launcher=launcher)
+def test_any_ranks_give_the_bits_of_one_process(
+    train_on, reference, tmp_path, launcher, num_ranks, keys
+):
+    ended = train_on(tmp_path / "run", num_ranks, *keys, launcher=launcher)
     if keys == ("sharding=parameters",):
         assert ended.returncode == 2  # of a pipeline only
         return
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
@@ -90,11 +67,11 @@ def test_any_ranks_give_the_bits_of_one_process(train, alone, tmp_path, launcher
         ),
     ],
 )
-def test_no_carry_is_lost_with_a_rank(train, alone, tmp_path, launcher, faults):
+def test_no_carry_is_lost_with_a_rank(train_on, reference, tmp_path, launcher, faults):
     planned = [PlannedFault(*fault) for fault in faults]
-    ended = train(tmp_path / "run", 3, launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 3, launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
     rows = read_events(tmp_path / "run" / "events.jsonl")
     recovered = [row for row in rows if row["event"] in ("RankLost", "Recovered")]
     assert len({row["step"] for row in rows if row["event"] == "StepDone"}) == STEPS
@@ -106,14 +83,16 @@ def test_no_carry_is_lost_with_a_rank(train, alone, tmp_path, launcher, faults):
 @pytest.mark.parametrize(
     "keys", [(), pytest.param(("optimizer.sharded=true",), marks=pytest.mark.slow)]
 )
-def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_path, launcher, keys):
+def test_without_copies_survivors_go_back_to_the_checkpoint(
+    train_on, reference, tmp_path, launcher, keys
+):
     run_dir = tmp_path / "run"
-    ended = train(
+    ended = train_on(
         run_dir, 3, "carry.buddy=false", *keys, launcher=launcher,
         faults=[PlannedFault(1, 13, "reduce"), PlannedFault(0, 22, "committed")],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, alone)
+    same(run_dir, reference)
     rows = read_events(run_dir / "events.jsonl")
     first, second = [row["step"] for row in rows if row["event"] == "Resumed"]
     assert first == 10
@@ -133,29 +112,31 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_pa
         ([(0, 13, "reduce"), (1, 13, "reduce")], True),
     ],
 )
-def test_ranks_that_share_layers_all_have_their_carries(train, alone, tmp_path, faults, goes_back):
+def test_ranks_that_share_layers_all_have_their_carries(
+    train_on, reference, tmp_path, faults, goes_back
+):
     """The second of two losses takes a whole replica along, and with it what it carried."""
     planned = [PlannedFault(*fault) for fault in faults]
-    ended = train(tmp_path / "run", 4, "mesh.tp=2", faults=planned)
+    ended = train_on(tmp_path / "run", 4, "mesh.tp=2", faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
     rows = read_events(tmp_path / "run" / "events.jsonl")
     assert any(row["event"] == "Resumed" for row in rows) == goes_back
 
 
 @pytest.mark.slow
-def test_going_back_survives_a_further_loss(train, alone, tmp_path):
+def test_going_back_survives_a_further_loss(train_on, reference, tmp_path):
     faults = [
         PlannedFault(1, 8, "reduce"), PlannedFault(0, 8, "catch_up"), PlannedFault(3, 5, "regroup"),
     ]  # fmt: skip
-    ended = train(tmp_path / "run", 4, "carry.buddy=false", faults=faults, launcher="mpi")
+    ended = train_on(tmp_path / "run", 4, "carry.buddy=false", faults=faults, launcher="mpi")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
 
 
-def test_a_loss_before_the_first_checkpoint_ends_the_sitting(train, tmp_path):
+def test_a_loss_before_the_first_checkpoint_ends_the_sitting(train_on, tmp_path):
     keys = ("carry.buddy=false", "checkpoint.every=100", "steps=4", "eval_every=0")
-    ended = train(tmp_path / "run", 2, *keys, faults=[PlannedFault(1, 2, "reduce")])
+    ended = train_on(tmp_path / "run", 2, *keys, faults=[PlannedFault(1, 2, "reduce")])
     # All ranks are started again, from the beginning.
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "before there was a checkpoint" in (ended.stdout + ended.stderr).replace("\n", " ")
@@ -163,26 +144,26 @@ def test_a_loss_before_the_first_checkpoint_ends_the_sitting(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("mesh.tp=2",), ("optimizer.sharded=true",)])
-def test_a_run_is_resumed_on_other_ranks(train, lockstep, alone, tmp_path, keys):
+def test_a_run_is_resumed_on_other_ranks(train_on, lockstep, reference, tmp_path, keys):
     run_dir = tmp_path / "run"
-    ended = train(run_dir, 4, "stop_at_step=7", *keys)
+    ended = train_on(run_dir, 4, "stop_at_step=7", *keys)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     plain = ("mesh.tp=1", "optimizer.sharded=false")
     assert lockstep("resume", run_dir, *plain, "stop_at_step=12").returncode == 0
     more = ("-n", 3, "--launcher", "mpi", *plain, "stop_at_step=null")
     ended = lockstep("resume", run_dir, *more)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, alone)
+    same(run_dir, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("carry.buddy=false",)])
-def test_newcomers_get_the_carries_of_their_microbatches(train, lockstep, tmp_path, keys):
+def test_newcomers_get_the_carries_of_their_microbatches(train_on, lockstep, tmp_path, keys):
     long = ("steps=150", "checkpoint.every=40", "eval_every=50")
     assert lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "one").returncode == 0
     faults = [PlannedFault(1, 4), PlannedFault(0, 60, "copy")]
     run_dir = tmp_path / "run"
-    ended = train(run_dir, 3, *long, *keys, "--replace", 2, launcher="mpi", faults=faults)
+    ended = train_on(run_dir, 3, *long, *keys, "--replace", 2, launcher="mpi", faults=faults)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for key in ("params_sha256", "carry_sha256"):
         assert result(run_dir)[key] == result(tmp_path / "one")[key]
@@ -224,10 +205,10 @@ def test_a_carry_that_is_another_one_each_time_is_refused(here):
     refused(here("train", f"{TASKS}:Random", *CONFIG), said)
 
 
-def test_a_pipeline_in_stages_has_no_carry(train, tmp_path):
-    refused(train(tmp_path / "run", 2, "mesh.pp=2"), "mesh.pp=2: the first stage of a pipeline")
+def test_a_pipeline_in_stages_has_no_carry(train_on, tmp_path):
+    refused(train_on(tmp_path / "run", 2, "mesh.pp=2"), "mesh.pp=2: the first stage of a pipeline")
 
 
-def test_evaluations_begin_with_a_carry_of_their_own(alone):
-    assert alone["metrics"]["val/steps"] == 0.0
-    assert alone["metrics"]["train/steps"] > 10
+def test_evaluations_begin_with_a_carry_of_their_own(reference):
+    assert reference["metrics"]["val/steps"] == 0.0
+    assert reference["metrics"]["train/steps"] > 10

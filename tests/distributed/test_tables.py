@@ -1,12 +1,11 @@
 """Rows of tables are with their owners: the bits of one process, through losses and resumes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import environment, result
+from tests.conftest import result
+from tests.distributed.conftest import same
 
 import lockstep as ls
 from lockstep.engine.faults import PlannedFault, to_env
@@ -21,35 +20,6 @@ CONFIG = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def train(lockstep):
-    """Trains on some ranks, with faults."""
-
-    def call(run_dir, num_ranks, *overrides, launcher="local", faults=(), task=TASK):
-        return lockstep(
-            "train", task, "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir, *CONFIG,
-            *overrides, timeout=150, **to_env(faults, run_dir.with_suffix(".faults")),
-        )  # fmt: skip
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """The run directory of one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    argv = [sys.executable, "-m", "lockstep", "train", TASK, *CONFIG, "--run-dir", "run"]
-    subprocess.run(argv, cwd=folder, env=environment(), check=True, capture_output=True)
-    return folder / "run"
-
-
-def same(run_dir, alone):
-    here, there = result(run_dir), result(alone)
-    for key in ("params_sha256", "tables_sha256", "carry_sha256", "metrics"):
-        assert here[key] == there[key], key
-    assert len(here["tables_sha256"]) == 64
-
-
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys"),
     [
@@ -60,12 +30,16 @@ def same(run_dir, alone):
         pytest.param("mpi", 3, ("sharding=optimizer",), marks=pytest.mark.slow),
     ],
 )
-def test_any_ranks_give_the_bits_of_one_process(train, alone, tmp_path, launcher, num_ranks, keys):
-    ended = train(tmp_path / "run", num_ranks, *keys, launcher=launcher)
+def test_any_ranks_give_the_bits_of_one_process(
+    train_on, reference, reference_dir, tmp_path, launcher, num_ranks, keys
+):
+    ended = train_on(tmp_path / "run", num_ranks, *keys, launcher=launcher)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
     for name in ("table_0.00000.safetensors", "table_1.00000.safetensors"):
-        pair = [r / f"checkpoints/step_{STEPS:08}" / name for r in (tmp_path / "run", alone)]
+        pair = [
+            r / f"checkpoints/step_{STEPS:08}" / name for r in (tmp_path / "run", reference_dir)
+        ]
         assert pair[0].read_bytes() == pair[1].read_bytes()
 
 
@@ -89,11 +63,11 @@ def test_any_ranks_give_the_bits_of_one_process(train, alone, tmp_path, launcher
         ),
     ],
 )
-def test_no_row_is_lost_with_a_rank(train, alone, tmp_path, launcher, faults):
+def test_no_row_is_lost_with_a_rank(train_on, reference, tmp_path, launcher, faults):
     planned = [PlannedFault(*fault) for fault in faults]
-    ended = train(tmp_path / "run", 3, launcher=launcher, faults=planned)
+    ended = train_on(tmp_path / "run", 3, launcher=launcher, faults=planned)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(tmp_path / "run", alone)
+    same(tmp_path / "run", reference)
     rows = read_events(tmp_path / "run" / "events.jsonl")
     assert len({row["step"] for row in rows if row["event"] == "StepDone"}) == STEPS
     both = "regroup" in str(faults)  # a rank and the one that held its rows too
@@ -101,32 +75,34 @@ def test_no_row_is_lost_with_a_rank(train, alone, tmp_path, launcher, faults):
 
 
 @pytest.mark.parametrize("launcher", ["mpi", pytest.param("local", marks=pytest.mark.slow)])
-def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_path, launcher):
+def test_without_copies_survivors_go_back_to_the_checkpoint(
+    train_on, reference, tmp_path, launcher
+):
     run_dir = tmp_path / "run"
-    ended = train(
+    ended = train_on(
         run_dir, 3, "tables.buddy=false", launcher=launcher,
         faults=[PlannedFault(1, 13, "rows_summed"), PlannedFault(0, 17, "committed")],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, alone)
+    same(run_dir, reference)
     rows = read_events(run_dir / "events.jsonl")
     assert next(row["step"] for row in rows if row["event"] == "Resumed") in (10, 12)
     assert len({r["pid"] for r in rows if r["event"] == "Joined"}) == 3  # nobody was started anew
 
 
-def test_three_ranks_go_on_with_what_two_have_saved(lockstep, train, alone, tmp_path):
+def test_three_ranks_go_on_with_what_two_have_saved(lockstep, train_on, reference, tmp_path):
     run_dir = tmp_path / "run"
-    stopped = train(
+    stopped = train_on(
         run_dir, 2, launcher="local", faults=[PlannedFault(0, 8, "committed", "preempt")]
     )
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     ended = lockstep("resume", run_dir, "-n", 3, "--launcher", "mpi", timeout=150)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, alone)
+    same(run_dir, reference)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_replaced(lockstep, alone, tmp_path):
+def test_a_killed_rank_is_replaced(lockstep, reference, tmp_path):
     run_dir = tmp_path / "run"
     faults = [PlannedFault(1, 4, "rows"), PlannedFault(0, 10, "committed")]
     ended = lockstep(
@@ -134,18 +110,34 @@ def test_a_killed_rank_is_replaced(lockstep, alone, tmp_path):
         *CONFIG, timeout=200, **to_env(faults, tmp_path / "faults"),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    same(run_dir, alone)
+    same(run_dir, reference)
 
 
-def test_a_trained_table_is_loaded_and_evaluated(lockstep, alone):
-    loaded = ls.load(alone, "latest")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "keys"),
+    [("Some", ()), ("InPhases", ()), ("InBlocks", ("sharding=parameters",))],
+)
+def test_tables_go_with_everything_else(train_on, lockstep, tmp_path, task, keys):
+    target = f"{TASKS}:{task}"
+    one = lockstep("train", target, *CONFIG, "--run-dir", tmp_path / "one", timeout=150)
+    assert one.returncode == 0, one.stdout + one.stderr
+    ended = train_on(tmp_path / "run", 3, *keys, target=target, faults=[PlannedFault(1, 9, "rows")])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(tmp_path / "run", result(tmp_path / "one"))
+
+
+def test_a_trained_table_is_loaded_and_evaluated(lockstep, reference_dir):
+    loaded = ls.load(reference_dir, "latest")
     users = loaded.model.users.weight
     assert users.shape == (300, 8)
     assert torch.equal(loaded.model.users(torch.tensor([[3]])), users[3].view(1, 1, -1))
-    ended = lockstep("eval", alone, "--split", "val", "--checkpoint", "latest")
+    ended = lockstep("eval", reference_dir, "--split", "val", "--checkpoint", "latest")
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("loss")]
-    assert float(line.split()[1]) == pytest.approx(result(alone)["metrics"]["val/loss"], rel=1e-5)
+    assert float(line.split()[1]) == pytest.approx(
+        result(reference_dir)["metrics"]["val/loss"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,16 +155,18 @@ def test_a_trained_table_is_loaded_and_evaluated(lockstep, alone):
             ("evil=kind",),
             "Look.lookups: 'items': must be a tensor of integers, is torch.flo",
         ),
+        ("Look", ("evil=changes",), "Task.lookups: changes the carry, which it may only read"),
         ("Look", ("evil=draws",), "task.generator: is changed by every microbatch"),
         ("Silent", (), "Silent.lookups: is missing; the model has a SparseEmbedding ('items')"),
         ("Bare", (), "the model has no parameter to train; rows of a SparseEmbedding are none"),
         ("After", (), "the rows are with their ranks while a run goes on"),
         ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),
+        ("InBlocks", ("evil=evaluates", "sharding=parameters"), "a batch that cannot be evaluated"),
         ("Look", ("evil=infinite",), "not the gradient of users"),
     ],
 )
-def test_what_goes_wrong_is_said(train, tmp_path, task, keys, said):
-    ended = train(tmp_path / "run", 2, *keys, task=f"{TASKS}:{task}")
+def test_what_goes_wrong_is_said(train_on, tmp_path, task, keys, said):
+    ended = train_on(tmp_path / "run", 2, *keys, target=f"{TASKS}:{task}")
     text = " ".join((ended.stdout + ended.stderr).split())
     assert ended.returncode in (1, 2)
     assert said in text

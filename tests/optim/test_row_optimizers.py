@@ -1,5 +1,7 @@
 """Optimizers of rows, beside torch's and formulas in float64."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
@@ -40,6 +42,17 @@ def test_steps_of_torch(optimizer, peer):
         other.step()
         optimizer.step(rows, state, gradients, optimizer.lr)
     torch.testing.assert_close(rows, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_a_subclass_has_any_fields_of_its_own():
+    @dataclass(frozen=True)
+    class Scaled(RowSGD):
+        factor: float = 20.0
+        how: str = "much"
+
+    assert Scaled(how="more").factor == 20.0
+    with pytest.raises(ConfigError, match=r"Scaled: momentum=1\.5"):
+        Scaled(momentum=1.5)
 
 
 def test_sign_steps_after_the_sum():

@@ -243,8 +243,6 @@ class Trainer:
         # Where all ranks have a loss, and each of them can compute the model by itself.
         if not parts.places.are_staged and not parts.places.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
-        if parts.train_step.tables is not None:
-            parts.train_step.tables.take_back()
         for hint in (*ignored_methods(type(task)), *means):
             self._runtime.emit(Warned(step=0, message=hint))
 

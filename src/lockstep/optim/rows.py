@@ -42,15 +42,7 @@ class RowOptimizer(ABC):
         Raises:
             ConfigError: one is out of range.
         """
-        for name, value in vars(self).items():
-            values = value if isinstance(value, tuple) else (value,)
-            below = math.inf if name in ("lr", "weight_decay", "eps", "start") else 1.0
-            for one in values:
-                if not isinstance(one, (int, float)) or not 0 <= one < below:
-                    raise ConfigError(
-                        f"{type(self).__name__}: {name}={value!r}: must be a number of at least 0"
-                        + ("" if below == math.inf else " and below 1")
-                    )
+        _check(self, "lr", "weight_decay")
 
     @abstractmethod
     def widths(self, dim: int) -> Mapping[str, int]:
@@ -78,6 +70,22 @@ class RowOptimizer(ABC):
         """What rows move by at a learning rate of 1, as a new tensor."""
 
 
+def _check(optimizer: RowOptimizer, *names: str, below: float = math.inf) -> None:
+    """Refuse fields that are no numbers, or tuples of them, from 0 to below a bound.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    for name in names:
+        value = getattr(optimizer, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if not isinstance(one, (int, float)) or not 0 <= one < below:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: {name}={value!r}: must be a number of at least 0"
+                    + ("" if below == math.inf else " and below 1")
+                )
+
+
 @dataclass(frozen=True)
 class RowSignSGD(RowOptimizer):
     """w ← w (1 - lr · decay) - lr · sign(g): Bernstein et al. 2018 (arXiv:1802.04434), algorithm 1.
@@ -103,6 +111,11 @@ class RowSGD(RowOptimizer):
 
     momentum: float = 0.0
 
+    def __post_init__(self) -> None:
+        """As for `RowOptimizer`."""
+        super().__post_init__()
+        _check(self, "momentum", below=1.0)
+
     def widths(self, dim: int) -> Mapping[str, int]:
         """The running sum of gradients."""
         return {"momentum": dim} if self.momentum else {}
@@ -124,6 +137,11 @@ class RowAdagrad(RowOptimizer):
 
     eps: float = 1e-10
     start: float = 0.0
+
+    def __post_init__(self) -> None:
+        """As for `RowOptimizer`."""
+        super().__post_init__()
+        _check(self, "eps", "start")
 
     def widths(self, dim: int) -> Mapping[str, int]:
         """The sum of squares of each element."""
@@ -149,6 +167,12 @@ class RowAdam(RowOptimizer):
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        """As for `RowOptimizer`."""
+        super().__post_init__()
+        _check(self, "eps")
+        _check(self, "betas", below=1.0)
 
     def widths(self, dim: int) -> Mapping[str, int]:
         """The mean of gradients of each element, the mean of squares, and the number of steps."""

@@ -69,6 +69,13 @@ def test_carries_come_back_from_a_message_and_from_a_checkpoint(given_trees):
                 assert again[number].digest == carry.digest
 
 
+def test_who_reads_a_carry_must_not_change_it():
+    carry = Carry.of({"h": torch.ones(3), "n": 2}, "here")
+    assert carry.read(lambda tree: tree["h"].sum() * tree["n"], "there") == 6
+    with pytest.raises(TaskError, match="there: changes the carry, which it may only read"):
+        carry.read(lambda tree: tree["h"].add_(1), "there")
+
+
 def test_neither_who_gave_a_tree_nor_who_gets_it_can_change_what_is_kept():
     hidden = torch.ones(3, requires_grad=True) * 2
     carry = Carry.of({"h": hidden}, "here")

@@ -273,11 +273,7 @@ class Trial:
         with shards_explained(self._model):
             loss = self._compute.forward(step, 0, batch, carries)
         drawn.append(global_state())
-        inputs = self._compute.phases.parameters(step)
-        if inputs is not None:
-            lent = [table.lent for table in self._compute.lookups.tables.values()]
-            inputs = [*inputs, *(one.rows for one in lent if one is not None)]
-        loss.sum.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
         self._end_pass()
         carry = carries.made.get(0)
         return digest, loss, drawn, carry.digest if carry else ""

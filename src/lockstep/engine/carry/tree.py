@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lockstep.engine.digests import tensors_digest
 from lockstep.errors import TaskError
 
 _MOST_LEVELS = 32
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,23 @@ class Carry:
     @property
     def tree(self) -> Any:
         """The tree again, with copies of its tensors."""
-        return _rebuilt(self.structure, self.tensors)
+        return _rebuilt(self.structure, {n: tensor.clone() for n, tensor in self.tensors.items()})
+
+    def read(self, reader: Callable[[Any], T], where: str) -> T:
+        """What a function makes of the tree, which it is given without copies.
+
+        Args:
+            reader: must not change it.
+            where: what it is called, for errors.
+
+        Raises:
+            TaskError: it has changed a tensor.
+        """
+        before = [tensor._version for tensor in self.tensors.values()]
+        made = reader(_rebuilt(self.structure, self.tensors))
+        if [tensor._version for tensor in self.tensors.values()] != before:
+            raise TaskError(f"{where}: changes the carry, which it may only read; take a copy")
+        return made
 
     @property
     def digest(self) -> str:
@@ -125,7 +142,7 @@ def _check_leaf(value: float | str, place: str) -> None:
 def _rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     match structure:
         case {"tensor": name}:
-            return tensors[name].clone()
+            return tensors[name]
         case {"dict": values}:
             return {key: _rebuilt(value, tensors) for key, value in values.items()}
         case {"list": values}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -87,8 +87,7 @@ class Evaluation:
                 return self._computed(mine, model, compute, beat)
             places.refresh()
             if tables is not None:
-                with tables.open_to_others():
-                    return self._computed(mine, model, compute, beat, tables)
+                return self._computed(mine, model, compute, beat, tables)
             return self._computed(places.in_turn(mine), model, compute, beat)
 
         together = compute_leaves
@@ -166,17 +165,24 @@ class Evaluation:
         kept = KeptBuffers(model)
         constants = Constants(model, kept.names)
         leaves = []
-        for number, batch, lent in _with_rows(batches, compute, tables):
+
+        def compute_one(number: int, batch: Any, lent: AllLent | None = None) -> None:
             beat()
             try:
                 sums, updates = compute.evaluate(number, batch, lent)
             except StageDone as done:
                 done.pass_on()
-                continue
+                return
             finally:
                 kept.restore()
             constants.check(f"evaluation of batch {number}")
             leaves.append((sums, self._metrics.leaf(updates)))
+
+        if tables is not None:
+            tables.serve(batches, compute.wanted_to_evaluate, compute_one)
+        else:
+            for number, batch in batches:
+                compute_one(number, batch)
         return leaves
 
     def _combined(
@@ -212,15 +218,6 @@ class Evaluation:
             transport, [leaf for _, leaf in mine], total[2 * len(names) :], numbers
         )
         return means, finish
-
-
-def _with_rows(
-    batches: Iterable[tuple[int, Any]], compute: Compute, tables: Tables | None
-) -> Iterator[tuple[int, Any, AllLent | None]]:
-    if tables is not None:
-        yield from tables.serve(batches, compute.wanted_to_evaluate)
-    else:
-        yield from ((number, batch, None) for number, batch in batches)
 
 
 def _united(means: dict[str, float], scalars: dict[str, float]) -> dict[str, float]:

@@ -60,7 +60,8 @@ class Compute:
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         if not self.has_carry:
             return self.lookups.wanted(batch)
-        return self.lookups.wanted(batch, self._carry(microbatch, batch, carries or Carries()).tree)
+        carry = self._carry(microbatch, batch, carries or Carries())
+        return carry.read(lambda tree: self.lookups.wanted(batch, tree), "Task.lookups")
 
     def wanted_to_evaluate(self, chunk: int, batch: Any) -> dict[str, Tensor]:
         """The rows of each table that an evaluation batch looks up.
@@ -121,6 +122,14 @@ class Compute:
                 f"{list(names)}; every batch must have the same"
             )
         return loss
+
+    def targets(self, step: int) -> list[Tensor] | None:
+        """What a backward pass after `forward` makes gradients of; None for all that there is."""
+        parameters = self.phases.parameters(step)
+        if parameters is None:
+            return None
+        lent = [table.lent for table in self.lookups.tables.values()]
+        return [*parameters, *(one.rows for one in lent if one is not None)]
 
     def _carried_on(self, phase: Phase, microbatch: int, batch: Any, carries: Carries) -> Loss:
         """The loss of a microbatch that goes on from the step before."""

@@ -182,7 +182,7 @@ class Passes:
                 self._tables.add(microbatch)
             return
         made = self._backward.leaf(
-            microbatch, passed, self._loss_scale.value, self._inputs(step, microbatch)
+            microbatch, passed, self._loss_scale.value, self._compute.targets(step)
         )
         if made is None:
             return
@@ -203,13 +203,6 @@ class Passes:
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
-
-    def _inputs(self, step: int, microbatch: int) -> list[Tensor] | None:
-        """What a backward pass makes gradients of; None for all parameters."""
-        parameters = self._compute.phases.parameters(step)
-        if parameters is None or self._tables is None:
-            return parameters
-        return [*parameters, *(lent.rows for lent in self._tables.of(microbatch).values())]
 
     def _on_device(self, values: list[float]) -> Tensor:
         return float64(values).to(self._runtime.device)

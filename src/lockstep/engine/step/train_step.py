@@ -148,6 +148,7 @@ class TrainStep:
 
     def mend(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
+        self._passes.restart()  # the failure may have been in an evaluation
         self.places.mend()
         self.workspace.use(self.places.storage)
 

@@ -84,7 +84,7 @@ def swap(
 def swap_rows(
     transport: Transport, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
 ) -> list[list[Tensor]]:
-    """Send each rank some tensors of rows, and receive theirs, whose shapes are known.
+    """Send each rank some tensors of rows, and receive theirs; a collective.
 
     Args:
         transport: the group of ranks.
@@ -92,7 +92,7 @@ def swap_rows(
         shapes: for each rank, the shapes of what it sends.
 
     Returns:
-        For each rank, what it has sent to this one; a collective.
+        For each rank, what it has sent to this one.
     """
     flat = [tensor.reshape(-1) for of_rank in sent for tensor in of_rank]
     counts = [sum(tensor.numel() for tensor in of_rank) for of_rank in sent]

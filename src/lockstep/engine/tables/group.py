@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
@@ -161,8 +160,13 @@ class Tables:
         first = torch.zeros(1 + _AT_ONCE, dtype=torch.float64)
         first[0], first[1 : 1 + len(own)] = len(own), own[:_AT_ONCE]
         everyone = world.gather_host(first, [len(first)] * world.size).view(world.size, -1)
-        rest = [max(0, int(count) - _AT_ONCE) for count in everyone[:, 0].tolist()]
-        norms = everyone[:, 1:].flatten().tolist()
+        counts = [int(count) for count in everyone[:, 0].tolist()]
+        norms = [
+            norm
+            for count, theirs in zip(counts, everyone, strict=True)
+            for norm in theirs[1 : 1 + min(count, _AT_ONCE)].tolist()
+        ]
+        rest = [max(0, count - _AT_ONCE) for count in counts]
         if any(rest):
             norms += world.gather_host(own[_AT_ONCE:], rest).tolist()
         # An exactly rounded sum does not depend on the order of what is added.
@@ -196,46 +200,47 @@ class Tables:
             dealt.table.lend(None)
 
     def serve(
-        self, batches: Iterable[tuple[int, T]], wanted: Callable[[int, T], Wanted]
-    ) -> Iterator[tuple[int, T, AllLent]]:
-        """Batches with the rows that they look up; a collective until all ranks are through theirs.
-
-        To be used in `open_to_others`, or others would wait for a rank that has failed.
+        self,
+        batches: Iterable[tuple[int, T]],
+        wanted: Callable[[int, T], Wanted],
+        use: Callable[[int, T, AllLent], None],
+    ) -> None:
+        """Use batches with the rows that they look up; a collective until all are through theirs.
 
         Args:
             batches: number and content of each batch of this rank.
             wanted: function from these to what a batch looks up.
+            use: function of these and the rows.
 
         Raises:
-            LockstepError: a batch could not be had on some rank; on all ranks.
+            LockstepError: a batch could not be had or used on some rank; on all ranks.
         """
-        waiting = iter(batches)
+        world, waiting = self._places.world, iter(batches)
+        error: Raised | None = None
         while True:
 
-            def following() -> tuple[tuple[int, T], Wanted] | None:
+            def following(failed: Raised | None = error) -> tuple[tuple[int, T], Wanted] | None:
+                if failed is not None:
+                    raise failed
                 batch = next(waiting, None)
                 return (batch, wanted(*batch)) if batch is not None else None
 
-            found = everywhere(self._places.world, following)
-            if not any(self._places.world.gather_json(found is not None)):
-                return
+            found = everywhere(world, following)
+            if not any(world.gather_json(found is not None)):
+                break
             lent = self._lent_to([found[1]] if found is not None else [], trains=False)
-            if found is not None:
-                yield (*found[0], lent[0])
-
-    @contextmanager
-    def open_to_others(self) -> Iterator[None]:
-        """Should this rank fail in here, lend rows to the others until they are through `serve`."""
-        try:
-            yield
-        except GroupBroken:
-            raise
-        except (Exception, SystemExit):
-            for _ in self.serve((), lambda number, batch: {}):
-                pass
-            raise
-        finally:
-            self.take_back()
+            try:
+                if found is not None:
+                    use(*found[0], lent[0])
+                else:
+                    self._places.skip_forward()
+            except (Exception, SystemExit) as caught:
+                if self._places.are_coupled and not self._runtime.transport.can_regroup:
+                    raise  # others wait for this rank, and only its end wakes them
+                # Not raised here: the others are about to lend, and would wait for this one.
+                error = caught
+                self._places.give_up()
+        self.take_back()
 
     def _lent_to(
         self, wanted: Sequence[Wanted], trains: bool, has_failed: bool = False
@@ -311,7 +316,9 @@ class Tables:
                 dealt.parts = parts
 
     def digests(self) -> dict[str, str]:
-        """Digests of what this rank holds, by a name for people."""
+        """Digests of what this rank holds, by a name for people; none without copies of any."""
+        if len(self._shifts) == 1:
+            return {}
         return {
             f"the rows of rank {part.owner} in {dealt.name}": f"{part.digest():064x}"
             for dealt in self.each

@@ -39,7 +39,7 @@ def lend(
     """
     ranks = range(transport.size)
     asked = [table.ask(of_table) for table, of_table in zip(tables, wanted, strict=True)]
-    parcels = [[of_owners[owner] for of_owners in asked] for owner in ranks]
+    parcels = [[each.parcels[owner] for each in asked] for owner in ranks]
     requests = deliver(transport, parcels, [len(tables)] * transport.size, has_failed)
     answers = [
         [table.answer(ids) for table, ids in zip(tables, of_rank, strict=True)]
@@ -54,8 +54,8 @@ def lend(
     ]
     rows = swap_rows(transport, answers, shapes)
     return [
-        table.take([rows[owner][number] for owner in ranks], wanted[number], trains)
-        for number, table in enumerate(tables)
+        table.take(each, [rows[owner][number] for owner in ranks], of_table, trains)
+        for number, (table, each, of_table) in enumerate(zip(tables, asked, wanted, strict=True))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ from lockstep.optim.rows import row_norms
 from lockstep.parallel.layout import Dealt, Node
 from lockstep.parallel.row_layout import RowLayout
 from lockstep.parallel.row_sums import RowFold, RowSum, nothing, total
+
+
+class Asked(NamedTuple):
+    """Rows that this rank has asked their owners for.
+
+    Attributes:
+        ids: their numbers, ascending, each once: int64 [n].
+        by_owner: their places in `ids`, those of rank 0 first: int64 [n].
+        parcels: the rows of each owner, ascending: int64 [any] each.
+    """
+
+    ids: Tensor
+    by_owner: Tensor
+    parcels: list[Tensor]
 
 
 class DealtTable:
@@ -43,35 +58,38 @@ class DealtTable:
     def _weight(self) -> Tensor:
         return self.parts[0].fields[WEIGHT]
 
-    def ask(self, wanted: Sequence[Tensor]) -> list[Tensor]:
-        """The rows that are wanted of each owner, each once, ascending: int64 [n] each.
+    def ask(self, wanted: Sequence[Tensor]) -> Asked:
+        """The rows that are wanted of each owner.
 
         Args:
             wanted: rows that are looked up together, ascending: int64 [n] each.
         """
         none = torch.empty(0, dtype=torch.int64, device=self._weight.device)
-        self._wanted = torch.unique(torch.cat([none, *wanted]))
-        owners = self._layout.owner(self._wanted)
-        self._by_owner = torch.argsort(owners, stable=True)
+        ids = torch.unique(torch.cat([none, *wanted]))
+        owners = self._layout.owner(ids)
+        by_owner = torch.argsort(owners, stable=True)
         counts = torch.bincount(owners, minlength=self._layout.size)
-        return list(torch.split(self._wanted[self._by_owner], counts.tolist()))
+        return Asked(ids, by_owner, list(torch.split(ids[by_owner], counts.tolist())))
 
     def answer(self, ids: Tensor) -> Tensor:
         """Copies of rows that this rank owns: float32 [n, dim]."""
         return self.parts[0].rows(ids)
 
-    def take(self, answers: Sequence[Tensor], wanted: Sequence[Tensor], trains: bool) -> list[Lent]:
+    def take(
+        self, asked: Asked, answers: Sequence[Tensor], wanted: Sequence[Tensor], trains: bool
+    ) -> list[Lent]:
         """What has been wanted, from the answers of all owners.
 
         Args:
+            asked: what `ask` has returned.
             answers: rows of each owner that were asked for: float32 [n, dim] each.
             wanted: as for `ask`.
             trains: whether rows take gradients.
         """
-        rows = self._weight.new_empty(len(self._wanted), self.table.dim)
-        rows[self._by_owner] = torch.cat(list(answers))
+        rows = self._weight.new_empty(len(asked.ids), self.table.dim)
+        rows[asked.by_owner] = torch.cat(list(answers))
         return [
-            Lent(some, rows[torch.searchsorted(self._wanted, some)].requires_grad_(trains))
+            Lent(some, rows[torch.searchsorted(asked.ids, some)].requires_grad_(trains))
             for some in wanted
         ]
 

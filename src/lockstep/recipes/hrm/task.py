@@ -196,11 +196,6 @@ class Hrm(Task):
         slots = {"inputs": inputs, "labels": labels, "steps": steps, **state}
         return {**slots, "identifiers": batch[2]} if self.config.puzzle_ids else slots
 
-    @property
-    def name(self) -> str:
-        """A short name for run directories and logs."""
-        return "hrm"
-
     @cached_property
     def names(self) -> Sequence[str]:
         """The names of all puzzle identifiers, in their order.
