@@ -22,6 +22,7 @@ from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compiled import compile_by_shape
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.places import Places
@@ -93,6 +94,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if has_carry(task):
         everywhere(transport, lambda: _check_carry_fits(task, config))
     model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
+    compile_by_shape()
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     everywhere(transport, lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)
