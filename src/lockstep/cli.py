@@ -16,6 +16,7 @@ from lockstep.commands.groups import (
     show_help,
     show_version,
 )
+from lockstep.commands.runs import app as runs
 from lockstep.commands.waiting import importing
 from lockstep.errors import LockstepError
 from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, ending_at_interrupt, interrupts
@@ -313,6 +314,8 @@ def doctor(
     console.print(command.render(checks))
     _exit(command.exit_code(checks))
 
+
+app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
 
 for _group in command_groups():
     if _group.is_command:

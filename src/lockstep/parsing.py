@@ -97,6 +97,17 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
+def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
+    """What is in nested dicts, by the keys on the way there, joined by dots."""
+    if not isinstance(values, dict):
+        return {prefix.rstrip("."): values}
+    return {
+        k: v
+        for key, value in values.items()
+        for k, v in flattened(value, f"{prefix}{key}.").items()
+    }
+
+
 def as_type(kind: type[T], value: Any) -> T:
     """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from lockstep.config import TrainConfig, outcome
 from lockstep.engine.checkpoint import listing
 from lockstep.errors import RunDirectoryError
 from lockstep.files import leftovers, open_regular, read_text, replacing
-from lockstep.parsing import as_type, parse_object, parse_yaml, shown
+from lockstep.parsing import as_type, flattened, parse_object, parse_yaml, shown
 
 _IDENTITY = "run.json"
 _HANG_REPORT = "hang_of_slot_"
@@ -199,8 +199,8 @@ class RunDirectory:
             there = parse_yaml(read_text(self.path / "config.yaml"))
         except (OSError, ValueError):
             return "its config.yaml cannot be read"
-        old, new = _flatten(there), _flatten(config.model_dump(mode="json"))
-        harmless = new.keys() - _flatten(outcome(config)).keys()
+        old, new = flattened(there), flattened(config.model_dump(mode="json"))
+        harmless = new.keys() - flattened(outcome(config)).keys()
         keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
         return ", ".join(
             f"{k} is {shown(old.get(k))} there, {shown(new.get(k))} here" for k in keys[:5]
@@ -214,11 +214,3 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"
             ) from None
-
-
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, dict):
-        return {prefix.rstrip("."): values}
-    return {
-        k: v for key, value in values.items() for k, v in _flatten(value, f"{prefix}{key}.").items()
-    }

@@ -1,0 +1,185 @@
+"""Where two runs differ: in their configs, in their curves, and in their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.listing import folders
+from lockstep.engine.passes.buffers import same_bits
+from lockstep.errors import CheckpointError
+from lockstep.reading.history import History
+
+_ORDER = ("model.safetensors", "buffers.safetensors", "task.safetensors", "carry.safetensors")
+"""Files of a checkpoint in which a difference is looked for first."""
+_OF_RANKS = ("samples_per_s", "compute_efficiency")
+"""Curves that differ between any two runs."""
+
+
+@dataclass(frozen=True)
+class CurveParting:
+    """The first step at which two curves differ.
+
+    Attributes:
+        name: of the curve.
+        step: at which both have a value.
+        values: what they are.
+        last_equal: the newest step before at which all curves agree; None if there is none.
+    """
+
+    name: str
+    step: int
+    values: tuple[float, float]
+    last_equal: int | None
+
+
+@dataclass(frozen=True)
+class TensorParting:
+    """The first tensor that differs in the first pair of checkpoints that do.
+
+    Attributes:
+        step: of both checkpoints.
+        file: of the checkpoint that the tensor is in.
+        name: of the tensor.
+        count: how many of its elements differ; 0 if shape or dtype do.
+        size: how many elements it has.
+        place: index of the first of them.
+        values: what they are there, or what both tensors are if shape or dtype differ.
+        others: how many other tensors of that step differ.
+        last_equal: step of the newest pair of checkpoints before that are equal; None if there is
+            none.
+    """
+
+    step: int
+    file: str
+    name: str
+    count: int
+    size: int
+    place: tuple[int, ...]
+    values: tuple[str, str]
+    others: int
+    last_equal: int | None
+
+
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The dotted keys whose values are not the same in all configs, with these values."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+
+
+def part_of_curves(one: History, other: History) -> CurveParting | None:
+    """Where curves that both runs have part for the first time; None if they do not.
+
+    Speed is left out. Values are compared to the bit; NaN equals NaN.
+    """
+    names = [n for n in one.curves if n in other.curves and n not in _OF_RANKS]
+    partings: list[tuple[int, str]] = []
+    common: set[int] = set()
+    for name in names:
+        theirs = other.curves[name]
+        for step, value in zip(one.curves[name].steps, one.curves[name].values, strict=True):
+            there = theirs.at(step)
+            if there is None:
+                continue
+            common.add(step)
+            if repr(value) != repr(there):
+                partings.append((step, name))
+                break
+    if not partings:
+        return None
+    # A step's loss comes before its gradient.
+    step, name = min(partings, key=lambda parting: (parting[0], not parting[1].endswith("/loss")))
+    mine, there = one.curves[name].at(step), other.curves[name].at(step)
+    assert mine is not None
+    assert there is not None
+    before = [known for known in common if known < step]
+    return CurveParting(name, step, (mine, there), max(before, default=None))
+
+
+def part_of_tensors(one: Path, other: Path) -> TensorParting | None:
+    """The first tensor that differs in the checkpoints of two runs; None if all are equal.
+
+    Args:
+        one: folder of the checkpoints of a run.
+        other: that of another run.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    there = {folder.name for folder in folders(other)}
+    last_equal: int | None = None
+    for folder in reversed(folders(one)):
+        if folder.name in there:
+            found = _part_of_step(folder, other / folder.name, last_equal)
+            if found is not None:
+                return found
+            last_equal = int(folder.name.rpartition("_")[2])
+    return None
+
+
+def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParting | None:
+    pair = [checkpoint.read_manifest(folder)["files"] for folder in (one, other)]
+    names = sorted(pair[0] | pair[1], key=lambda n: (_ORDER.index(n) if n in _ORDER else 9, n))
+    first: TensorParting | None = None
+    others = 0
+    for file in names:
+        if pair[0].get(file) == pair[1].get(file):
+            continue
+        for name, tensors in _pairs(one / file, other / file):
+            if _are_same(*tensors):
+                continue
+            if first is None:
+                step = int(one.name.rpartition("_")[2])
+                first = _described(step, file, name, tensors, last_equal)
+            else:
+                others += 1
+    return replace(first, others=others) if first is not None else None
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and same_bits(one, other)
+
+
+def _pairs(one: Path, other: Path) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
+    """The tensors of two files by name, one at a time; None where a file has none."""
+    opened: list[Any] = []
+    for path in (one, other):
+        try:
+            opened.append(safe_open(path, framework="pt") if path.exists() else None)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    keys = [list(file.keys()) if file is not None else [] for file in opened]
+    for name in dict.fromkeys([*keys[0], *keys[1]]):
+        mine, theirs = (
+            file.get_tensor(name) if name in there else None
+            for file, there in zip(opened, keys, strict=True)
+        )
+        yield name, (mine, theirs)
+
+
+def _described(
+    step: int,
+    file: str,
+    name: str,
+    pair: tuple[Tensor | None, Tensor | None],
+    last_equal: int | None,
+) -> TensorParting:
+    one, other = pair
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        kinds = tuple("none" if t is None else f"{t.dtype} {list(t.shape)}" for t in pair)
+        return TensorParting(step, file, name, 0, 0, (), (kinds[0], kinds[1]), 0, last_equal)
+    width = one.element_size()
+    bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (one, other)]
+    places = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
+    first = int(places[0])
+    place = tuple(int(i) for i in torch.unravel_index(places[0], one.shape)) if one.dim() else ()
+    values = (repr(one.reshape(-1)[first].item()), repr(other.reshape(-1)[first].item()))
+    return TensorParting(step, file, name, len(places), one.numel(), place, values, 0, last_equal)

@@ -1,0 +1,180 @@
+"""All that the events of a run tell, up to now."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.engine.events import (
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    RankLost,
+    RankTimes,
+    Recovered,
+    RunStarted,
+    StepDone,
+)
+from lockstep.errors import RunDirectoryError
+from lockstep.observe import event_from_row
+from lockstep.reading.curves import Curve
+
+KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
+"""What a rank spends its time with."""
+_MOST_PROBLEMS = 20
+
+
+@dataclass
+class Process:
+    """A process that takes part, or has.
+
+    Attributes:
+        joined: how it came in.
+        since: Unix time of that.
+        rank: its number now; ranks are numbered anew when one is lost.
+        until: Unix time at which it was lost; None if it was not.
+        reason: why its watchdog ended it; empty if it did not.
+        seconds: what it has spent its time with, by kind.
+    """
+
+    joined: Joined
+    since: float
+    rank: int
+    until: float | None = None
+    reason: str = ""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+
+
+@dataclass(frozen=True)
+class Happening:
+    """An event that is no point of a curve.
+
+    Attributes:
+        time: Unix time.
+        event: what has happened.
+    """
+
+    time: float
+    event: Event
+
+
+class History:
+    """A run, as far as its rows have been read.
+
+    Attributes:
+        plan: how the newest sitting was started; None before the first.
+        first_plan: the same of the first sitting.
+        started: Unix time of the first row.
+        newest: Unix time of the newest row.
+        step: steps that are committed.
+        curves: by name: `lr`, `grad_norm`, `samples_per_s`, `compute_efficiency`, and the metrics
+            as `split/name`, where `train` is what was trained on.
+        processes: all that have taken part in the newest sitting, in the order in which they came.
+        happenings: in order.
+        end: how the newest sitting has ended; None while it goes on, or if it was killed.
+        problems: rows that cannot be read, each with its reason; the first ones.
+        num_problems: how many there are.
+    """
+
+    def __init__(self) -> None:
+        self.plan: RunStarted | None = None
+        self.first_plan: RunStarted | None = None
+        self.started = self.newest = 0.0
+        self.step = 0
+        self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.processes: list[Process] = []
+        self.happenings: list[Happening] = []
+        self.end: Finished | Failed | None = None
+        self._newcomers: list[int] = []
+        self.problems: list[str] = []
+        self.num_problems = 0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take the next row; one that is not understood is a problem, and no error."""
+        try:
+            event = event_from_row(row)
+            time = float(row["time"])
+        except (RunDirectoryError, KeyError, TypeError, ValueError) as error:
+            self.add_problem(str(error))
+            return
+        self.started = self.started or time
+        self.newest = time
+        match event:
+            case StepDone():
+                self._add_step(event)
+                return
+            case RunStarted():
+                self._start(event)
+            case Joined():
+                self.processes.append(Process(event, time, event.rank))
+                self._newcomers.append(event.rank)
+            case RankLost():
+                self._lose(event, time)
+            case Recovered():
+                self._number_anew(event.world_size)
+            case Finished() | Failed():
+                self.end = event
+            case _:
+                self._add_evaluation(event)
+        self.step = max(self.step, event.step)
+        self.happenings.append(Happening(time, event))
+
+    def add_problem(self, problem: str) -> None:
+        """Note what cannot be read."""
+        self.num_problems += 1
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(problem)
+
+    def _start(self, plan: RunStarted) -> None:
+        self.first_plan = self.first_plan or plan
+        self.plan, self.end, self._newcomers = plan, None, []
+        if plan.continued:
+            return
+        # Its ranks have said that they take part just before.
+        self.processes = self.processes[-plan.world_size :]
+        self.step = plan.step
+        for curve in self.curves.values():
+            curve.cut(plan.step)
+
+    def _add_step(self, done: StepDone) -> None:
+        step = self.step = done.step
+        named = {"lr": done.lr, "grad_norm": done.grad_norm, "samples_per_s": done.samples_per_s}
+        named["compute_efficiency"] = done.compute_efficiency
+        metrics = {"loss": done.loss, **done.metrics}
+        for name, value in (named | {f"train/{k}": v for k, v in metrics.items()}).items():
+            self.curves[name].add(step, value)
+        by_rank = {p.rank: p for p in self.processes if p.until is None}
+        for times in done.ranks:
+            if times.rank in by_rank:
+                _add_times(by_rank[times.rank], times)
+
+    def _add_evaluation(self, event: Event) -> None:
+        split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})
+        if split is not None:
+            for name, value in metrics.items():
+                self.curves[f"{split}/{name}"].add(event.step, value)
+
+    def _lose(self, event: RankLost, time: float) -> None:
+        for process in self.processes:
+            if process.joined.slot == event.slot and process.until is None:
+                process.until, process.reason = time, event.reason
+
+    def _number_anew(self, world_size: int) -> None:
+        """Survivors keep their order, and take the numbers that newcomers have left them."""
+        living = sorted(
+            (process for process in self.processes if process.until is None),
+            key=lambda process: process.rank,
+        )
+        new, self._newcomers = self._newcomers, []
+        survivors = [p for p in living if not (p.joined.rank in new and p.joined.step > 0)]
+        free = (rank for rank in range(world_size) if rank not in new)
+        for process, rank in zip(survivors, free, strict=False):
+            process.rank = rank
+
+
+def _add_times(process: Process, times: RankTimes) -> None:
+    for kind in KINDS:
+        process.seconds[kind] += getattr(times, kind)

@@ -1,0 +1,133 @@
+"""What is read from events, however they come."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import RunDirectoryError
+from lockstep.reading.curves import Curve
+from lockstep.reading.follow import EVENTS, RunReader, read_run
+
+PLAN = {
+    "event": "RunStarted", "task": "t", "run_dir": "r", "config_hash": "c", "total_steps": 9,
+    "steps_per_epoch": 3, "num_samples": 30, "num_parameters": 5, "world_size": 3,
+    "transport": "gloo", "launcher": "local", "device": "cpu", "threads": 1, "num_microbatches": 6,
+    "batch_size": 10,
+}  # fmt: skip
+
+
+def joined(rank, slot=None, step=0):
+    return {
+        "event": "Joined", "step": step, "slot": rank if slot is None else slot, "rank": rank,
+        "host": "h", "pid": 7, "local_rank": rank, "device": "cpu", "threads": 1,
+        "microbatches": [2 * rank, 2 * rank + 2],
+    }  # fmt: skip
+
+
+def done(step, loss, ranks=3, **metrics):
+    times = [
+        {
+            "rank": r,
+            "compute_s": 1.0 + r,
+            "communication_s": 0.5,
+            "data_s": 0.0,
+            "checkpoint_s": 0.0,
+        }
+        for r in range(ranks)
+    ]
+    return {
+        "event": "StepDone", "step": step, "num_steps": 1, "epoch": 0, "loss": loss, "lr": 0.1,
+        "metrics": metrics, "grad_norm": 1.0, "loss_scale": 1.0, "samples": 10, "seconds": 0.5,
+        "ranks": times,
+    }  # fmt: skip
+
+
+def written(folder, rows, first=0):
+    with (folder / EVENTS).open("a") as file:
+        for number, row in enumerate(rows, first):
+            file.write(json.dumps({"time": 100.0 + number, "step": 0, **row}) + "\n")
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(allow_nan=False)), max_size=40))
+def test_a_curve_has_the_newest_value_of_each_step(points):
+    curve, expected = Curve(), {}
+    for step, value in points:
+        curve.add(step, value)
+        expected = {s: v for s, v in expected.items() if s < step} | {step: value}
+    assert dict(zip(curve.steps, curve.values, strict=True)) == expected
+    assert all(curve.at(step) == expected.get(step) for step in range(31))
+
+
+def test_steps_that_are_done_again_after_a_resume_replace_those_before(tmp_path):
+    written(tmp_path, [*map(joined, range(3)), PLAN, done(1, 3.0), done(2, 2.0), done(3, 1.0)])
+    evaluated = {"event": "Evaluated", "split": "val", "metrics": {"loss": 4.0}, "seconds": 1.0}
+    written(tmp_path, [{**evaluated, "step": 3}], 10)
+    again = [*map(joined, range(3)), {**PLAN, "step": 2}, done(3, 0.5)]
+    written(tmp_path, again, 20)
+    history = read_run(tmp_path)
+    assert list(history.curves["train/loss"].values) == [3.0, 2.0, 0.5]
+    assert not history.curves["val/loss"].steps
+    assert (history.step, history.started, history.newest) == (3, 100.0, 124.0)
+    assert len(history.processes) == 3
+    assert history.first_plan.step == 0
+    assert history.plan.step == 2
+
+
+def test_survivors_and_newcomers_have_their_new_numbers(tmp_path):
+    lost = {"event": "RankLost", "slot": 1, "rank": 1, "reason": "hung", "step": 1}
+    recovered = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False, "step": 1}
+    written(
+        tmp_path, [*map(joined, range(3)), PLAN, done(1, 3.0), lost, recovered, done(2, 2.0, 2)]
+    )
+    history = read_run(tmp_path)
+    assert [(p.joined.slot, p.rank, p.until is None) for p in history.processes] == [
+        (0, 0, True), (1, 1, False), (2, 1, True),
+    ]  # fmt: skip
+    assert history.processes[1].reason == "hung"
+    assert [p.seconds["compute_s"] for p in history.processes] == [2.0, 2.0, 5.0]
+    # A newcomer takes number 0, and the survivors the others.
+    more = [joined(0, slot=3, step=2), {**recovered, "world_size": 3, "step": 2}, done(3, 1.0)]
+    written(tmp_path, more, 30)
+    history = read_run(tmp_path)
+    assert [(p.joined.slot, p.rank) for p in history.processes if p.until is None] == [
+        (0, 1), (2, 2), (3, 0),
+    ]  # fmt: skip
+
+
+def test_a_reader_goes_on_where_it_was(tmp_path):
+    reader = RunReader(tmp_path)
+    assert not reader.poll()
+    written(tmp_path, [PLAN, done(1, 3.0)])
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write('{"event": "StepD')
+    assert reader.poll()
+    assert not reader.poll()
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write(json.dumps({"time": 101, **done(2, math.pi)})[len('{"event": "StepD') + 0 :])
+        file.write("\n")
+    assert reader.poll()
+    assert reader.history.num_problems == 1  # the torn line has become another one
+    written(tmp_path, [done(3, 2.5)])
+    assert reader.poll()
+    assert list(reader.history.curves["train/loss"].steps) == [1, 3]
+    (tmp_path / EVENTS).unlink()
+    written(tmp_path, [PLAN, done(1, 7.0)])
+    assert reader.poll()
+    assert list(reader.history.curves["train/loss"].values) == [7.0]
+
+
+def test_what_cannot_be_read_is_named_and_passed_over(tmp_path):
+    bad = [{"event": "Unheard"}, {"event": "StepDone"}, {"event": "Evaluated", "split": 3}, {}]
+    written(tmp_path, [PLAN, *bad, {**done(1, "NaN"), "metrics": {"x": "Infinity"}}])
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b"\xff\x00 no JSON\n[1]\n" + b'{"time": "x", "event": "Warned"}\n')
+    history = read_run(tmp_path)
+    assert history.num_problems == len(bad) + 3
+    assert any("Unheard" in problem for problem in history.problems)
+    assert math.isnan(history.curves["train/loss"].at(1))
+    assert history.curves["train/x"].at(1) == math.inf
+    with pytest.raises(RunDirectoryError, match="is no run directory"):
+        read_run(tmp_path / "none")

@@ -1,0 +1,226 @@
+"""Runs in folders: listed, chosen, tagged, compared, removed."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.conftest import environment
+from tests.reading.test_histories import PLAN, done, written
+
+from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.reading.choice import chosen
+from lockstep.reading.follow import EVENTS, is_claimed
+from lockstep.reading.listing import Summary, find_runs, summarise
+from lockstep.reading.removal import remove_run
+from lockstep.reading.tags import change_tags, read_tags
+
+TASK = f"{Path(__file__).with_name('flip_tasks.py')}:Flip"
+CONFIG = ("steps=12", "batch_size=16", "num_microbatches=4", "log_every=1", "checkpoint.every=4")
+_HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def run_in(folder, *rows, **result):
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(
+        json.dumps({"task": "t", "config_hash": "c", "target": "", "overrides": []})
+    )
+    (folder / "config.yaml").write_text("lr: 0.5\noptimizer: {name: sgd}\n")
+    written(folder, rows)
+    os.utime(folder / EVENTS, (1, 1))
+    if result:
+        ended = {"status": "completed", "step": 9, "params_sha256": "ab", "metrics": {}}
+        (folder / "result.json").write_text(json.dumps(ended | {"exit_code": 0} | result))
+    return folder
+
+
+def test_states_are_told_apart(tmp_path):
+    assert summarise(run_in(tmp_path / "new")).state == "new"
+    assert summarise(run_in(tmp_path / "killed", PLAN, done(3, 2.0))).state == "killed"
+    ended = summarise(run_in(tmp_path / "ended", PLAN, done(9, 1.0), metrics={"val/loss": 0.25}))
+    assert (ended.state, ended.step, ended.total_steps, ended.sha256) == ("completed", 9, 9, "ab")
+    assert ended.metrics == {"train/loss": 1.0, "val/loss": 0.25}
+    fresh = run_in(tmp_path / "fresh", PLAN, done(3, 2.0))
+    os.utime(fresh / EVENTS, (time.time(), time.time()))
+    assert summarise(fresh).state == "running"
+
+
+def test_a_run_that_another_process_trains_is_running_and_cannot_be_removed(tmp_path):
+    folder = run_in(tmp_path / "run", PLAN, done(3, 2.0), status="stopped")
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, folder / ".lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(),
+    ) as holder:  # fmt: skip
+        assert holder.stdout.readline()
+        assert is_claimed(folder)
+        assert summarise(folder).state == "running"
+        with pytest.raises(RunDirectoryError, match="another job is training in it"):
+            remove_run(folder)
+        holder.stdin.close()
+    assert not is_claimed(folder)
+    assert summarise(folder).state == "stopped"
+
+
+def test_asking_does_not_take_the_lock(tmp_path):
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open("w") as own:
+        assert not is_claimed(tmp_path)
+        fcntl.lockf(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_damaged_run_is_listed_with_what_is_wrong(tmp_path):
+    folder = run_in(tmp_path / "run", PLAN, done(3, 2.0))
+    (folder / "run.json").write_text("{")
+    (folder / "config.yaml").write_text("a: [")
+    (folder / "result.json").write_text('{"status": "completed"}')
+    with (folder / EVENTS).open("ab") as file:
+        file.write(b"\x00\xff\n" * 3 + b'{"event": "StepDone", "loss": [], "metrics": 4}\n{"to')
+    run = summarise(folder)
+    assert "result.json" in "".join(run.problems)
+    assert run.value("lr") is None
+    (folder / EVENTS).unlink()
+    (folder / EVENTS).mkdir()
+    assert "events.jsonl: cannot be read" in summarise(folder).problems[1]
+
+
+def test_the_ends_of_long_files_are_enough(tmp_path):
+    rows = [PLAN, *(done(step, float(step)) for step in range(1, 2000))]
+    folder = run_in(tmp_path / "run", *rows)
+    assert (folder / EVENTS).stat().st_size > 300_000
+    run = summarise(folder)
+    assert (run.step, run.total_steps, run.metrics["train/loss"]) == (1999, 9, 1999.0)
+
+
+def test_runs_are_found_in_folders_and_links_are_not_followed(tmp_path):
+    paths = [run_in(tmp_path / name) for name in ("a", "deep/er/b", "a/checkpoints/no")]
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    (tmp_path / "deep" / "loop").symlink_to(tmp_path)
+    assert find_runs([tmp_path]) == paths[:2]
+    assert find_runs([tmp_path / "a", tmp_path]) == paths[:2]
+    with pytest.raises(RunDirectoryError, match="none: is no folder"):
+        find_runs([tmp_path / "none"])
+
+
+RUNS = [
+    Summary(Path("one"), "t", "completed", 5, metrics={"val/loss": 0.5}, tags=("paper",)),
+    Summary(Path("two"), "t", "failed", 50, metrics={"val/loss": float("nan")}, started=2.0),
+    Summary(Path("three"), "u", "running", 7, metrics={}, started=1.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "order", "names"),
+    [
+        ([], "", ["one", "three", "two"]),
+        ([], "-step", ["two", "three", "one"]),
+        ([], "val/loss", ["one", "two", "three"]),
+        ([], "-task", ["three", "one", "two"]),
+        (["step>=7"], "", ["three", "two"]),
+        (["step < 7"], "", ["one"]),
+        (["val/loss<1"], "", ["one"]),
+        (["val/loss!=0.5"], "", ["three", "two"]),
+        (["tags=paper"], "", ["one"]),
+        (["tags!=paper"], "", ["three", "two"]),
+        (["state=FAILED"], "", ["two"]),
+        (["name~w", "task=t"], "", ["two"]),
+        (["nothing=1"], "", []),
+    ],
+)
+def test_conditions_choose_runs(conditions, order, names):
+    assert [run.path.name for run in chosen(RUNS, conditions, order)] == names
+
+
+@pytest.mark.parametrize("text", ["", "lr", "=3", "<"])
+def test_what_is_no_condition_is_refused(text):
+    with pytest.raises(ConfigError, match="must be a key, one of"):
+        chosen(RUNS, [text])
+
+
+def test_tags_are_words(tmp_path):
+    assert read_tags(tmp_path) == ()
+    assert change_tags(tmp_path, ["é", "b"], []) == ("b", "é")
+    assert change_tags(tmp_path, ["c"], ["b", "none"]) == ("c", "é")
+    for bad in ("", "two words", "a,b", "x=1", "y" * 65, "\x1b[0m"):
+        with pytest.raises(ConfigError, match="must be a word"):
+            change_tags(tmp_path, [bad], [])
+    for damaged in ("{", '{"a": 1}', "3", '[1, "ok"]'):
+        (tmp_path / "tags.json").write_text(damaged)
+        assert read_tags(tmp_path) == (("ok",) if "ok" in damaged else ())
+
+
+def test_only_what_a_run_has_written_is_removed(tmp_path):
+    folder = run_in(tmp_path / "run", PLAN, metrics={})
+    (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (folder / "train.py").write_text("mine")
+    (tmp_path / "outside").write_text("mine too")
+    (folder / "view").symlink_to(tmp_path)
+    assert remove_run(folder) == ["train.py"]
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+    assert (tmp_path / "outside").exists()
+    with pytest.raises(RunDirectoryError, match="is no run directory"):
+        remove_run(folder)
+    (tmp_path / "link").symlink_to(run_in(tmp_path / "other"))
+    with pytest.raises(RunDirectoryError, match="is a link"):
+        remove_run(tmp_path / "link")
+    assert remove_run(tmp_path / "other") == []
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_command_lists_tags_and_removes(here, tmp_path):
+    run_in(tmp_path / "runs" / "one", PLAN, done(9, 1.0), metrics={"val/loss": 0.25})
+    run_in(tmp_path / "runs" / "two", PLAN, done(3, 2.0))
+    listed = here("runs").stdout.splitlines()
+    assert listed[0].split()[:3] == ["run", "task", "state"]
+    assert [line.split()[0] for line in listed[1:]] == ["one", "two"]
+    assert here("runs", "tag", "runs/one", "paper").stdout == "paper\n"
+    assert here("runs", "tag", "runs/one").stdout == "paper\n"
+    rows = here("runs", "runs", "--where", "tags=paper", "--json").stdout.splitlines()
+    (row,) = map(json.loads, rows)
+    assert (row["path"], row["state"], row["tags"]) == ("runs/one", "completed", ["paper"])
+    columns = here("runs", "--columns", "name,lr,optimizer.name,nothing", "--sort", "name").stdout
+    assert columns.splitlines()[1].split() == ["one", "0.5", "sgd"]
+    assert "fulfils the conditions" in here("runs", "--where", "step>100").stdout
+    assert here("runs", "list", "none").returncode == 2
+    assert here("runs", "remove", "runs/one", "--yes").stdout == "removed runs/one\n"
+    assert [line.split()[0] for line in here("runs").stdout.splitlines()[1:]] == ["two"]
+    assert here("runs", "remove", "runs", "--yes").returncode == 2
+    assert here("runs", "compare", "runs/two").returncode == 2
+
+
+def test_two_runs_part_at_the_step_and_the_tensor_of_a_flipped_bit(here, tmp_path, monkeypatch):
+    here("train", TASK, *CONFIG, "--run-dir", "one")
+    here("train", TASK, *CONFIG, "--run-dir", "same", "threads=1")
+    equal = here("runs", "compare", "one", "same")
+    assert equal.returncode == 0, equal.stdout
+    assert "no checkpoint that both have differs" in equal.stdout
+    assert "so they should be equal: they are" in equal.stdout
+    monkeypatch.setenv("FLIP_AT", "6")
+    for bit in ("0", "18"):
+        monkeypatch.setenv("FLIP_BIT", bit)
+        here("train", TASK, *CONFIG, "--run-dir", bit)
+        parted = here("runs", "compare", "one", bit)
+        assert parted.returncode == 1
+        text = " ".join(parted.stdout.split())
+        assert "differ in the checkpoint of step 8; equal in that of step 4" in text
+        assert "first tensor 2.weight (model.safetensors)" in text
+        assert "should be equal: they are not" in text
+        if bit == "0":  # too little for the loss to show
+            assert "1 of 8 elements, the first at [0, 5]: -0.0253" in text
+        else:
+            assert "A and B part at step 7: train/loss" in text
+            assert "equal up to step 6" in text
+    monkeypatch.delenv("FLIP_AT")
+    here("train", TASK, *CONFIG, "lr=0.5", "--run-dir", "other")
+    other = here("runs", "compare", "one", "other")
+    assert other.returncode == 0
+    assert "lr: A 0.001, B 0.5" in other.stdout
