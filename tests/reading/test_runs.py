@@ -212,9 +212,9 @@ def test_two_runs_part_at_the_step_and_the_tensor_of_a_flipped_bit(here, tmp_pat
         assert parted.returncode == 1
         text = " ".join(parted.stdout.split())
         assert "differ in the checkpoint of step 8; equal in that of step 4" in text
-        assert "first tensor 2.weight (model.safetensors)" in text
         assert "should be equal: they are not" in text
         if bit == "0":  # too little for the loss to show
+            assert "first tensor 2.weight (model.safetensors)" in text
             assert "1 of 8 elements, the first at [0, 5]: -0.0253" in text
         else:
             assert "A and B part at step 7: train/loss" in text
