@@ -61,6 +61,23 @@ def test_a_failed_run(tmp_path: Path, failed_step: int) -> None:
     assert result["params_sha256"] is None
 
 
+def test_a_run_that_was_complete_before_keeps_its_result(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    first = ResultJson(path, clock=lambda: 0.0)
+    first(run_started())
+    first(finished(500, metrics={"train/loss": 0.5}))
+    before = read_result(path)
+    again = ResultJson(path, clock=lambda: 7.0)
+    again(run_started(step=500, world_size=1, run_dir="moved"))
+    assert not path.exists()
+    again(finished(500, metrics={}, world_size=1))
+    assert read_result(path) == {**before, "run_dir": "moved"}
+    other = ResultJson(path, clock=lambda: 7.0)
+    other(run_started(step=400))
+    other(finished(500, metrics={}))
+    assert read_result(path)["metrics"] == {}
+
+
 def test_a_run_that_goes_on_has_no_result_of_an_earlier_sitting(tmp_path: Path) -> None:
     sink = ResultJson(tmp_path / "result.json")
     sink(finished(10, status="stopped"))

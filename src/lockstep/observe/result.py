@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,7 +38,8 @@ _KEYS = tuple(_Checked.__dataclass_fields__)
 class ResultJson(Sink):
     """Writes the result when the run ends.
 
-    The file of an earlier sitting is removed when a run starts: a run that is killed has none.
+    The file of an earlier sitting is removed when a run starts: a run that is killed has none. One
+    that was complete before, and had nothing left to do, keeps what it was.
     Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
     failed), `metrics`, `arrays` (metrics of more than one number), `world_size`, `wall_s`,
     `exit_code`, `error` (class name, null unless failed), `task`, `config_hash`, `run_dir`,
@@ -61,6 +63,7 @@ class ResultJson(Sink):
         self._step = 0
         self._plan: RunStarted | None = None
         self._pending: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {}
 
     def __call__(self, event: Event) -> None:
         """Note the start of a run, write the result at its end."""
@@ -68,9 +71,11 @@ class ResultJson(Sink):
         self._step = max(self._step, event.step)
         if isinstance(event, RunStarted):
             self._plan, self._pending, self._started_at = event, None, self._clock()
+            with suppress(RunDirectoryError):
+                self._before = read_result(self._path)
             self._path.unlink(missing_ok=True)
         elif isinstance(event, Finished):
-            self._pending = self._common() | _finished(event)
+            self._pending = self._kept(self._common() | _finished(event))
         elif isinstance(event, Failed):
             self._pending = self._common() | _failed(event, self._step)
         self._write()
@@ -78,6 +83,15 @@ class ResultJson(Sink):
     def close(self) -> None:
         """Write the result if that has failed so far."""
         self._write()
+
+    def _kept(self, result: dict[str, Any]) -> dict[str, Any]:
+        """The result of an earlier sitting, if this one has only found that it was complete."""
+        same = ("status", "step", "params_sha256", "config_hash")
+        if any(self._before.get(key) != result[key] for key in same):
+            return result
+        if result["status"] != "completed" or not self._plan or self._plan.step != result["step"]:
+            return result
+        return {**result, **self._before, **{key: result[key] for key in ("run_dir", "checkpoint")}}
 
     def _common(self) -> dict[str, Any]:
         now, plan = self._clock(), self._plan
