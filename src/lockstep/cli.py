@@ -315,6 +315,25 @@ def doctor(
     _exit(command.exit_code(checks))
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="One run, or several.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to write; report.html in the run.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Markdown, with its pictures beside it.")
+    ] = False,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", metavar="DIR", help="Pictures as SVG and PNG too.")
+    ] = None,
+) -> None:
+    """Write one page about a run, or about how several differ."""
+    with importing():
+        from lockstep.commands import report as command
+    print("\n".join(command.report(runs, output, markdown, figures)))
+
+
 app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
 
 for _group in command_groups():

@@ -11,7 +11,8 @@ from lockstep.reading.listing import is_run
 
 _OWN = (
     "checkpoints", "config.yaml", "events.jsonl", "metrics.csv", "profile", "ranks.log",
-    "result.json", "run.json", "sketch", "tags.json", "tensorboard", "view", ".lock",
+    "report.html", "report.md", "report_figures", "result.json", "run.json", "sketch", "tags.json",
+    "tensorboard", "view", ".lock",
 )  # fmt: skip
 _PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
 

@@ -1,0 +1,177 @@
+"""Pictures of runs: curves, ranks over time, and what they spent it with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lockstep.engine.events import Checkpointed, Evaluated, Recovered, RunStarted
+from lockstep.observe.text import printable
+from lockstep.reading.curves import Curve
+from lockstep.reading.history import KINDS, History
+from lockstep.reading.report.blocks import Picture
+from lockstep.recipes.pictures import new_figure
+
+_EXTRA = "report"
+_MOST_POINTS = 2000
+_MOST_RANKS = 64
+_MOST_CURVES = 24
+_NAMES = ("compute", "exchange", "data", "checkpoints")
+_COLOURS = ("#3b76af", "#c9823a", "#5a9e6f", "#9a6fb0")
+_OTHERS = ("samples_per_s", "compute_efficiency", "grad_norm", "lr")
+
+
+def pictures(histories: Mapping[str, History]) -> Iterator[Picture]:
+    """All pictures that the events of some runs allow.
+
+    Args:
+        histories: by the names of the runs.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    metrics = _metrics(histories.values())
+    if metrics:
+        yield Picture("metrics", "Metrics", _curves(histories, metrics))
+    others = [[name] for name in _OTHERS if any(name in h.curves for h in histories.values())]
+    if others:
+        yield Picture("speed", "Speed, gradient and learning rate", _curves(histories, others))
+    for name, history in histories.items():
+        suffix = f" of {name}" if len(histories) > 1 else ""
+        key = f"_{name}" if len(histories) > 1 else ""
+        if history.processes:
+            yield Picture(f"ranks{key}", f"Ranks{suffix} over time", _timeline(history))
+        if any(sum(p.seconds.values()) for p in history.processes):
+            yield Picture(
+                f"time{key}", f"What the ranks{suffix} spent their time with", _split(history)
+            )
+
+
+def _metrics(histories: Any) -> list[list[str]]:
+    """Curves that share axes: a metric of all splits."""
+    together: dict[str, list[str]] = {}
+    for history in histories:
+        for name in history.curves:
+            _, _, metric = name.partition("/")
+            if metric:
+                names = together.setdefault(metric, [])
+                if name not in names:
+                    names.append(name)
+    return list(together.values())[:_MOST_CURVES]
+
+
+def _curves(histories: Mapping[str, History], groups: Sequence[Sequence[str]]) -> Any:
+    """A panel for each group of curves."""
+    columns = min(2, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    figure = new_figure(5.2 * columns, 2.7 * rows, "", _EXTRA)
+    figure.suptitle(None)
+    for number, names in enumerate(groups, 1):
+        axes = figure.add_subplot(rows, columns, number)
+        for run, (title, history) in enumerate(histories.items()):
+            for name in names:
+                if name not in history.curves:
+                    continue
+                steps, values = thinned(history.curves[name])
+                label = name if len(histories) == 1 else f"{title}: {name}"
+                of_training = name.startswith("train/")
+                axes.plot(
+                    steps,
+                    values,
+                    label=_plain(label),
+                    linewidth=1.1,
+                    color=f"C{run if len(histories) > 1 else names.index(name)}",
+                    linestyle="--" if of_training and len(names) > 1 else "-",
+                    marker="." if len(values) < 40 else None,
+                )
+        metric = names[0].partition("/")[2]
+        axes.set_title(_plain(metric or names[0]), fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.tick_params(labelsize=8)
+        axes.grid(visible=True, alpha=0.3)
+        if len(names) > 1 or len(histories) > 1:
+            axes.legend(fontsize=7)
+    return figure
+
+
+def thinned(curve: Curve, most: int = _MOST_POINTS) -> tuple[list[int], list[float]]:
+    """At most about so many points of a curve: the least and the greatest of each stretch."""
+    count = len(curve.steps)
+    if count <= most:
+        return list(curve.steps), list(curve.values)
+    places: list[int] = []
+    stretch = math.ceil(2 * count / most)
+    for first in range(0, count, stretch):
+        part = range(first, min(first + stretch, count))
+        finite = [i for i in part if math.isfinite(curve.values[i])]
+        ends = {part[0]}
+        if finite:
+            ends = {min(finite, key=curve.values.__getitem__)}
+            ends.add(max(finite, key=curve.values.__getitem__))
+        places += sorted(ends)
+    return [curve.steps[i] for i in places], [curve.values[i] for i in places]
+
+
+def _timeline(history: History) -> Any:
+    """A bar for each process from its start to its end, with what has happened."""
+    processes = history.processes[:_MOST_RANKS]
+    figure = new_figure(10.4, 1.3 + 0.24 * len(processes), "", _EXTRA)
+    figure.suptitle(None)
+    axes = figure.add_subplot(1, 1, 1)
+    zero = min(process.since for process in history.processes)
+    for row, process in enumerate(processes):
+        until = process.until or history.newest
+        lost = process.until is not None
+        axes.barh(
+            row,
+            until - process.since,
+            left=process.since - zero,
+            height=0.7,
+            color="#d9a3a3" if lost else "#a9c4e4",
+        )
+        if lost:
+            axes.plot([until - zero], [row], marker="x", color="#b03030", markersize=7)
+    marks = (
+        (Checkpointed, "checkpoint", "#9a6fb0", "|"), (Evaluated, "evaluation", "#5a9e6f", "."),
+        (Recovered, "recovered", "#b03030", "^"), (RunStarted, "started", "#59636e", "D"),
+    )  # fmt: skip
+    for kind, label, colour, marker in marks:
+        times = [h.time - zero for h in history.happenings if isinstance(h.event, kind)]
+        times = [time for time in times if time >= 0]
+        if times:
+            row = [len(processes)] * len(times)
+            axes.plot(times, row, marker, color=colour, label=label, markersize=6)
+    names = [f"rank {p.rank} (slot {p.joined.slot})" for p in processes]
+    axes.set_yticks([*range(len(processes)), len(processes)], [*names, "events"], fontsize=7)
+    axes.set_xlabel("seconds since the newest start", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.invert_yaxis()
+    figure.legend(fontsize=7, ncols=4, loc="outside lower center", frameon=False)
+    return figure
+
+
+def _split(history: History) -> Any:
+    """What each process spent its time with, in per cent."""
+    processes = [p for p in history.processes if sum(p.seconds.values())][:_MOST_RANKS]
+    figure = new_figure(10.4, 1.2 + 0.24 * len(processes), "", _EXTRA)
+    figure.suptitle(None)
+    axes = figure.add_subplot(1, 1, 1)
+    left = [0.0] * len(processes)
+    for kind, name, colour in zip(KINDS, _NAMES, _COLOURS, strict=True):
+        shares = [100 * p.seconds[kind] / sum(p.seconds.values()) for p in processes]
+        axes.barh(range(len(processes)), shares, left=left, color=colour, label=name, height=0.7)
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    names = [f"rank {p.rank} (slot {p.joined.slot})" for p in processes]
+    axes.set_yticks(range(len(processes)), names, fontsize=7)
+    axes.set_xlabel("% of the time that the rank has measured", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.invert_yaxis()
+    figure.legend(fontsize=7, ncols=4, loc="outside lower center", frameon=False)
+    return figure
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib finds no formula."""
+    return printable(text).replace("\n", " ").replace("$", r"\$")

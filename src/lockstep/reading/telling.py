@@ -1,0 +1,47 @@
+"""Differences between runs in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep.observe import text
+from lockstep.reading.differences import CurveParting, TensorParting
+
+
+def letter(number: int) -> str:
+    """What a run is called in a comparison: A, B and so on."""
+    return chr(ord("A") + number) if number < 26 else f"run {number + 1}"
+
+
+def lines_of_partings(
+    pair: str, curves: CurveParting | None, tensors: TensorParting | None
+) -> Iterator[str]:
+    """Where two runs part.
+
+    Args:
+        pair: what they are called.
+        curves: where their curves part.
+        tensors: where their checkpoints do.
+    """
+    if curves is None:
+        yield f"{pair}: no curve differs where both have a value"
+    else:
+        one, other = curves.values
+        known = "" if curves.last_equal is None else f"; equal up to step {curves.last_equal:,}"
+        yield f"{pair} part at step {curves.step:,}: {curves.name} {one!r}, {other!r}{known}"
+    if tensors is None:
+        yield f"{pair}: no checkpoint that both have differs"
+        return
+    known = "" if tensors.last_equal is None else f"; equal in that of step {tensors.last_equal:,}"
+    yield f"{pair} differ in the checkpoint of step {tensors.step:,}{known}"
+    values = f"{tensors.values[0]}, {tensors.values[1]}"
+    if tensors.count:
+        place = f"[{', '.join(map(str, tensors.place))}]"
+        yield (
+            f"  first tensor {tensors.name} ({tensors.file}): {tensors.count:,} of "
+            f"{text.count(tensors.size, 'element')}, the first at {place}: {values}"
+        )
+    else:
+        yield f"  first tensor {tensors.name} ({tensors.file}): {values}"
+    if tensors.others:
+        yield f"  and {text.count(tensors.others, 'other tensor')}"
