@@ -20,6 +20,7 @@ from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
@@ -28,7 +29,6 @@ from lockstep.engine.places import Places
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep

@@ -17,7 +17,7 @@ from tests.distributed.tasks import Everything, EverythingConfig
 
 from lockstep.config import OptimizerConfig
 from lockstep.engine.checkpoint.resumable import _is_state
-from lockstep.engine.step.optimizer import ELEMENTWISE
+from lockstep.engine.optimizer.kinds import ELEMENTWISE
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
 from lockstep.front import Result, Sitting, run

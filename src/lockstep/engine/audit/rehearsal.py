@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.engine.digests import checksum
-from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.nn.pipeline import Pipeline
 
 

@@ -32,9 +32,9 @@ from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
 from lockstep.engine.passes.compute import Compute
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.errors import TaskError
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.comm.transport import Transport
 from lockstep.engine.carry.carries import Held, named_tensors
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
 from lockstep.engine.checkpoint.whole_tensors import WholeTensors
+from lockstep.engine.optimizer.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
 from lockstep.engine.progress import Progress
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.files import check_described, load_whole

@@ -17,11 +17,11 @@ from torch import nn
 from lockstep.config import TrainConfig
 from lockstep.engine.carry.carries import check_named
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.optimizer_state import TENSOR, from_json, to_json
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.optimizer.kinds import ELEMENTWISE
+from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
 from lockstep.engine.passes.precision import LossScale, LossScaleState
 from lockstep.engine.progress import Progress
-from lockstep.engine.step.optimizer import ELEMENTWISE
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.parsing import as_type, shown

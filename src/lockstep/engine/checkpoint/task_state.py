@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engine.checkpoint.optimizer_state import is_savable
 from lockstep.engine.digests import tensor_digest
 from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.optimizer.optimizer_state import is_savable
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError, TaskError
 

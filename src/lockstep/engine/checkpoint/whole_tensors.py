@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.digests import model_digest, tensors_digest
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.places import Places
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.nn.cutting import every_tensor, held_tensors, joined_by_name, shards_of, units_of
 from lockstep.nn.units import Unit
 

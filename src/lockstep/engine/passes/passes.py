@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.faults import FaultsInside
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
@@ -20,7 +21,6 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError

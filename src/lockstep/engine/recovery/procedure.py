@@ -14,9 +14,9 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.restore import copy_state
 from lockstep.engine.microbatches import Microbatches
+from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import (
     NOWHERE,

@@ -19,8 +19,11 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.carry.group import DealtCarries
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.optimizer_state import OptimizerState
+from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
@@ -29,10 +32,7 @@ from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import FlatOptimizer
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.step.schedule import Schedule
 from lockstep.engine.step.sliced_parameters import SlicedParameters
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.sums import StepSums

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.engine.optimizer.schedule import lr_factor
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.step.memory import check_table_memory
-from lockstep.engine.step.schedule import lr_factor
 from lockstep.engine.tables import messages
 from lockstep.engine.tables.dealing import Described, deal
 from lockstep.engine.tables.exchange import SomeRankFailed

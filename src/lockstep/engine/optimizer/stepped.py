@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn, optim
 
-from lockstep.engine.checkpoint.optimizer_state import is_savable, to_json
+from lockstep.engine.optimizer.optimizer_state import is_savable, to_json
 from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range
 

@@ -7,12 +7,11 @@ parameters as always. Offsets depend on the model and the optimizer's groups onl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lockstep.engine.flat.entries import Entry, Part, Piece
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
 from lockstep.nn.layers import is_let_go, let_go
@@ -24,45 +23,6 @@ _ALIGN = 16
 """Elements. Tensors start on a cache line, and no group ends inside a vector register."""
 
 DTYPES = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor's place: `shape` elements from `offset` of segment `segment`."""
-
-    name: str
-    segment: int
-    group: int
-    offset: int
-    shape: torch.Size
-
-    @property
-    def range(self) -> Range:
-        """The elements of the segment it occupies."""
-        return Range(self.offset, self.offset + self.shape.numel())
-
-
-class Part(NamedTuple):
-    """The blocks of a segment that belong to one unit of the model.
-
-    Attributes:
-        segment: number of the segment.
-        unit: unit; `EVERYWHERE` for tensors that every rank holds.
-        num_blocks: number of blocks of `BLOCK` elements.
-    """
-
-    segment: int
-    unit: Unit
-    num_blocks: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The elements of a segment that belong to one optimizer group, padding included."""
-
-    segment: int
-    group: int
-    range: Range
 
 
 class FlatTensors:

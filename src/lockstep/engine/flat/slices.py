@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.parallel.layout import Range
 
 

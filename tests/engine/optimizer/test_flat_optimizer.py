@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.config import OptimizerConfig, TrainConfig
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState
 from lockstep.engine.digests import model_digest
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import FlatOptimizer
-from lockstep.engine.step.optimizer import (
-    ELEMENTWISE,
-    check_optimizer,
-    default_optimizer,
-    is_elementwise,
-)
-from lockstep.engine.step.slices import slices_of
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import slices_of
+from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.kinds import ELEMENTWISE, is_elementwise
+from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import Pipeline
 from lockstep.nn.cutting import units_of

@@ -18,7 +18,6 @@ from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in
 from lockstep.engine.checkpoint.format import Snapshot, read, write
-from lockstep.engine.checkpoint.optimizer_state import from_json, to_json
 from lockstep.engine.checkpoint.restore import (
     capture,
     check_fits,
@@ -30,11 +29,12 @@ from lockstep.engine.checkpoint.restore import (
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
 from lockstep.engine.loop import Trainer
+from lockstep.engine.optimizer.choice import check_optimizer
+from lockstep.engine.optimizer.optimizer_state import from_json, to_json
 from lockstep.engine.passes.compute import copied
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.optimizer import check_optimizer
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 

@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import (
 
 import lockstep as ls
 from lockstep.config import ScheduleConfig, TrainConfig
+from lockstep.engine.optimizer.schedule import lr_factor
 from lockstep.engine.progress import Progress
-from lockstep.engine.step.schedule import lr_factor
 from lockstep.errors import TaskError
 
 LR, STEPS = 0.3, 40

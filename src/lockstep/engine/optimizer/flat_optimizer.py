@@ -14,7 +14,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.checkpoint.optimizer_state import (
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import Slice, is_in, storages, within
+from lockstep.engine.optimizer.kinds import is_elementwise, may_draw, own_groups, stepping_in
+from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
+from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
     SharedState,
@@ -22,11 +26,7 @@ from lockstep.engine.checkpoint.optimizer_state import (
     from_json,
     to_json,
 )
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.named_optimizers import NamedOptimizers, parts_of
-from lockstep.engine.step.optimizer import is_elementwise, may_draw, own_groups, stepping_in
-from lockstep.engine.step.slices import Slice, is_in, storages, within
-from lockstep.engine.step.stepped import Stepped, check_savable
+from lockstep.engine.optimizer.stepped import Stepped, check_savable
 from lockstep.errors import CheckpointError, ConfigError, TaskError, shared
 from lockstep.parallel.layout import Range
 
