@@ -81,6 +81,33 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
 
+    def look_up(self, step: int, microbatches: Dealt, batches: Iterator[Any]) -> Iterator[Any]:
+        """Have the rows of tables that a step's microbatches need; the same batches again.
+
+        A collective. The arguments are those of `run`.
+
+        Raises:
+            LockstepError: a batch could not be had, or what it looks up, on some rank; on all.
+        """
+        num, ahead, watch = self._places.mesh.num_microbatches, [], self._watch
+
+        def wanted() -> dict[int, dict[str, Tensor]]:
+            for number in range(*microbatches):
+                if number < num:
+                    ahead.append([step, number, self.fetched(step, number, batches)])
+            asked = {
+                number: self._compute.wanted(step, number, batch, self._carries)
+                for _, number, batch in ahead
+                if batch is not None
+            }
+            watch.data_s += watch.lap()
+            return asked
+
+        assert self._tables is not None, "there is something to look up in"
+        self._tables.lend(step, wanted)
+        watch.communication_s += watch.lap()
+        return iter(ahead)
+
     def run(
         self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: Fold | Rounds
     ) -> None:
