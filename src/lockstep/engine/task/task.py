@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,68 +13,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.config import TrainConfig
+from lockstep.engine.task.loss import Loss, Phase
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
     from lockstep.engine.hooks.hook import Hook
-
-Number = Tensor | float | int
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss and metrics of one batch, as sums with their weights.
-
-    Batches of different sizes are combined by adding sums and weights; the division happens
-    once, at the end. So an uneven last batch counts for just what it holds.
-
-    Attributes:
-        sum: loss summed over the batch, a scalar tensor with a gradient.
-        weight: divisor of the sum over the global batch, as a rule the number of samples.
-        metrics: pairs (sum, weight) by name, scalars without gradient.
-        updates: in evaluations, what each metric of `Task.metrics` is updated with: a tuple of
-            arguments, a dict of them by name, or a tensor.
-    """
-
-    sum: Tensor
-    weight: Number
-    metrics: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
-    updates: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-
-    @classmethod
-    def mean(
-        cls,
-        loss: Tensor,
-        weight: Number,
-        metrics: Mapping[str, tuple[Number, Number]] | None = None,
-        updates: Mapping[str, Any] | None = None,
-    ) -> Loss:
-        """A loss from one that is a mean already, as torch's loss functions return by default.
-
-        Args:
-            loss: mean loss of the batch, a scalar tensor with a gradient.
-            weight: divisor of the mean, as a rule the number of samples.
-            metrics: pairs (sum, weight) by name, scalars without gradient.
-            updates: arguments of the updates of the metrics of `Task.metrics`, by name.
-        """
-        return cls(loss * weight, weight, metrics or {}, updates=updates or {})
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One of several kinds of optimizer step that a task has in turn (a GAN's, for example).
-
-    Attributes:
-        name: its name; an identifier.
-        loss: as `Task.loss`, a function of the model and a batch, and of the carry if there is one.
-        steps: number of optimizer steps that it has, before the next phase's turn.
-    """
-
-    name: str
-    loss: Callable[..., Any]
-    steps: int = 1
 
 
 class Task(ABC):
@@ -109,7 +52,7 @@ class Task(ABC):
             TaskError: `config` is not of the task's own config class.
         """
         self.config = self.Config() if config is None else config
-        _check_config(type(self), self.config)
+        check_config(type(self), self.config)
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -326,42 +269,12 @@ def has_lookups(task: Task) -> bool:
     return type(task).lookups is not Task.lookups
 
 
-def with_config(task: Task, config: TrainConfig) -> Task:
-    """The task with another config; made anew if it may have used its present one when it was made.
+def check_config(kind: type[Task], config: TrainConfig) -> None:
+    """Refuse a config that is not of a task's own class.
 
     Raises:
-        TaskError: `config` is not of the task's own config class; or the task would have to be
-            made anew, and its `__init__` takes something else than `config`.
+        TaskError: naming both classes.
     """
-    kind = type(task)
-    _check_config(kind, config)
-    if config == task.config:
-        return task
-    if kind.__init__ is not Task.__init__:
-        anew = made_anew(task, config)
-        if anew is not None:
-            return anew
-        own = kind.Config.model_fields.keys() - TrainConfig.model_fields.keys()
-        changed = sorted(k for k in own if getattr(config, k) != getattr(task.config, k))
-        if changed:
-            key = changed[0]
-            raise TaskError(
-                f"{key}={getattr(config, key)}: {kind.__name__}.__init__ may have used "
-                f"{key}={getattr(task.config, key)} already; let it take just the config, "
-                "`def __init__(self, config=None)`, so that the task can be made anew"
-            )
-    task.config = config
-    return task
-
-
-def made_anew(task: Task, config: TrainConfig) -> Task | None:
-    """Another task of the same class; None if its `__init__` takes something else than `config`."""
-    kind = type(task)
-    takes = [*inspect.signature(kind).parameters]
-    return kind(config) if takes == ["config"] else None
-
-
-def _check_config(kind: type[Task], config: TrainConfig) -> None:
     if not isinstance(config, kind.Config):
         raise TaskError(
             f"{kind.__name__}: needs a {kind.Config.__name__}, got a {type(config).__name__}"
