@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.passes.compute import check_weight
 from lockstep.engine.passes.passes import Passes, float64
 from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.passes.returned import check_weight
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.header import Header
