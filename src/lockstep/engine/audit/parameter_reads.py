@@ -19,8 +19,8 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import compute_in, region_of, shards_of
-from lockstep.nn.layers import let_go
-from lockstep.nn.regions import Region
+from lockstep.nn.let_go import let_go
+from lockstep.nn.sharded.regions import Region
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.engine.flat.entries import Entry, Part, Piece
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
-from lockstep.nn.layers import is_let_go, let_go
+from lockstep.nn.let_go import is_let_go, let_go
 from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.layout import Range

@@ -17,7 +17,7 @@ from lockstep.engine.runtime import everywhere
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
 from lockstep.nn.elsewhere import Elsewhere
-from lockstep.nn.layers import is_let_go
+from lockstep.nn.let_go import is_let_go
 from lockstep.nn.units import EVERYWHERE
 
 

@@ -19,7 +19,7 @@ from lockstep.engine.passes.stages import check_pipeline
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import cut
-from lockstep.nn.layers import say_what_is_held
+from lockstep.nn.let_go import say_what_is_held
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.layout import Range

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.nn.layers import ShardedModule
-from lockstep.nn.regions import Region
-from lockstep.nn.sharded_tensor import ShardedTensor
+from lockstep.nn.sharded.layers import ShardedModule
+from lockstep.nn.sharded.regions import Region
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import Range, split
 from lockstep.sketch.linear import SKLinear
 from lockstep.sketch.products import Fused, from_sketch, into_sketch

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.elsewhere import Elsewhere
-from lockstep.nn.refusals import check_layer
-from lockstep.nn.regions import Region
-from lockstep.nn.sharded_tensor import ShardedTensor
+from lockstep.nn.let_go import is_held
+from lockstep.nn.sharded.refusals import check_layer
+from lockstep.nn.sharded.regions import Region
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import split
 
 DIVIDED = "_divided_by_num_shards"
@@ -201,38 +202,3 @@ def joined(pieces: Sequence[Tensor], dim: int, shape: torch.Size, name: str) -> 
     if not all(map(is_held, pieces)):
         return Elsewhere.of(name, shape, pieces[0].dtype)
     return torch.cat(list(pieces), dim)
-
-
-def is_held(piece: Tensor) -> bool:
-    """Whether this rank has the content of a shard's tensor, not only its shape."""
-    return piece.numel() == 0 or any(piece.stride()) or piece.dim() == 0
-
-
-def is_let_go(parameter: Tensor) -> bool:
-    """Whether `let_go` has freed a parameter's memory."""
-    # A number has no strides to tell by.
-    is_number = parameter.dim() == 0
-    return not is_held(parameter) or (is_number and bool(parameter.isnan()))
-
-
-def say_what_is_held(model: nn.Module) -> None:
-    """Have `state_dict`, of the model or of a module in it, tell which parameters are elsewhere."""
-    for module in model.modules():
-        module.register_state_dict_post_hook(_without_content)  # type: ignore[no-untyped-call]
-
-
-def _without_content(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for key, parameter in module._parameters.items():
-        name = prefix + key
-        if parameter is None or name not in state:
-            continue
-        if is_let_go(parameter):
-            state[name] = Elsewhere.of(name, parameter.shape, parameter.dtype)
-
-
-def let_go(piece: Tensor) -> None:
-    """Keep the shape of a tensor, and free its memory; computing with it gives NaN."""
-    # Strides of 0 are what tells it from a tensor with content.
-    piece.data = torch.full((), float("nan"), dtype=piece.dtype, device=piece.device).expand(
-        piece.shape
-    )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import TaskError
-from lockstep.nn.regions import Region
-from lockstep.nn.sharded_tensor import ShardedTensor, name_of_function
+from lockstep.nn.sharded.regions import Region
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor, name_of_function
 from lockstep.parallel.layout import Range, split
 
 _ELEMENT_WISE = frozenset(

@@ -8,9 +8,9 @@ from types import MappingProxyType
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.nn.layers import ColumnLinear, ShardedModule
-from lockstep.nn.logits import ShardedLogits, places
-from lockstep.nn.sharded_tensor import ShardedTensor
+from lockstep.nn.sharded.layers import ColumnLinear, ShardedModule
+from lockstep.nn.sharded.logits import ShardedLogits, places
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 from lockstep.parallel.layout import Range, split
 
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lockstep.errors import TaskError
-from lockstep.nn.layers import DIVIDED, ColumnLinear, RowLinear, ShardedModule
-from lockstep.nn.sketched import SketchedColumn, SketchedRow
-from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
+from lockstep.nn.sharded.layers import DIVIDED, ColumnLinear, RowLinear, ShardedModule
+from lockstep.nn.sharded.sketched import SketchedColumn, SketchedRow
+from lockstep.nn.sharded.vocabulary import VocabularyEmbedding, VocabularyLinear
 from lockstep.parsing import shown
 from lockstep.sketch.linear import SKLinear
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.location import callers, location, name_of
-from lockstep.nn.regions import Region
+from lockstep.nn.sharded.regions import Region
 from lockstep.parsing import shown
 
 _DROPOUTS = frozenset(

@@ -24,7 +24,7 @@ from lockstep.nn.cutting import (
     load_held,
     shards_of,
 )
-from lockstep.nn.regions import Region
+from lockstep.nn.sharded.regions import Region
 from lockstep.nn.units import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.sharded_tensor import ShardedTensor
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 
 
 def check_layer(module: nn.Module, keys: Iterable[str], name: str, num_shards: int) -> None:
