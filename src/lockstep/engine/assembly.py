@@ -13,9 +13,6 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.audit.cut_model import check_cut_model
-from lockstep.engine.audit.rehearsal import Rehearsal
-from lockstep.engine.audit.trial import Trial
 from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
@@ -35,6 +32,9 @@ from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.lookups import check_tables_fit
 from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import training_data
+from lockstep.engine.trial.cut_model import check_cut_model
+from lockstep.engine.trial.rehearsal import Rehearsal
+from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline

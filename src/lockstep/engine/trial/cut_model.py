@@ -10,11 +10,11 @@ from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
-from lockstep.engine.audit.parameter_reads import check_parameter_reads, number
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss
+from lockstep.engine.trial.parameter_reads import check_parameter_reads, number
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import joined_by_name, region_of, shards_of
 

@@ -8,9 +8,8 @@ another one, and once more after an evaluation; and everything that can be seen 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,33 +26,19 @@ from lockstep.engine.audit.held_state import (
     tensors_held,
 )
 from lockstep.engine.audit.reads import attributes_read
-from lockstep.engine.audit.rehearsal import Rehearsal
 from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by, same_bits
+from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
+from lockstep.engine.trial.outcome import Outcome, check_equal, check_rehearsed, read_elsewhere
+from lockstep.engine.trial.rehearsal import Rehearsal
 from lockstep.errors import TaskError
 
 _MOST_NAMED = 3
-
-
-class _Outcome(NamedTuple):
-    """One pass: everything that must be the same the next time."""
-
-    batch: str
-    drawn: list[object]
-    values: dict[str, Any]
-    gradients: list[int | None]
-    """Checksums; None for those that are absent, or on a GPU, where sums may come in any order."""
-    changed: list[str]
-    carry: str
-    """SHA-256 of what the microbatch carries to the next step; empty if it carries nothing."""
-    rows: str
-    """SHA-256 of the gradients of rows of tables; empty without tables, and on a GPU."""
 
 
 class Trial:
@@ -94,7 +79,7 @@ class Trial:
         again = self._run()
         twice = self._held()
         _check_held(once, twice, compute.task)
-        self._check_equal(self._first, again)
+        check_equal(self._first, again)
         others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
         self._by_step = dict(zip(compute.phases.first_steps, (self._first, *others), strict=True))
         self._watch_generators(at_first, self._held() if others else twice)
@@ -105,7 +90,7 @@ class Trial:
         changed = [name for one in (self._first, again, *others) for name in one.changed]
         self.changed = sorted({*changed, *always})
         self.data_digest = self._first.batch
-        self.digest = "".join(map(self._digest, (self._first, *others)))
+        self.digest = "".join(one.digest for one in (self._first, *others))
 
     def rehearse(
         self, rehearsal: Rehearsal, evaluations: Mapping[str, tuple[Evaluation, Mapping[str, Any]]]
@@ -124,23 +109,13 @@ class Trial:
             for step, expected in self._by_step.items():
                 phase = self._compute.phases.at(step).name
                 where = f"Task.{phase}: the loss" if phase else "Task.loss"
-                self._check_rehearsed(where, expected, self._run(step))
+                check_rehearsed(where, expected, self._run(step))
             self._end_pass, self._gone = _nothing, {}
             for split, (evaluation, expected_metrics) in evaluations.items():
                 now = evaluation.first_batch(self._model, self._compute)
                 for name, value in expected_metrics.items():
                     if repr(value) != repr(now[name]):
-                        raise TaskError(_read_elsewhere(f"Task.evaluate: {name} of {split}"))
-
-    def _check_rehearsed(self, where: str, expected: _Outcome, now: _Outcome) -> None:
-        for name, value in expected.values.items():
-            if not all(map(_same, value, now.values[name])):
-                raise TaskError(_read_elsewhere(f"{where}: {name}"))
-        for (name, _), mine, again in zip(
-            self._named, expected.gradients, now.gradients, strict=True
-        ):
-            if mine != again:
-                raise TaskError(_read_elsewhere(f"{where}: the gradient of {name}"))
+                        raise TaskError(read_elsewhere(f"Task.evaluate: {name} of {split}"))
 
     def check_views(self, storages: Set[int]) -> None:
         """Refuse views of parameters that are kept between batches.
@@ -176,7 +151,7 @@ class Trial:
     def _check_after(self, other: Callable[[], object]) -> None:
         changed_by(self._model, other)
         self._clear_gradients()
-        self._check_equal(self._first, self._run())
+        check_equal(self._first, self._run())
 
     def _check_left_over(self, after_first: Mapping[str, str]) -> None:
         """Refuse what one microbatch leaves to be read after the step: ranks have other last ones.
@@ -217,25 +192,25 @@ class Trial:
         }
         self._loader.watched = self._compute.watched = IdleGenerators(idle)
 
-    def _try_phase(self, step: int) -> _Outcome:
+    def _try_phase(self, step: int) -> Outcome:
         """Compute the first microbatch of another phase twice."""
         first = self._run(step)
         before = self._held()
         again = self._run(step)
         _check_held(before, self._held(), self._compute.task)
-        self._check_equal(first, again)
+        check_equal(first, again)
         return first
 
-    def _run(self, step: int = 0) -> _Outcome:
+    def _run(self, step: int = 0) -> Outcome:
         passed: list[tuple[str, Loss, list[object], str]] = []
         changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
         digest, loss, drawn, carry = passed[0]
-        gradients = [self._gradient(name, tensor) for name, tensor in self._named]
+        gradients = {name: self._gradient(name, tensor) for name, tensor in self._named}
         rows = self._rows_digest()
         self._compute.lookups.lend(None)
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
-        return _Outcome(digest, drawn, values, gradients, changed, carry, rows)
+        return Outcome(digest, drawn, values, gradients, changed, carry, rows)
 
     def _rows_digest(self) -> str:
         """SHA-256 of the gradients of the rows of tables that were looked up."""
@@ -282,70 +257,9 @@ class Trial:
         for parameter in self._model.parameters():
             parameter.grad = None
 
-    def _check_equal(self, first: _Outcome, second: _Outcome) -> None:
-        why = (
-            "though samples, random state, parameters and buffers were the same; something keeps "
-            "state between batches, or draws from a generator of its own (use torch's, numpy's or "
-            "Python's global one, or lockstep.generator())"
-        )
-        if first.batch != second.batch:
-            raise TaskError(
-                f"dataset('train'): gave another batch when the same was fetched again, {why}"
-            )
-        for one, two, what in zip(
-            first.drawn, second.drawn, ("dataset('train')", "Task.loss"), strict=True
-        ):
-            if one != two:
-                raise TaskError(
-                    f"{what}: drew other random numbers when the same was computed again; a random "
-                    "value is kept, and what it is depends on which microbatch came first. Keep "
-                    "what was read, and draw anew each time"
-                )
-        for name, value in first.values.items():
-            if not all(map(_same, value, second.values[name])):
-                raise TaskError(
-                    f"Task.loss: gave another {name} when the same batch was computed again, {why}"
-                )
-        if first.carry != second.carry:
-            raise TaskError(
-                "Task.loss: gave another carry when the same batch was computed again from the "
-                f"same carry, {why}"
-            )
-        for (name, _), mine, again in zip(
-            self._named, first.gradients, second.gradients, strict=True
-        ):
-            if mine != again:
-                raise TaskError(
-                    f"parameter {name}: got another gradient when the same batch was computed "
-                    f"again, {why}"
-                )
-        if first.rows != second.rows:
-            raise TaskError(
-                "the rows of a SparseEmbedding got other gradients, or other rows were looked up "
-                f"(Task.lookups), when the same batch was computed again, {why}"
-            )
-
-    def _digest(self, outcome: _Outcome) -> str:
-        sha = hashlib.sha256()
-        for name, pair in sorted(outcome.values.items()):
-            sha.update(f"{name} {[float(v) for v in pair]}\n".encode())
-        for (name, _), gradient in zip(self._named, outcome.gradients, strict=True):
-            sha.update(f"{name} {gradient}\n".encode())
-        sha.update(outcome.carry.encode() + outcome.rows.encode())
-        return sha.hexdigest()
-
 
 def _nothing() -> None:
     pass
-
-
-def _read_elsewhere(what: str) -> str:
-    return (
-        f"{what} comes out otherwise when the parameters of each block are there only while it is "
-        "computed (sharding=parameters), so something else reads them: a loss or metric by itself, "
-        "a block that returns a parameter or a view of one, or keeps one, or gradients that the "
-        "loss computes. Compute with what the model gives, or set sharding=gradients"
-    )
 
 
 def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
@@ -364,10 +278,3 @@ def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task)
             "state once a step, in Task.after_step(model, step), and save it by Task.state_dict(); "
             f"if no result depends on it, say so: `scratch = ({moved[0]!r},)` in the task's class"
         )
-
-
-def _same(one: Any, two: Any) -> bool:
-    """Whether two tensors or numbers are equal to the bit."""
-    if isinstance(one, Tensor) and isinstance(two, Tensor):
-        return same_bits(one, two)
-    return repr(one) == repr(two)
