@@ -37,8 +37,8 @@ WALKS = {
 
 _ROOMS = (
     "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
-    "engine/step", "engine/optimizer", "engine/passes", "engine/tables", "engine/carry", "data",
-    "parallel", "comm",
+    "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes", "engine/tables",
+    "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 
@@ -218,13 +218,14 @@ def _walk(listed: list[Call], title: str) -> str:
     unknown = {call.room for call in listed} - set(rooms)
     if unknown:
         raise ValueError(f"{PAGE.name}: {title}: no column for {', '.join(sorted(unknown))}")
-    stride, top, row = min(126.0, 880.0 / len(rooms)), 64.0, 34.0
+    stride, top, row = min(126.0, 880.0 / len(rooms)), 78.0, 34.0
     bottom = top + row * len(listed)
     drawing = _Drawing(1240)
     drawing.text(20, 28, "title", title)
     for number, room in enumerate(rooms):
         drawing.band(10 + stride * number, 40, stride, bottom - 34, number)
-        drawing.text(18 + stride * number, 56, "note", room)
+        for line, part in enumerate(room.replace("/", "/ ").split(" ")):
+            drawing.text(18 + stride * number, 56 + 14 * line, "note", part)
     places: list[tuple[Call, float, float]] = []
     notes_at: list[float] = []
     for number, call in enumerate(listed):

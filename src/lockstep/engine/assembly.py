@@ -13,7 +13,6 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
@@ -26,6 +25,7 @@ from lockstep.engine.places import Places
 from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
 from lockstep.engine.runtime import Runtime, everywhere
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep

@@ -18,14 +18,6 @@ from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in
 from lockstep.engine.checkpoint.format import Snapshot, read, write
-from lockstep.engine.checkpoint.restore import (
-    capture,
-    check_fits,
-    check_optimizer_fits,
-    copy_state,
-    load_model,
-    restore,
-)
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
 from lockstep.engine.loop import Trainer
@@ -35,6 +27,9 @@ from lockstep.engine.passes.compute import copied
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.snapshot.capture import capture
+from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
+from lockstep.engine.snapshot.restore import copy_state, load_model, restore
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 

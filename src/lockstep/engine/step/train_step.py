@@ -17,7 +17,6 @@ from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.carry.group import DealtCarries
-from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -30,6 +29,7 @@ from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
 from lockstep.engine.step.header import num_values
 from lockstep.engine.step.sliced_parameters import SlicedParameters

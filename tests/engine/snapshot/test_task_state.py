@@ -17,8 +17,8 @@ import lockstep as ls
 from lockstep import front
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.faults import PlannedFault, to_env
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
 from lockstep.front import Sitting
 
@@ -614,7 +614,7 @@ def test_an_evaluation_that_fails_once_leaves_nothing_behind(tmp_path: Path) -> 
             if step == 4 and self.fails:
                 broken["now"] = True
 
-        scratch = ("test_task_state.broken", "tests.engine.step.test_task_state.broken")
+        scratch = ("test_task_state.broken", "tests.engine.snapshot.test_task_state.broken")
 
     straight = run(tmp_path / "straight", Failing())
     task = Failing()

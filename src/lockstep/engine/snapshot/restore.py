@@ -1,160 +1,28 @@
-"""Between a training state in use and a snapshot of it."""
+"""Bringing ranks into the state of a snapshot, or of another rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.carry.carries import Held, named_tensors
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.whole_tensors import WholeTensors
-from lockstep.engine.optimizer.optimizer_state import DTYPES, TENSOR, OptimizerState, dtype_name
+from lockstep.engine.optimizer.optimizer_state import DTYPES, OptimizerState, dtype_name
 from lockstep.engine.progress import Progress
+from lockstep.engine.snapshot.capture import capture, held
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.tables.files import check_described, load_whole
+from lockstep.engine.tables.files import load_whole
 from lockstep.engine.tables.lookups import tables_of
-from lockstep.errors import CheckpointError
 from lockstep.nn.cutting import (
     Shard,
     every_tensor,
     found,
-    held_tensors,
-    joined_by_name,
     load_held,
     shards_of,
 )
-
-
-def capture(
-    train_step: TrainStep,
-    model: nn.Module,
-    progress: Progress,
-    meta: dict[str, Any],
-    state: OptimizerState,
-    whole: WholeTensors | None = None,
-    carries: Held | None = None,
-) -> Callable[[], Snapshot]:
-    """Copy the state in memory; what is returned makes a snapshot of the copies.
-
-    Args:
-        train_step: training step with the optimizer, the loss scale and the task.
-        model: model that is trained.
-        progress: position and history of the run.
-        meta: further values for the manifest, JSON-able.
-        state: state of the optimizer, already copied.
-        whole: tensors of model and optimizer, if other ranks hold some of them. Without it, the
-            snapshot of a model in shards has what this rank holds.
-        carries: what all microbatches carry; None if they carry nothing.
-    """
-    task, values = train_step.task_state.capture()
-    tensors = whole.model if whole else _copied(held(train_step, model))
-    buffers = {n: t.detach().to("cpu", copy=True) for n, t in train_step.state.unsaved.items()}
-    carry: dict[str, Tensor] = {}
-    if carries is not None:
-        carry, structures = named_tensors(carries)
-        meta = meta | {"carry": structures}
-    meta = meta | {
-        "progress": progress.state_dict(),
-        "loss_scale": train_step.loss_scale.state_dict(),
-        "optimizer_scalars": state.scalars,
-        "optimizer_shared": state.shared,
-        "task": values,
-    }
-
-    def make() -> Snapshot:
-        optimizer = whole.optimizer if whole else _named(train_step, state)
-        return Snapshot(progress_step, tensors, optimizer, meta, buffers, task, carry)
-
-    progress_step = progress.step
-    return make
-
-
-def held(train_step: TrainStep, model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank has; whole ones by their own names."""
-    places = train_step.places
-    return held_tensors(model, places.own) if places.is_split else dict(model.state_dict())
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _named(train_step: TrainStep, state: OptimizerState) -> dict[str, Tensor]:
-    """An optimizer's tensors by "key/parameter", on the CPU."""
-    optimizer = {name: tensor.cpu() for name, tensor in state.tensors.items()}
-    shards = {} if train_step.places.is_split else train_step.flat.shards
-    for key, segments in state.flats.items():
-        for name, tensor in joined_by_name(train_step.flat.named(segments), shards):
-            optimizer[f"{key}/{name}"] = tensor.cpu()
-    return optimizer
-
-
-def check_fits(snapshot: Snapshot, model: nn.Module, where: str) -> None:
-    """Refuse a snapshot of another model.
-
-    Raises:
-        CheckpointError: names the first parameter or buffer that differs.
-    """
-    own = model.state_dict()
-    for name in dict.fromkeys([*own, *snapshot.model]):
-        if name not in snapshot.model:
-            raise CheckpointError(f"{where}: is of another model: it has no {name}")
-        if name not in own:
-            raise CheckpointError(f"{where}: is of another model: this one has no {name}")
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    for name in snapshot.buffers:
-        if name not in buffers:
-            raise CheckpointError(f"{where}: is of another model: this one has no {name}")
-    for name, there in (snapshot.model | snapshot.buffers).items():
-        here = own[name] if name in own else buffers[name]
-        if (here.shape, here.dtype) != (there.shape, there.dtype):
-            raise CheckpointError(
-                f"{where}: is of another model: {name} is {there.dtype} {tuple(there.shape)} "
-                f"there, {here.dtype} {tuple(here.shape)} here"
-            )
-    check_described(tables_of(model), snapshot.meta.get("tables", {}), where)
-
-
-def check_optimizer_fits(snapshot: Snapshot, train_step: TrainStep, where: str) -> None:
-    """Refuse a snapshot of another optimizer; old ones do not say all of theirs.
-
-    A hyperparameter that only one of them has, as of another version of torch, is not compared.
-
-    Raises:
-        CheckpointError: names the first thing that differs.
-    """
-    here, there = train_step.flat_optimizer.description, snapshot.meta.get("optimizer", {})
-    for name in [n for n in (there | here) if there]:
-        in_both = name in here and name in there
-        if here.get(name) != there.get(name) and (in_both or " of group " not in name):
-            raise CheckpointError(
-                f"{where}: was trained with another optimizer: {name} is {there.get(name)!r} "
-                f"there, {here.get(name)!r} here; resume with the same optimizer or start a new run"
-            )
-    if train_step.tables is not None:
-        tables = {dealt.name: dealt.table for dealt in train_step.tables.each}
-        check_described(tables, snapshot.meta.get("tables"), where, ("optimizer", "schedule"))
-    wholes = train_step.flat.wholes
-    saved = {(n.partition("/")[0], n.partition("/")[2]): t for n, t in snapshot.optimizer.items()}
-    if train_step.flat_optimizer.elementwise:
-        wanted = {(key, name) for key, _ in saved for name in wholes}
-    else:
-        scalars = snapshot.meta["optimizer_scalars"]
-        wanted = {(k, n) for n, kept in scalars.items() for k, v in kept.items() if v == TENSOR}
-    for key, name in [*saved, *wanted]:
-        tensor = saved.get((key, name))
-        if tensor is None or name not in wholes:
-            raise CheckpointError(f"{where}: is damaged: optimizer state {key}/{name} does not fit")
-        if train_step.flat_optimizer.elementwise and (tensor.shape, tensor.dtype) != wholes[name]:
-            shape, dtype = wholes[name]
-            raise CheckpointError(
-                f"{where}: is damaged: optimizer state {key}/{name} is {tensor.dtype} "
-                f"{tuple(tensor.shape)}, must be {dtype} {tuple(shape)}"
-            )
 
 
 def load_model(snapshot: Snapshot, model: nn.Module) -> None:

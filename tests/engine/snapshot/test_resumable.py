@@ -16,8 +16,8 @@ import torch
 from tests.distributed.tasks import Everything, EverythingConfig
 
 from lockstep.config import OptimizerConfig
-from lockstep.engine.checkpoint.resumable import _is_state
 from lockstep.engine.optimizer.kinds import ELEMENTWISE
+from lockstep.engine.snapshot.resumable import _is_state
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
 from lockstep.front import Result, Sitting, run
