@@ -7,7 +7,7 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice, is_in, storages, within
+from lockstep.engine.optimizer.keepers import Keepers
 from lockstep.engine.optimizer.kinds import is_elementwise, may_draw, own_groups, stepping_in
 from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
 from lockstep.engine.optimizer.optimizer_state import (
@@ -26,8 +27,8 @@ from lockstep.engine.optimizer.optimizer_state import (
     from_json,
     to_json,
 )
-from lockstep.engine.optimizer.stepped import Stepped, check_savable
-from lockstep.errors import CheckpointError, ConfigError, TaskError, shared
+from lockstep.engine.optimizer.stepped import Stepped
+from lockstep.errors import ConfigError
 from lockstep.parallel.layout import Range
 
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
@@ -66,6 +67,7 @@ class FlatOptimizer:
         self._parts = parts_of(optimizer)
         self._part_of_group = [part for part in self._parts.values() for _ in part.param_groups]
         self._optimizers = stepping_in(optimizer)
+        self._keepers = Keepers(self.elementwise, self._optimizers, self._part_of_group)
         self.may_draw = any(map(may_draw, self._optimizers.values()))
         self.description = describe(self._optimizers, flat.names)
         if isinstance(optimizer, NamedOptimizers):
@@ -194,7 +196,7 @@ class FlatOptimizer:
                 "on each rank that steps a part of the parameters; set sharding=none, mesh.tp=1 "
                 "and mesh.pp=1"
             )
-        for _ in self._states():
+        for _ in self._keepers.states(self._stepped):
             pass
         ids = {id(part.tensor) for part in self._stepped}
         for own in self._shared.values():
@@ -204,7 +206,7 @@ class FlatOptimizer:
         """A key of an element-wise optimizer's state, of what is stepped here of a segment."""
         return [
             (part.range, value)
-            for part, name, value in self._states()
+            for part, name, value in self._keepers.states(self._stepped)
             if part.segment == segment and name == key
         ]
 
@@ -218,7 +220,7 @@ class FlatOptimizer:
             TaskError: something cannot be saved.
         """
         state = OptimizerState({}, {}, {}, {})
-        for part, name, value in self._states():
+        for part, name, value in self._keepers.states(self._stepped):
             kept = TENSOR
             if not isinstance(value, Tensor) or value.dim() == 0:
                 kept = to_json(value, part.tensor.device)
@@ -247,7 +249,7 @@ class FlatOptimizer:
             own.load(state.shared.get(path, {}))
         for part in self._stepped:
             for name, value in state.kept_for(part.owner).items():
-                inner, key = self._keeper(part, name)
+                inner, key = self._keepers.find(part, name)
                 inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
 
     def _restored(
@@ -283,46 +285,3 @@ class FlatOptimizer:
                     self._stepped.append(
                         Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
                     )
-
-    def _states(self) -> Iterator[tuple[Stepped, str, Any]]:
-        """All state of what is stepped, by name.
-
-        Raises:
-            TaskError: something cannot be saved.
-        """
-        for part in self._stepped:
-            for prefix, inner in self._keepers(part).items():
-                kept_here = inner.state.get(part.tensor, {})
-                if not isinstance(kept_here, Mapping):
-                    raise TaskError(
-                        f"build_optimizer: {type(inner).__name__} keeps a "
-                        f"{type(kept_here).__name__} as state of a parameter; it must be a dict"
-                    )
-                for key, value in kept_here.items():
-                    check_savable(inner, part.tensor, self.elementwise, key, value)
-                    yield part, prefix + key, value
-
-    def _keepers(self, part: Stepped) -> dict[str, optim.Optimizer]:
-        """Those that may keep state of what is stepped, by what the names of it begin with.
-
-        Element-wise ones hold no others, and no two have the same parameter. So they need no
-        prefix, and what is stepped by several has one flat tensor for each key that they share.
-        """
-        if self.elementwise:
-            return {"": self._part_of_group[part.group]}
-        return {f"{path}." if path else "": inner for path, inner in self._optimizers.items()}
-
-    def _keeper(self, part: Stepped, name: str) -> tuple[optim.Optimizer, str]:
-        """The optimizer that keeps a state, and its key there, by the name that `_states` gave.
-
-        Raises:
-            CheckpointError: there is no such optimizer.
-        """
-        keepers = self._keepers(part)
-        prefixes = [prefix for prefix in keepers if name.startswith(prefix)]
-        if not prefixes:
-            raise shared(
-                CheckpointError(f"the optimizer's state is damaged: {name} is no optimizer's")
-            )
-        prefix = max(prefixes, key=len)
-        return keepers[prefix], name.removeprefix(prefix)
