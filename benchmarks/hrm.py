@@ -6,12 +6,9 @@ Writes `docs/benchmarks/hrm.md`; `--quick` shows that everything runs, and print
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 
-from page import Section, duration, page, ratio
+from page import Section, command, duration, page, ratio, write
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -26,7 +23,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each program runs")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/hrm.py', *sys.argv[1:]])}`"
+    facts["command"] = command("hrm")
     rounds = 1 if args.quick else args.rounds
     steps, slot_s = published_model(args.quick, rounds)
     sections = [steps, copies(args.quick, rounds, slot_s)]
@@ -34,9 +31,7 @@ def main() -> None:
     if args.quick:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    (DOCS / "hrm.md").write_text(text, encoding="utf-8")
-    (DOCS / "hrm.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "hrm", text, facts, sections)
 
 
 def published_model(quick: bool, rounds: int) -> tuple[Section, float]:

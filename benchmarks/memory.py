@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 import lockstep
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
-from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.front import Sitting, run
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction

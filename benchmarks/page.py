@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from processes import Spread
@@ -63,6 +67,29 @@ def page(title: str, stem: str, facts: dict[str, str], sections: Sequence[Sectio
         "",
     ]
     return "\n".join([*head, *(section.markdown() for section in sections)])
+
+
+def command(stem: str) -> str:
+    """How the benchmark `stem`.py was started."""
+    return f"`{shlex.join(['python', f'benchmarks/{stem}.py', *sys.argv[1:]])}`"
+
+
+def write(
+    folder: Path, stem: str, text: str, facts: Mapping[str, str], sections: Sequence[Section]
+) -> None:
+    """Write a page and the raw numbers beside it.
+
+    Args:
+        folder: folder of both; made if it is missing.
+        stem: what the names of both files begin with.
+        text: the page.
+        facts: what the numbers depend on, by name.
+        sections: of the page.
+    """
+    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{stem}.md").write_text(text, encoding="utf-8")
+    (folder / f"{stem}.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
 def ratio(value: Spread) -> str:

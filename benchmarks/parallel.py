@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 
-from page import Section, duration, page, ratio
+from page import Section, command, duration, page, ratio, write
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -27,16 +24,14 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated; prints")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/parallel.py', *sys.argv[1:]])}`"
+    facts["command"] = command("parallel")
     rounds = 1 if args.quick else args.rounds
     sections = [CASES[name](args.quick, rounds) for name in args.only or CASES]
     text = page("Shards and stages", "parallel", facts, sections)
     if args.quick or args.only:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    (DOCS / "parallel.md").write_text(text, encoding="utf-8")
-    (DOCS / "parallel.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "parallel", text, facts, sections)
 
 
 def shards_on_one_rank(quick: bool, rounds: int) -> Section:

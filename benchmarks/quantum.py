@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +24,7 @@ from lockstep.quantum.simulation.statevector import Simulator
 from lockstep.quantum.transformer.closed_form import loss
 from lockstep.recipes.quantum.config import QuantumConfig
 from lockstep.recipes.quantum.task import Quantum
-from page import Section, duration, ratio
+from page import Section, command, duration, ratio, write
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
@@ -47,7 +44,7 @@ def main() -> None:
     torch.set_num_threads(1)
     facts = machine()
     facts["pennylane"], facts["lightning"] = version("pennylane"), version("pennylane-lightning")
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/quantum.py', *sys.argv[1:]])}`"
+    facts["command"] = command("quantum")
     rounds = 1 if args.quick else 7
     largest = 10 if args.quick else args.largest
     works: dict[str, Callable[[], Section]] = {
@@ -62,9 +59,7 @@ def main() -> None:
     if args.quick or args.only:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    (DOCS / "quantum.md").write_text(text, encoding="utf-8")
-    (DOCS / "quantum.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "quantum", text, facts, sections)
 
 
 def sentences(rounds: int) -> Section:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import statistics
-import sys
 from dataclasses import asdict
 from typing import Any
 
-from page import Section, duration
+from page import Section, command, duration, write
 from processes import Spread
 from recovery_runs import (
     TORCHFT_JOIN_MS,
@@ -45,14 +42,11 @@ def main() -> None:
         _calm(args.rounds),
         _buddies(args.rounds),
     ]
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/recovery.py', *sys.argv[1:]])}`"
+    facts["command"] = command("recovery")
     head = ["# Benchmark of recovery", "", "Made by `benchmarks/recovery.py`.", "", "| | |"]
     table = ["| --- | --- |", *(f"| {k} | {v} |" for k, v in facts.items()), ""]
     text = "\n".join([*head, *table, *(section.markdown() for section in sections)])
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    DOCS.mkdir(parents=True, exist_ok=True)
-    (DOCS / "recovery.md").write_text(text, encoding="utf-8")
-    (DOCS / "recovery.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "recovery", text, facts, sections)
     print(text)
 
 

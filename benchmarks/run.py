@@ -6,10 +6,8 @@ A quick or partial run is printed instead, unless `--output` names a folder for 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-import shlex
 import sys
 import time
 from datetime import datetime
@@ -19,7 +17,7 @@ from pathlib import Path
 from cases import CASES, Effort
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.job.commands import find_mpirun, mpi_version
-from page import page
+from page import command, page, write
 from processes import HERE
 
 PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
@@ -40,7 +38,7 @@ def main() -> None:
         print(f"{name} ({time.perf_counter() - started:.0f} s)", file=sys.stderr)
         sections += CASES[name](Effort(args.quick))
     facts["took"] = f"{time.perf_counter() - started:.0f} s"
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/run.py', *sys.argv[1:]])}`"
+    facts["command"] = command("run")
     if args.quick:
         facts["quick"] = "yes: these numbers mean nothing"
     text = page("Benchmarks of the core", "core", facts, sections)
@@ -48,10 +46,7 @@ def main() -> None:
     if folder is None:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "core.md").write_text(text, encoding="utf-8")
-    (folder / "core.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(folder, "core", text, facts, sections)
     print(f"written to {folder}", file=sys.stderr)
 
 

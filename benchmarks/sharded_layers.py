@@ -20,7 +20,7 @@ from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.nn import Heads, shard
 from lockstep.nn.cutting import compute_in, cut, keep
-from lockstep.nn.regions import Region
+from lockstep.nn.sharded.regions import Region
 from lockstep.nn.units import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis

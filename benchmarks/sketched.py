@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from lockstep.config import override
 from lockstep.recipes.sketched.config import SketchedConfig
 from lockstep.recipes.sketched.task import Sketched
 from lockstep.sketch import SKLinear, cqrrpt, rsvd
-from page import Section
+from page import Section, command, write
 from run import DOCS, machine
 from sketched_layers import attention_works, fastest, linear_works
 
@@ -41,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     facts = machine(("lockstep-train", "torch", "numpy", "scipy"))
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/sketched.py', *sys.argv[1:]])}`"
+    facts["command"] = command("sketched")
     quick = args.quick
     works: dict[str, Callable[[], Section]] = {
         "speed": lambda: speed((256,) if quick else (4096, 8192), 1 if quick else 9),
@@ -60,9 +58,7 @@ def main() -> None:
     if quick or args.only:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    (DOCS / "sketched.md").write_text(text, encoding="utf-8")
-    (DOCS / "sketched.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "sketched", text, facts, sections)
 
 
 def speed(widths: tuple[int, ...], rounds: int) -> Section:

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 
-from page import Section, duration, page
+from page import Section, command, duration, page, write
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 
@@ -25,15 +22,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each program runs")
     args = parser.parse_args()
     facts = machine(("torch",))
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/slices.py', *sys.argv[1:]])}`"
+    facts["command"] = command("slices")
     section = measured(args.quick, 1 if args.quick else args.rounds)
     text = page("Parameters in slices", "slices", facts, [section])
     if args.quick:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": section.title, "raw": section.raw}]}
-    (DOCS / "slices.md").write_text(text, encoding="utf-8")
-    (DOCS / "slices.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "slices", text, facts, [section])
 
 
 def measured(quick: bool, rounds: int) -> Section:

@@ -6,12 +6,9 @@ Writes `docs/benchmarks/tables.md`; `--quick` shows that everything runs, and pr
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
-import sys
 
-from page import Section, duration, page, ratio
+from page import Section, command, duration, page, ratio, write
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine
 from table_steps import BATCH, DIM
@@ -26,16 +23,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="how often each program runs")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/tables.py', *sys.argv[1:]])}`"
+    facts["command"] = command("tables")
     rounds = 1 if args.quick else args.rounds
     sections = [sizes(args.quick, rounds), peers(args.quick, rounds)]
     text = page("Tables of rows", "tables", facts, sections)
     if args.quick:
         print(text)
         return
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    (DOCS / "tables.md").write_text(text, encoding="utf-8")
-    (DOCS / "tables.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+    write(DOCS, "tables", text, facts, sections)
 
 
 def arguments(rows: int, quick: bool, *more: str) -> tuple[str, ...]:

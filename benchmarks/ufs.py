@@ -6,16 +6,13 @@ A quick or partial run is printed instead, unless `--output` names a folder for 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from cases import Effort
 from lockstep.launchers.host.cores import usable_cores
-from page import Section, duration, number, page, ratio
+from page import Section, command, duration, number, page, ratio, write
 from processes import Program, Spread, alternate
 from run import DOCS, machine
 
@@ -203,24 +200,17 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     facts = machine(PACKAGES)
-    facts["command"] = f"`{shlex.join(['python', 'benchmarks/ufs.py', *sys.argv[1:]])}`"
+    facts["command"] = command("ufs")
     folder = args.output or (None if args.quick or args.only else DOCS)
     sections: list[Section] = []
     for name in args.only or CASES:
         sections.append(CASES[name](Effort(args.quick)))
         facts["took"] = f"{time.perf_counter() - started:.0f} s"
         if folder is not None:
-            write(folder, facts, sections)  # what there is, should a later one fail
+            # What there is, should a later one fail.
+            write(folder, "ufs", _page(facts, sections), facts, sections)
     if folder is None:
         print(_page(facts, sections))
-
-
-def write(folder: Path, facts: dict[str, str], sections: list[Section]) -> None:
-    """Write the page and the raw numbers."""
-    raw = {"facts": facts, "sections": [{"title": s.title, "raw": s.raw} for s in sections]}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ufs.md").write_text(_page(facts, sections), encoding="utf-8")
-    (folder / "ufs.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
 def _page(facts: dict[str, str], sections: list[Section]) -> str:

@@ -37,7 +37,8 @@ WALKS = {
 
 _ROOMS = (
     "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
-    "engine/step", "engine/passes", "engine/tables", "engine/carry", "data", "parallel", "comm",
+    "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes", "engine/tables",
+    "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 
@@ -60,6 +61,8 @@ _STYLE = """
 
 _CHAR, _NOTE_CHAR = 7.3, 6.3
 """About the width of a character of a name and of a note, in pixels."""
+_NOTES_AT = 510
+"""Where notes begin in the picture of the house, in pixels."""
 
 
 class Call(NamedTuple):
@@ -111,24 +114,30 @@ def _house() -> str:
                 uses[pair[0]].add(pair[1])
     drawing = _Drawing(980)
     drawing.text(20, 30, "title", "Floors, and the rooms in them")
-    drawing.text(510, 30, "title", "Imports point down only")
+    drawing.text(_NOTES_AT, 30, "title", "Imports point down only")
     y = 46.0
     for number, floor in enumerate(floors):
         top, rows = y, []
         for name in floor:
-            rows.append((name, _rooms(name), [o for o in order if o in uses[name]]))
-        height = 8 + 34 * len(rows)
+            label = name if (SOURCE / name).is_dir() else f"{name}.py"
+            used = [o for o in order if o in uses[name]]
+            rows.append((label, _lines_of_rooms(label, _rooms(name)), used))
+        height = 8 + 34 * sum(len(lines) for _, lines, _ in rows)
         drawing.band(10, top, 960, height, number)
-        for name, rooms, used in rows:
+        for label, lines_of_rooms, used in rows:
             y += 6
-            x = drawing.box(20, y, name if (SOURCE / name).is_dir() else f"{name}.py") + 12
-            for room in rooms:
-                x = drawing.room(x, y, room) + 6
+            drawing.box(20, y, label)
+            middle = y + 17 * len(lines_of_rooms)
+            for rooms in lines_of_rooms:
+                x = 20 + _width(label) + 12
+                for room in rooms:
+                    x = drawing.room(x, y, room) + 6
+                y += 34
+            y -= 6
             note = "imports " + ", ".join(used) if used else "imports no other floor"
-            lines = _broken(note, (960 - 500) / _NOTE_CHAR)
+            lines = _broken(note, (960 - _NOTES_AT) / _NOTE_CHAR)
             for line, text in enumerate(lines):
-                drawing.text(510, y + 17 + (line - (len(lines) - 1) / 2) * 14, "note", text)
-            y += 28
+                drawing.text(_NOTES_AT, middle + (line - (len(lines) - 1) / 2) * 14, "note", text)
         y = top + height + 4
     return drawing.svg(y + 6)
 
@@ -138,6 +147,19 @@ def _rooms(name: str) -> list[str]:
     folder = SOURCE / name
     inside = [p.parent.name for p in folder.glob("*/__init__.py")] if folder.is_dir() else []
     return sorted(inside)
+
+
+def _lines_of_rooms(label: str, rooms: list[str]) -> list[list[str]]:
+    """The rooms of a package in lines that end before the notes; at least one line."""
+    first = 20 + _width(label) + 12
+    lines, x = [list[str]()], first
+    for room in rooms:
+        if lines[-1] and x + _width(room) > _NOTES_AT - 10:
+            lines.append([])
+            x = first
+        lines[-1].append(room)
+        x += _width(room) + 6
+    return lines
 
 
 def _broken(text: str, width: float) -> list[str]:
@@ -196,13 +218,14 @@ def _walk(listed: list[Call], title: str) -> str:
     unknown = {call.room for call in listed} - set(rooms)
     if unknown:
         raise ValueError(f"{PAGE.name}: {title}: no column for {', '.join(sorted(unknown))}")
-    stride, top, row = min(126.0, 880.0 / len(rooms)), 64.0, 34.0
+    stride, top, row = min(126.0, 880.0 / len(rooms)), 78.0, 34.0
     bottom = top + row * len(listed)
     drawing = _Drawing(1240)
     drawing.text(20, 28, "title", title)
     for number, room in enumerate(rooms):
         drawing.band(10 + stride * number, 40, stride, bottom - 34, number)
-        drawing.text(18 + stride * number, 56, "note", room)
+        for line, part in enumerate(room.replace("/", "/ ").split(" ")):
+            drawing.text(18 + stride * number, 56 + 14 * line, "note", part)
     places: list[tuple[Call, float, float]] = []
     notes_at: list[float] = []
     for number, call in enumerate(listed):
@@ -222,6 +245,11 @@ def _walk(listed: list[Call], title: str) -> str:
         right = drawing.box(x, y, call.name)
         drawing.text(max(right + 10, note_x), y + 17, "note", call.note)
     return drawing.svg(bottom + 14)
+
+
+def _width(name: str) -> float:
+    """The width of a box with a name, in pixels."""
+    return 16 + _CHAR * len(name)
 
 
 @dataclass
@@ -259,7 +287,7 @@ class _Drawing:
         return self._labelled("room", x, y, name)
 
     def _labelled(self, kind: str, x: float, y: float, name: str) -> float:
-        width = 16 + _CHAR * len(name)
+        width = _width(name)
         self._rectangle(kind, x, y, width, 26)
         self.text(x + 8, y + 17, "name", name)
         return x + width

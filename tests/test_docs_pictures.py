@@ -38,6 +38,23 @@ def test_each_picture_is_well_formed_and_used(pictures: ModuleType) -> None:
         assert f"(pictures/{name})" in page
 
 
+def test_rooms_end_before_the_notes_beside_them(pictures: ModuleType) -> None:
+    root = ElementTree.parse(pictures.FOLDER / "house.svg").getroot()
+    boxes = root.iter("{http://www.w3.org/2000/svg}rect")
+    rooms = [box.attrib for box in boxes if box.attrib["class"] == "room"]
+    assert rooms
+    assert all(float(r["x"]) + float(r["width"]) < pictures._NOTES_AT for r in rooms)
+
+
+def test_names_of_columns_end_before_the_next_one(pictures: ModuleType) -> None:
+    for name in ("step.svg", "kill.svg"):
+        elements = list(ElementTree.parse(pictures.FOLDER / name).getroot())
+        stride = next(float(e.attrib["width"]) for e in elements if e.get("class") == "band")
+        heads = [e for e in elements if e.get("class") == "note" and float(e.attrib["y"]) < 78]
+        assert heads
+        assert all(6.3 * len(head.text or "") < stride for head in heads)
+
+
 def test_a_walk_has_all_calls_and_falls(pictures: ModuleType) -> None:
     walk = pictures.calls(pictures.WALKS["step"])
     assert {"TrainStep.run", "Fold.add", "RunState.commit"} <= {call.name for call in walk}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.data.random import generator, numpy_generator
     from lockstep.data.shards import Shards
     from lockstep.engine.hooks.hook import Hook, Run
-    from lockstep.engine.step.schedule import lr_factor
+    from lockstep.engine.optimizer.schedule import lr_factor
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
     from lockstep.exporting.export import Exported, export
@@ -103,7 +103,7 @@ _HOMES = {
     "generator": "lockstep.data.random",
     "launch": "lockstep.launching.launch",
     "load": "lockstep.loading",
-    "lr_factor": "lockstep.engine.step.schedule",
+    "lr_factor": "lockstep.engine.optimizer.schedule",
     "main": "lockstep.front",
     "numpy_generator": "lockstep.data.random",
     "train": "lockstep.front",

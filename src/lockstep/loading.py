@@ -13,9 +13,10 @@ from lockstep.config import load as load_config
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import load_model
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.recipes.abilities import Adopts

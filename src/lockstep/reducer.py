@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.comm.borrowed import borrowed
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.step.flat import FlatTensors
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.reduction import OrderedReduction

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import FlatOptimizer
-from lockstep.engine.step.optimizer import check_optimizer
-from lockstep.engine.step.slices import slices_of
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import slices_of
+from lockstep.engine.optimizer.choice import check_optimizer
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.optim.lbfgs import LBFGS
 from lockstep.optim.natural import NaturalGradient
 from lockstep.parallel.layout import Range

@@ -17,14 +17,15 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
-from lockstep.engine.audit import trial
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import capture, restore
 from lockstep.engine.digests import model_digest
+from lockstep.engine.optimizer import flat_optimizer
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step import flat_optimizer
+from lockstep.engine.snapshot.capture import capture
+from lockstep.engine.snapshot.restore import restore
+from lockstep.engine.trial import trial
 from lockstep.optim import AdamATan2
 
 STEPS = 6

@@ -16,15 +16,16 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
-from lockstep.engine.audit import trial
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import capture, restore
 from lockstep.engine.digests import model_digest
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.snapshot.capture import capture
+from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.task import Loss, Task
+from lockstep.engine.trial import trial
 from lockstep.errors import TaskError
 from lockstep.parallel import reduction
 from lockstep.parallel.layout import Range

@@ -15,8 +15,6 @@ from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.streamed import streamed_digest
-from lockstep.engine.checkpoint.whole_tensors import whole_digest
 from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hooks.hooks import Hooks
@@ -26,6 +24,8 @@ from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
 from lockstep.engine.reporter import Reporter
 from lockstep.engine.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
+from lockstep.engine.snapshot.streamed import streamed_digest
+from lockstep.engine.snapshot.whole_tensors import whole_digest
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskFailure, shared

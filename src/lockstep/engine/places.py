@@ -15,7 +15,7 @@ from lockstep.engine.runtime import Runtime
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
 from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.regions import Moment, Region
+from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.nn.units import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.depth_axis import Moment as PipelineMoment

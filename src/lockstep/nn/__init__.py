@@ -13,14 +13,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.nn.layers import ColumnLinear, RowLinear
-    from lockstep.nn.logits import ShardedLogits
     from lockstep.nn.pipeline import Pipeline
-    from lockstep.nn.plan import Heads, shard
-    from lockstep.nn.sharded_tensor import ShardedTensor
-    from lockstep.nn.sketched import SketchedColumn, SketchedRow
+    from lockstep.nn.sharded.layers import ColumnLinear, RowLinear
+    from lockstep.nn.sharded.logits import ShardedLogits
+    from lockstep.nn.sharded.plan import Heads, shard
+    from lockstep.nn.sharded.sharded_tensor import ShardedTensor
+    from lockstep.nn.sharded.sketched import SketchedColumn, SketchedRow
+    from lockstep.nn.sharded.vocabulary import VocabularyEmbedding, VocabularyLinear
     from lockstep.nn.tables.sparse_embedding import SparseEmbedding
-    from lockstep.nn.vocabulary import VocabularyEmbedding, VocabularyLinear
 
 __all__ = [
     "ColumnLinear",
@@ -39,18 +39,18 @@ __all__ = [
 
 _HOMES: Mapping[str, str] = MappingProxyType(
     {
-        "ColumnLinear": "layers",
-        "Heads": "plan",
+        "ColumnLinear": "sharded.layers",
+        "Heads": "sharded.plan",
         "Pipeline": "pipeline",
-        "RowLinear": "layers",
-        "ShardedLogits": "logits",
-        "ShardedTensor": "sharded_tensor",
-        "SketchedColumn": "sketched",
-        "SketchedRow": "sketched",
+        "RowLinear": "sharded.layers",
+        "ShardedLogits": "sharded.logits",
+        "ShardedTensor": "sharded.sharded_tensor",
+        "SketchedColumn": "sharded.sketched",
+        "SketchedRow": "sharded.sketched",
         "SparseEmbedding": "tables.sparse_embedding",
-        "VocabularyEmbedding": "vocabulary",
-        "VocabularyLinear": "vocabulary",
-        "shard": "plan",
+        "VocabularyEmbedding": "sharded.vocabulary",
+        "VocabularyLinear": "sharded.vocabulary",
+        "shard": "sharded.plan",
     }
 )
 

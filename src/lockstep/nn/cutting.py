@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.layers import DIVIDED, ShardedModule, let_go
+from lockstep.nn.let_go import let_go
 from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.refusals import watch_backward_hooks
-from lockstep.nn.regions import Region
+from lockstep.nn.sharded.layers import DIVIDED, ShardedModule
+from lockstep.nn.sharded.refusals import watch_backward_hooks
+from lockstep.nn.sharded.regions import Region
 from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.layout import split
 from lockstep.parallel.shard_axis import ShardAxis

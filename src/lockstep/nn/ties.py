@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lockstep.nn.layers import let_go
+from lockstep.nn.let_go import let_go
 from lockstep.nn.storage import Storage
 from lockstep.nn.units import Holding, Unit
 from lockstep.parallel.depth_axis import TIED, DepthAxis

@@ -9,9 +9,9 @@ from torch import nn, optim
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.step import memory
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.errors import ConfigError, EnvironError
 from lockstep.nn.cutting import units_of
 

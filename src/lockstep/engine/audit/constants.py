@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection
 
 from torch import Tensor, nn
 
+from lockstep.engine.flat.flat_tensors import given_other_memory
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
-from lockstep.engine.step.flat import given_other_memory
 from lockstep.errors import TaskError
-from lockstep.nn.layers import is_let_go
+from lockstep.nn.let_go import is_let_go
 
 _MOST_COPIED = 1 << 20
 """Elements of one tensor that are compared by value."""

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.audit.held_state import held_state
-from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_scratch, made_anew
 from lockstep.errors import TaskError
 

@@ -10,8 +10,8 @@ from torch import nn
 from lockstep.engine.passes.buffers import tensor_places
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.location import frames_of, location
-from lockstep.nn.logits import ShardedLogits
-from lockstep.nn.sharded_tensor import ShardedTensor
+from lockstep.nn.sharded.logits import ShardedLogits
+from lockstep.nn.sharded.sharded_tensor import ShardedTensor
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.carry.tree import Carry
-from lockstep.engine.checkpoint.optimizer_state import DTYPES, dtype_name
+from lockstep.engine.optimizer.optimizer_state import DTYPES, dtype_name
 
 _WORD = 8
 """Bytes of an element: transports count elements, of which there may be 2 GiB."""

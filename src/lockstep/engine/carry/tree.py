@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.engine.checkpoint.optimizer_state import is_savable
 from lockstep.engine.digests import tensors_digest
+from lockstep.engine.optimizer.optimizer_state import is_savable
 from lockstep.errors import TaskError
 
 _MOST_LEVELS = 32

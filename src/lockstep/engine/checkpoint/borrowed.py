@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import check_fits, held, receive_model, receive_named
 from lockstep.engine.events import Warned
 from lockstep.engine.runtime import Runtime, everywhere, on_first
+from lockstep.engine.snapshot.capture import held
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import receive_model, receive_named
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError
 from lockstep.nn.cutting import load_held

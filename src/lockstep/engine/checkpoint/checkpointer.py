@@ -18,22 +18,20 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.carry.carries import Held, from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.restore import capture, check_fits, check_optimizer_fits, restore
-from lockstep.engine.checkpoint.resumable import (
-    SamplerMeta,
-    check_meta,
-    check_optimizer_state,
-    check_training_state,
-)
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.checkpoint.streamed import StreamedState
-from lockstep.engine.checkpoint.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
 from lockstep.engine.runtime import Runtime, everywhere, on_first
+from lockstep.engine.snapshot.capture import capture
+from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
+from lockstep.engine.snapshot.restore import restore
+from lockstep.engine.snapshot.resumable import SamplerMeta, check_meta, check_training_state
+from lockstep.engine.snapshot.streamed import StreamedState
+from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
+from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.tables.files import StreamedTables, described
 from lockstep.errors import CheckpointError
 

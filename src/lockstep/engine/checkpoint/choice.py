@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.resumable import check_meta
+from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.errors import CheckpointError
 from lockstep.parsing import parse_int, shown
 

@@ -1,11 +1,9 @@
-"""The loss of one microbatch, or of one batch of an evaluation, and what it must be."""
+"""The loss of one microbatch, or of one batch of an evaluation."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,9 +16,10 @@ from lockstep.engine.carry.carries import Carries
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
+from lockstep.engine.passes.returned import check_has_gradient, check_loss, pair_of, place
 from lockstep.engine.tables.lookups import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
-from lockstep.errors import TaskError, shared
+from lockstep.errors import TaskError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.nn.tables.sparse_embedding import Lent
 
@@ -108,13 +107,10 @@ class Compute:
             else:
                 loss = phase.loss(self._model, batch)
         self.watched.check()
-        where = _place(phase)
+        where = place(phase)
         self._check_stage(where)
-        _check(where, loss)
-        if not loss.sum.requires_grad:
-            raise TaskError(
-                f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
-            )
+        check_loss(where, loss)
+        check_has_gradient(where, loss)
         names = self._metrics.setdefault(phase.name, tuple(sorted(loss.metrics)))
         if tuple(sorted(loss.metrics)) != names:
             raise TaskError(
@@ -135,14 +131,9 @@ class Compute:
         """The loss of a microbatch that goes on from the step before."""
         carry = self._carry(microbatch, batch, carries)
         returned = phase.loss(self._model, batch, carry.tree)
-        where = _place(phase)
-        if not (isinstance(returned, tuple) and len(returned) == 2):
-            raise TaskError(
-                f"Task.{where}: must return (lockstep.Loss, carry), since there is a Task.carry; "
-                f"returned {_described(returned)}"
-            )
+        where = place(phase)
         loss: Loss
-        loss, after = returned
+        loss, after = pair_of(where, returned)
         carries.make(microbatch, Carry.of(after, f"Task.{where}: the carry"))
         return loss
 
@@ -208,7 +199,7 @@ class Compute:
         with torch.no_grad(), self._open(), self._autocast():
             loss = self.task.evaluate(self._model, batch)
         self._check_stage("evaluate")
-        _check("evaluate", loss)
+        check_loss("evaluate", loss)
         pairs = {"loss": (loss.sum, loss.weight), **loss.metrics}
         values = copied([v for pair in pairs.values() for v in pair])()
         sums = dict(zip(pairs, zip(values[::2], values[1::2], strict=True), strict=True))
@@ -229,71 +220,6 @@ class Compute:
         return values
 
 
-def _place(phase: Phase) -> str:
-    return f"{phase.name}: the loss" if phase.name else "loss"
-
-
-def _check(where: str, loss: Any) -> None:
-    """Refuse a loss that is not what it must be.
-
-    Raises:
-        TaskError: it is not.
-    """
-    if not isinstance(loss, Loss):
-        raise TaskError(
-            f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
-            f"{type(loss).__name__}"
-        )
-    if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
-        raise TaskError(
-            f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
-            "the loss over the batch"
-        )
-    _check_scalars(where, loss)
-
-
-def _check_scalars(where: str, loss: Loss) -> None:
-    """Refuse a weight or metrics that are not what they must be, by name.
-
-    Raises:
-        TaskError: they are not.
-    """
-    if not _is_scalar(loss.weight):
-        raise TaskError(
-            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
-            "number of samples of the batch"
-        )
-    if not isinstance(loss.metrics, Mapping):
-        raise TaskError(
-            f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
-            f"{_described(loss.metrics)}"
-        )
-    for name, pair in loss.metrics.items():
-        if not (isinstance(pair, tuple | list) and len(pair) == 2):
-            raise TaskError(
-                f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
-                f"{_described(pair)}; give its sum over the batch, and the number of samples"
-            )
-        for value in pair:
-            if not _is_scalar(value):
-                raise TaskError(
-                    f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
-                    f"{_described(value)}; sum over the batch"
-                )
-
-
-def _is_scalar(value: object) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
-
-
 def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
     """Copy numbers as they are now; what is returned gives them.
 
@@ -312,18 +238,3 @@ def copied(values: Sequence[Number]) -> Callable[[], list[float]]:
         return [next(fetched) if v is None else v for v in rest]
 
     return fetch
-
-
-def check_weight(weight: float, step: int) -> None:
-    """Refuse a step in which nothing counts.
-
-    Raises:
-        TaskError: the weights of all microbatches add up to zero, a negative number or NaN.
-    """
-    if not (weight > 0 and math.isfinite(weight)):
-        raise shared(
-            TaskError(
-                f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight "
-                "must be the number of samples (or another positive weight) of the batch"
-            )
-        )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.faults import FaultsInside
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
@@ -20,7 +21,6 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
@@ -80,6 +80,33 @@ class Passes:
         self._inside.step = self._places.step = step
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
+
+    def look_up(self, step: int, microbatches: Dealt, batches: Iterator[Any]) -> Iterator[Any]:
+        """Have the rows of tables that a step's microbatches need; the same batches again.
+
+        A collective. The arguments are those of `run`.
+
+        Raises:
+            LockstepError: a batch could not be had, or what it looks up, on some rank; on all.
+        """
+        num, ahead, watch = self._places.mesh.num_microbatches, [], self._watch
+
+        def wanted() -> dict[int, dict[str, Tensor]]:
+            for number in range(*microbatches):
+                if number < num:
+                    ahead.append([step, number, self.fetched(step, number, batches)])
+            asked = {
+                number: self._compute.wanted(step, number, batch, self._carries)
+                for _, number, batch in ahead
+                if batch is not None
+            }
+            watch.data_s += watch.lap()
+            return asked
+
+        assert self._tables is not None, "there is something to look up in"
+        self._tables.lend(step, wanted)
+        watch.communication_s += watch.lap()
+        return iter(ahead)
 
     def run(
         self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: Fold | Rounds

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engine.step.named_optimizers import named_optimizers
+from lockstep.engine.optimizer.named_optimizers import named_optimizers
 from lockstep.engine.task import Phase, Task, has_carry
 from lockstep.errors import TaskError
 from lockstep.parsing import shown

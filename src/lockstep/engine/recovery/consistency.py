@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.checkpoint.task_state import TaskState
 from lockstep.engine.digests import tensor_digest, tensors_digest
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import everywhere
+from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
 from lockstep.nn.elsewhere import Elsewhere
-from lockstep.nn.layers import is_let_go
+from lockstep.nn.let_go import is_let_go
 from lockstep.nn.units import EVERYWHERE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState, Scalars
+from lockstep.engine.optimizer.optimizer_state import OptimizerState, Scalars
 from lockstep.engine.recovery.positions import Held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared

@@ -1,1 +1,1 @@
-"""One training step: the optimizer on flat parameters, and what it needs."""
+"""One training step: its microbatches, its sums, and how it is applied."""

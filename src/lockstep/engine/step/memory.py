@@ -14,8 +14,8 @@ from torch import optim
 from lockstep.cgroups import control_groups
 from lockstep.config import TrainConfig
 from lockstep.config.train_config import Sharding
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.named_optimizers import parts_of
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.named_optimizers import parts_of
 from lockstep.errors import ConfigError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.fold import rows_needed

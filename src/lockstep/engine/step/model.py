@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.aliases import check_aliases
+from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import check_pipeline
-from lockstep.engine.step.optimizer import check_optimizer, default_optimizer
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import cut
-from lockstep.nn.layers import say_what_is_held
+from lockstep.nn.let_go import say_what_is_held
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.layout import Range

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.slices import Slice
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import Slice
 from lockstep.errors import NonFiniteError, shared
 
 _OTHERS = (

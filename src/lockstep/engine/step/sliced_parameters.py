@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.places import Places
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.workspace import Workspace
 from lockstep.nn.pipeline import Pipeline
 

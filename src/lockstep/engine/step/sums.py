@@ -7,12 +7,12 @@ import math
 from torch import Tensor
 
 from lockstep.engine.carry.group import DealtCarries
-from lockstep.engine.passes.compute import check_weight
+from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.passes import Passes, float64
 from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.passes.returned import check_weight
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
-from lockstep.engine.step.flat import FlatTensors
 from lockstep.engine.step.header import Header
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace

@@ -1,13 +1,12 @@
 """One training step, from the microbatches to the committed parameters.
 
-Nothing of the committed state changes before `TrainStep._apply`: until then a step can be given up
+Nothing of the committed state changes before `Apply.step`: until then a step can be given up
 and done again. With a sharded optimizer, ranks need each other once more after it. So before any
 rank applies a step, all have what it takes to apply it: when one has, all of them can, and must.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,11 +15,12 @@ from torch import nn
 
 from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
-from lockstep.data.random import Stream, random_key
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.carry.group import DealtCarries
-from lockstep.engine.checkpoint.optimizer_state import OptimizerState
-from lockstep.engine.checkpoint.task_state import TaskState
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.optimizer_state import OptimizerState
+from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
@@ -29,10 +29,9 @@ from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.flat_optimizer import FlatOptimizer
-from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.step.schedule import Schedule
+from lockstep.engine.snapshot.task_state import TaskState
+from lockstep.engine.step.apply import Apply
+from lockstep.engine.step.header import num_values
 from lockstep.engine.step.sliced_parameters import SlicedParameters
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.sums import StepSums
@@ -83,7 +82,6 @@ class TrainStep:
         self.places = places
         self._config = config
         self._model = model
-        self._compute = compute
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.task_state = task_state
@@ -118,7 +116,6 @@ class TrainStep:
         self._sums = StepSums(
             runtime, places, self._passes, self.loss_scale, self.watch, self.carries, self.tables
         )
-        self._summed: Summed | None = None
         self.parameters = SlicedParameters(model, places)
         if places.in_slices:
             flat.renew()
@@ -129,6 +126,16 @@ class TrainStep:
         self.parameters.close()
         self.schedule = Schedule(
             task_state.task, config.schedule, total_steps, self.flat_optimizer.num_groups
+        )
+        self._apply = Apply(
+            config,
+            compute.phases,
+            state,
+            self.loss_scale,
+            self.flat_optimizer,
+            self.schedule,
+            self.carries,
+            self.tables,
         )
 
     def give_up(self) -> None:
@@ -163,7 +170,7 @@ class TrainStep:
             ranges: microbatches of each rank.
             state: whole state of the optimizer if it is sharded and the group is another one.
         """
-        self._summed = None
+        self._apply.summed = None
         self.workspace = self._lay_out(ranges)
         if state is not None:
             self.flat_optimizer.own(self.workspace.stepped)
@@ -178,7 +185,7 @@ class TrainStep:
             ranges: microbatches of each rank.
         """
         self.give_up()
-        self._summed = None
+        self._apply.summed = None
         self.workspace = self._lay_out(ranges)
         self.flat_optimizer.own(self.workspace.stepped)
         self.flat_optimizer.bind(self.workspace.stepped)
@@ -194,7 +201,7 @@ class TrainStep:
         keep(self._model, own)
         self._passes.use(self.flat)
         self._constants.watch_anew()
-        self._summed = None
+        self._apply.summed = None
         self.workspace = self._lay_out(self.places.mesh.microbatches)
         self.flat_optimizer.move(self.flat, self.workspace.stepped)
 
@@ -232,12 +239,12 @@ class TrainStep:
         watch = self.watch
         watch.start()
         self.workspace.reduction.restart()
-        self._summed = None
+        self._apply.summed = None
         self._passes.begin(step)
         if self.carries is not None:
             self.carries.begin()
         if self.tables is not None:
-            batches = self._look_up(step, batches, self.tables)
+            batches = self._passes.look_up(step, self.workspace.microbatches, batches)
         factors: list[float] = []
         error: Raised | None = None
         try:
@@ -274,17 +281,17 @@ class TrainStep:
         if self.shares_state or self.tables is not None:
             # From here on each rank holds what it takes to apply this step. Should one die, the
             # others can follow (`follow`), whichever of them had applied it.
-            self._summed = summed
+            self._apply.summed = summed
         norm = self._sums.norm(step, scalars[1], self.workspace, self.flat)
         self._runtime.at("optimizer", step)
-        result = self._apply(step, decays, factors, summed, norm)
+        result = self._apply.step(step, decays, factors, summed, norm, self.workspace)
         if self.sharded:
             self._runtime.at("gather", step)
             watch.compute_s += watch.lap()
             self.workspace.gather_parameters()
             self._runtime.at("gathered", step)
             watch.communication_s += watch.lap()
-        self._summed = None
+        self._apply.summed = None
         watch.compute_s += watch.lap()
         return result
 
@@ -301,103 +308,8 @@ class TrainStep:
     @property
     def applied(self) -> StepResult | None:
         """The result of an interrupted step that this rank has applied, if it has; so all must."""
-        return self._summed.result if self._summed else None
+        return self._apply.result
 
     def follow(self, step: int, decays: int, lead: StepResult) -> None:
-        """Apply an interrupted step that another rank has applied, as far as this one has to.
-
-        Where any rank alone has all parameters and all state, a copy of these is made later; but
-        what microbatches carry is with the ranks that have computed them, and rows of tables are
-        with those that own them.
-        """
-        if self.applied is not None:
-            return
-        if not self.shares_state:
-            self._settle(step, decays, lead.grad_norm)
-        else:
-            assert self._summed is not None, "a rank has applied a step before all could"
-            factors = self.schedule.factors(step, decays)
-            self._apply(step, decays, factors, self._summed, lead.grad_norm)
-
-    def _settle(self, step: int, decays: int, norm: float) -> None:
-        """Go on from what the step has made of carries and rows; talks to nobody."""
-        if self.carries is not None:
-            self.carries.settle(norm)
-        if self.tables is not None:
-            assert self._summed is not None, "a rank has applied a step before all could"
-            unit = self._unit(self._summed.scalars[1], norm)
-            self.tables.settle(step, decays, norm, unit)
-
-    def _unit(self, weight: float, norm: float) -> float:
-        """What sums of gradients are multiplied with: mean, loss scale and clipping in one."""
-        unit = 1.0 / (weight * self.loss_scale.value)
-        clip_norm = self._config.clip_norm
-        if clip_norm is not None and norm > clip_norm:
-            # 1e-6 as in torch.nn.utils.clip_grad_norm_.
-            unit *= clip_norm / (norm + 1e-6)
-        return unit
-
-    def _look_up(self, step: int, batches: Iterator[Any], tables: Tables) -> Iterator[Any]:
-        """Have the rows that this rank's microbatches need; the same batches again."""
-        num, ahead, watch = self._config.num_microbatches, [], self.watch
-
-        def wanted() -> dict[int, dict[str, torch.Tensor]]:
-            for number in range(*self.workspace.microbatches):
-                if number < num:
-                    batch = self._passes.fetched(step, number, batches)
-                    ahead.append([step, number, batch])
-            asked = {
-                number: self._compute.wanted(step, number, batch, self.carries)
-                for _, number, batch in ahead
-                if batch is not None
-            }
-            watch.data_s += watch.lap()
-            return asked
-
-        tables.lend(step, wanted)
-        watch.communication_s += watch.lap()
-        return iter(ahead)
-
-    def _apply(
-        self, step: int, decays: int, factors: list[float], summed: Summed, norm: float
-    ) -> StepResult:
-        """Clip, step the optimizer, advance buffers; talks to nobody."""
-        weight = summed.scalars[1]
-        self._settle(step, decays, norm)
-        unit = self._unit(weight, norm)
-        # With fp16 an overflow skips the step and lowers the scale; every rank has the same norm.
-        finite = math.isfinite(norm)
-        self.loss_scale.update(finite)
-        if finite:
-            # One pass over memory, one rounding.
-            for own in self.workspace.every_slice:
-                own.gradient.mul_(unit)
-            key = (
-                random_key(self._config.seed, Stream.OPTIMIZER, step)
-                if self.flat_optimizer.may_draw
-                else 0
-            )
-            self.flat_optimizer.step(factors, key, self._compute.phases.at(step).name)
-            self._commit_buffers(weight, summed.headers)
-        # Before others can overwrite them: an interrupted all-gather may leave anything in place.
-        self.workspace.keep_aside()
-        # Set last: from here on this rank counts as one that has applied the step.
-        summed.result = StepResult(
-            summed.scalars,
-            self.flat_optimizer.lr(factors, self._compute.phases.at(step).name),
-            norm,
-            # The most urgent reason of all ranks: all see the same headers, so all agree.
-            max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
-            [h.times for h in summed.headers],
-            any(h.grows for h in summed.headers),
-        )
-        return summed.result
-
-    def _commit_buffers(self, weight: float, headers: list[Header]) -> None:
-        if not self.state.flat.tensors and not self.state.num_counters:
-            return
-        sums = [
-            self.state.flat.view(self.workspace.buffer_sums, e) for e in self.state.flat.entries
-        ]
-        counters = [int(max(column)) for column in zip(*(h.counters for h in headers), strict=True)]
-        self.state.commit(sums, weight, counters)
+        """Apply an interrupted step that another rank has applied, as far as this one has to."""
+        self._apply.follow(step, decays, lead, self.workspace, self.shares_state)

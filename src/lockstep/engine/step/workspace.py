@@ -8,11 +8,11 @@ import torch
 
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import Slice
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.flat import FlatTensors
-from lockstep.engine.step.slices import Slice
 from lockstep.parallel.exchange import copy_to_next, gather_slices
 from lockstep.parallel.fold import Fold
 from lockstep.parallel.layout import Dealt, Range, stepped_slices

@@ -1,36 +1,27 @@
-"""All tables of a run's model, whose rows are dealt out to the ranks.
+"""What a step does with a run's tables: rows are lent to microbatches, summed up and stepped.
 
-A rank that may have to go on without the one before it keeps a copy of that one's rows: it is sent
-the same gradients, and steps them itself. Before any rank steps rows, all hold the gradients of the
-rows that they step. So there is no moment at which the newest rows are in one place only.
+The buddy of a rank is sent the gradients of its rows too, and steps its copies of them itself.
+Before any rank steps rows, all hold the gradients of the rows that they step. So there is no moment
+at which the newest rows are in one place only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.engine.optimizer.schedule import lr_factor
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
-from lockstep.engine.step.memory import check_table_memory
-from lockstep.engine.step.schedule import lr_factor
 from lockstep.engine.tables import messages
-from lockstep.engine.tables.dealing import Described, deal
 from lockstep.engine.tables.exchange import SomeRankFailed
-from lockstep.engine.tables.files import StreamedTables, load_tables
-from lockstep.engine.tables.part import Part, widths
-from lockstep.engine.tables.probe import check_row_optimizer
-from lockstep.engine.tables.table import DealtTable
+from lockstep.engine.tables.held import HeldTables
 from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
 from lockstep.parallel.layout import Dealt
-from lockstep.parallel.row_layout import RowLayout
 from lockstep.parallel.row_sums import plan
 
 Wanted = Mapping[str, torch.Tensor]
@@ -42,12 +33,8 @@ _AT_ONCE = 1023
 """Norms of rows that each rank sends in one message."""
 
 
-class Tables:
-    """The tables of a model, in the present group of ranks.
-
-    Attributes:
-        each: the tables.
-    """
+class Tables(HeldTables):
+    """The tables of a model, in the present group of ranks, and what of them has been lent."""
 
     def __init__(
         self,
@@ -66,33 +53,9 @@ class Tables:
             tables: modules by name.
             total_steps: number of steps of the whole run.
         """
-        self._runtime, self._config, self._places = runtime, config, places
+        super().__init__(runtime, config, places, tables)
         self._total_steps = total_steps
-        self.each = [DealtTable(n, t, config.num_microbatches) for n, t in tables.items()]
         self._lent: dict[int, AllLent] = {}
-        for dealt in self.each:
-            dealt.table.is_dealt = True
-            dealt.table.weight = None
-        self.take_back()
-        if not runtime.transport.is_newcomer:
-            everywhere(places.world, self._check)
-            self.start()
-
-    def _check(self) -> None:
-        """Refuse optimizers that cannot work, and tables that do not fit into memory."""
-        for dealt in self.each:
-            check_row_optimizer(dealt.name, dealt.table)
-        sizes = {d.name: 4 * d.table.num_rows * sum(widths(d.table).values()) for d in self.each}
-        with_buddy, device = len(self._shifts) > 1, self._runtime.device
-        check_table_memory(sizes, self._places.world.size, with_buddy, device)
-
-    def start(self) -> None:
-        """Hold the rows of this rank as they are before the first step."""
-        for dealt in self.each:
-            dealt.parts = [
-                Part.start(dealt.table, self._layout(dealt), owner, self._runtime.device)
-                for owner in self._owners
-            ]
 
     def use(self, microbatches: Sequence[Dealt]) -> None:
         """Take gradients of these microbatches of each rank from now on."""
@@ -249,102 +212,3 @@ class Tables:
         rows = messages.lend(self._places.world, self.each, by_table, trains, has_failed)
         names = [dealt.name for dealt in self.each]
         return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]
-
-    def deal_out(self) -> bool:
-        """Bring rows to those that are to own them in the present group; a collective.
-
-        Returns:
-            Whether nobody that is left has some of them; each rank then holds what it held.
-
-        Raises:
-            GroupBroken: on all ranks, which hold what they held.
-        """
-        world = self._places.world
-        everyone = [
-            [Described(*held) for held in theirs]
-            for theirs in world.gather_json([self._described(dealt) for dealt in self.each])
-        ]
-        dealt_out: list[list[Part]] = []
-        for number, dealt in enumerate(self.each):
-            there = [of_rank[number] for of_rank in everyone]
-            layout, device = self._layout(dealt), self._runtime.device
-            parts = deal(world, dealt, there, layout, self._shifts, device)
-            if parts is None:
-                world.agree()
-                return True
-            dealt_out.append(parts)
-        world.agree()
-        for dealt, parts in zip(self.each, dealt_out, strict=True):
-            dealt.parts = parts
-        return False
-
-    @staticmethod
-    def _described(dealt: DealtTable) -> tuple[int, list[int]]:
-        size = dealt.parts[0].layout.size if dealt.parts else 0
-        return size, [part.owner for part in dealt.parts]
-
-    def streamed(self) -> StreamedTables:
-        """All rows, as files of a checkpoint."""
-        return StreamedTables(self._places.world, self.each)
-
-    def load(self, folder: Path | None) -> None:
-        """Hold the rows of a checkpoint that fits; a collective.
-
-        Args:
-            folder: of the checkpoint, on rank 0; None elsewhere.
-
-        Raises:
-            CheckpointError: a file cannot be read; on all ranks.
-        """
-        for dealt in self.each:
-            dealt.parts = []  # the memory of those that were held
-            dealt.parts = [
-                Part.empty(dealt.table, self._layout(dealt), owner, self._runtime.device)
-                for owner in self._owners
-            ]
-        load_tables(self._places.world, self.each, folder)
-
-    @contextmanager
-    def borrowed(self, folder: Path | None) -> Iterator[None]:
-        """As `load`, for a while; what was held before is put back without communication."""
-        own = [dealt.parts for dealt in self.each]
-        try:
-            self.load(folder)
-            yield
-        finally:
-            for dealt, parts in zip(self.each, own, strict=True):
-                dealt.parts = parts
-
-    def digests(self) -> dict[str, str]:
-        """Digests of what this rank holds, by a name for people; none without copies of any."""
-        if len(self._shifts) == 1:
-            return {}
-        return {
-            f"the rows of rank {part.owner} in {dealt.name}": f"{part.digest():064x}"
-            for dealt in self.each
-            for part in dealt.parts
-        }
-
-    def digest(self) -> str:
-        """SHA-256 of all rows and what is kept of them; a collective."""
-        own = [f"{dealt.parts[0].digest():x}" for dealt in self.each]
-        everyone = self._places.world.gather_json(own)
-        sha = hashlib.sha256()
-        for dealt, numbers in zip(self.each, zip(*everyone, strict=True), strict=True):
-            total = sum(int(number, 16) for number in numbers) % 2**256
-            sha.update(f"{dealt.name} {total:064x}\n".encode())
-        return sha.hexdigest()
-
-    def _layout(self, dealt: DealtTable) -> RowLayout:
-        return RowLayout(dealt.table.num_rows, self._places.world.size)
-
-    @property
-    def _shifts(self) -> list[int]:
-        """How many ranks before a rank those are whose rows it holds: itself, and its neighbour."""
-        can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
-        return [0, 1] if self._config.tables.buddy and can_regroup else [0]
-
-    @property
-    def _owners(self) -> list[int]:
-        world = self._places.world
-        return [(world.rank - shift) % world.size for shift in self._shifts]

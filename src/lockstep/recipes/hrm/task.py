@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.hooks.hook import Hook
-from lockstep.engine.step.optimizer import default_optimizer
+from lockstep.engine.optimizer.choice import default_optimizer
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import DataError
 from lockstep.hooks import EMA

@@ -14,9 +14,10 @@ import torch
 from lockstep.config import load
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.restore import check_fits, load_model
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import RunStarted, StepDone
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import load_model
 from lockstep.engine.step.model import build_model
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.files import replacing, replacing_binary

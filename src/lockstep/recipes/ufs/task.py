@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine.checkpoint.format import newest_valid, read
 from lockstep.engine.checkpoint.listing import read_hint
-from lockstep.engine.checkpoint.restore import check_fits
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
+from lockstep.engine.snapshot.fits import check_fits
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError
 from lockstep.recipes.ufs.config import UfsConfig

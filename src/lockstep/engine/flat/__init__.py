@@ -1,0 +1,1 @@
+"""Parameters in flat memory: one tensor for each dtype, its places and its slices."""

@@ -1,0 +1,1 @@
+"""What steps the parameters: a run's optimizer, its learning rates, and its state by name."""

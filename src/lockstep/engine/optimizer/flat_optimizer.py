@@ -1,0 +1,287 @@
+"""Stepping parameters: any torch optimizer, on flat tensors or slices of them where it can be.
+
+An element-wise optimizer computes each element of a parameter from the same elements of its
+gradient and state. So it may as well step one flat tensor instead of many parameters, or only the
+slice of it that this rank owns, and give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from lockstep.data.random import global_state, seed_all
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat.slices import Slice, is_in, storages, within
+from lockstep.engine.optimizer.keepers import Keepers
+from lockstep.engine.optimizer.kinds import is_elementwise, may_draw, own_groups, stepping_in
+from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
+from lockstep.engine.optimizer.optimizer_state import (
+    TENSOR,
+    OptimizerState,
+    SharedState,
+    describe,
+    from_json,
+    to_json,
+)
+from lockstep.engine.optimizer.stepped import Stepped
+from lockstep.errors import ConfigError
+from lockstep.parallel.layout import Range
+
+_FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+
+class FlatOptimizer:
+    """Applies an optimizer to flat parameters and gradients.
+
+    Attributes:
+        description: class, groups and hyperparameters of the optimizer, by words for people.
+        may_draw: whether its steps may draw random numbers; those of torch's own do not.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        flat: FlatTensors,
+        slices: Sequence[Sequence[Slice]],
+        sharded: bool = False,
+    ) -> None:
+        """Bind the optimizer to memory.
+
+        Args:
+            optimizer: optimizer of the parameters in `flat`; changed to step flat tensors if it
+                can.
+            flat: trainable parameters in flat memory.
+            slices: what to step, for each segment.
+            sharded: whether other ranks step other ranges.
+        """
+        self._optimizer = optimizer
+        self._sharded = sharded
+        self._drawing = ""
+        self._flat = flat
+        self.elementwise = is_elementwise(optimizer)
+        pairs = list(zip(flat.tensors, flat.entries, strict=True))
+        self._parts = parts_of(optimizer)
+        self._part_of_group = [part for part in self._parts.values() for _ in part.param_groups]
+        self._optimizers = stepping_in(optimizer)
+        self._keepers = Keepers(self.elementwise, self._optimizers, self._part_of_group)
+        self.may_draw = any(map(may_draw, self._optimizers.values()))
+        self.description = describe(self._optimizers, flat.names)
+        if isinstance(optimizer, NamedOptimizers):
+            self.description["optimizers"] = [*self._parts]
+        self._groups = own_groups(self._optimizers)
+        self._base_lr = [(g, g["lr"]) for groups in self._groups.values() for g in groups]
+        memory = storages(slices)
+        self._shared = {
+            path: SharedState(inner, self._groups[path], memory)
+            for path, inner in self._optimizers.items()
+        }
+        self._stepped = [
+            Stepped(e.name, t, e.group, e.segment, e.range)  # type: ignore[arg-type]
+            for t, e in pairs
+        ]
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        if self.elementwise:
+            self.own(slices)
+        self.bind(slices)
+
+    def own(self, slices: Sequence[Sequence[Slice]]) -> None:
+        """Step these parameters from now on; an optimizer's state is then lost.
+
+        One that is not element-wise goes on stepping whole parameters.
+        """
+        for own in self._shared.values():
+            own.storages = storages(slices)
+        for inner in self._optimizers.values():
+            inner.state.clear()
+        if self.elementwise:
+            self._make_pieces(slices)
+
+    def move(self, flat: FlatTensors, slices: Sequence[Sequence[Slice]]) -> None:
+        """Step other memory from now on; the optimizer's state is then lost.
+
+        Args:
+            flat: trainable parameters in flat memory, in the groups that they were in.
+            slices: what to step, for each segment.
+        """
+        assert self.elementwise, "others step whole parameters, which are never moved"
+        self._flat = flat
+        self.own(slices)
+        self.bind(slices)
+
+    def bind(self, slices: Sequence[Sequence[Slice]]) -> None:
+        """Take gradients from this memory from now on."""
+        if self.elementwise:
+            # Once for all steps: these gradients are views of the memory that reductions fill.
+            for part in self._stepped:
+                own = next(own for own in slices[part.segment] if is_in(part.range, own.range))
+                part.tensor.grad = own.gradient[within(part.range, own.range)]
+        else:
+            gradients = [of_segment[0].gradient for of_segment in slices]
+            self._gradients = [
+                (tensor, self._flat.view(gradients, entry))
+                for tensor, entry in zip(self._flat.tensors, self._flat.entries, strict=True)
+            ]
+
+    def step(self, lr_factors: float | Sequence[float], key: int = 0, phase: str = "") -> None:
+        """One optimizer step.
+
+        Args:
+            lr_factors: what base learning rates are multiplied with, or that of each group.
+            key: seed of the random numbers that the step may draw.
+            phase: the phase, where each has an optimizer of its own.
+        """
+        if isinstance(lr_factors, float):
+            lr_factors = [lr_factors] * len(self._base_lr)
+        for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
+            group["lr"] = lr * factor
+        # For this step only: the next backward pass would add to a gradient that stays.
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self.may_draw:
+            seed_all(key)  # the same random numbers on every rank
+        for optimizer in self._in_turn(phase):
+            self._step(optimizer)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        if not self.elementwise:
+            self._flat.take_back()
+
+    def lr(self, lr_factors: Sequence[float], phase: str = "") -> float:
+        """Learning rate of the first parameter group of the first optimizer that steps."""
+        first = self._in_turn(phase)[0].param_groups[0]
+        index = next(i for i, (group, _) in enumerate(self._base_lr) if group is first)
+        return float(self._base_lr[index][1] * lr_factors[index])
+
+    def _in_turn(self, phase: str) -> list[optim.Optimizer]:
+        """Those that step: that of a phase, or all."""
+        return [self._parts[phase]] if phase in self._parts else [*self._parts.values()]
+
+    def _step(self, optimizer: optim.Optimizer) -> None:
+        is_watched = self.may_draw and self._sharded
+        before = global_state() if is_watched else None
+        optimizer.step()
+        if is_watched and global_state() != before:
+            self._drawing = type(optimizer).__name__
+
+    @property
+    def optimizer(self) -> optim.Optimizer:
+        """The outermost one; over flat tensors if it is element-wise."""
+        return self._optimizer
+
+    @property
+    def num_groups(self) -> dict[str, int]:
+        """Number of parameter groups of each optimizer that the task has named.
+
+        Those of optimizers inside of it are included. The name of a single one is "".
+        """
+        return {
+            name: sum(map(len, own_groups(stepping_in(part)).values()))
+            for name, part in self._parts.items()
+        }
+
+    def check_state(self) -> None:
+        """Make sure of what can only be known after a step: that all state can be saved.
+
+        Raises:
+            TaskError: naming what cannot.
+            ConfigError: the optimizer draws random numbers, and is sharded.
+        """
+        if self._drawing:
+            raise ConfigError(
+                f"build_optimizer: {self._drawing} draws random numbers when it steps, other ones "
+                "on each rank that steps a part of the parameters; set sharding=none, mesh.tp=1 "
+                "and mesh.pp=1"
+            )
+        for _ in self._keepers.states(self._stepped):
+            pass
+        ids = {id(part.tensor) for part in self._stepped}
+        for own in self._shared.values():
+            own.check(ids)
+
+    def state_of(self, segment: int, key: str) -> list[tuple[Range, Tensor]]:
+        """A key of an element-wise optimizer's state, of what is stepped here of a segment."""
+        return [
+            (part.range, value)
+            for part, name, value in self._keepers.states(self._stepped)
+            if part.segment == segment and name == key
+        ]
+
+    def state(self, tensors: bool = True) -> OptimizerState:
+        """Copies of all state; flats are zero where not owned.
+
+        Args:
+            tensors: whether flats are wanted; else there are their keys only.
+
+        Raises:
+            TaskError: something cannot be saved.
+        """
+        state = OptimizerState({}, {}, {}, {})
+        for part, name, value in self._keepers.states(self._stepped):
+            kept = TENSOR
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                kept = to_json(value, part.tensor.device)
+            elif self.elementwise and not tensors:
+                state.flats[name] = []
+            elif self.elementwise:
+                if name not in state.flats:
+                    state.flats[name] = [torch.zeros_like(f) for f in self._flat.flats]
+                state.flats[name][part.segment][part.range.first : part.range.last] = value
+            else:
+                state.tensors[f"{name}/{part.owner}"] = value.detach().clone()
+            state.scalars.setdefault(part.owner, {})[name] = kept
+        state.shared.update({path: own.values() for path, own in self._shared.items()})
+        return state
+
+    def load_state(self, state: OptimizerState) -> None:
+        """Restore what `state` gave, with complete flats.
+
+        Raises:
+            CheckpointError: it is not the state of such an optimizer.
+        """
+        # State that the snapshot lacks, as before the first step, must not stay either.
+        for inner in self._optimizers.values():
+            inner.state.clear()
+        for path, own in self._shared.items():
+            own.load(state.shared.get(path, {}))
+        for part in self._stepped:
+            for name, value in state.kept_for(part.owner).items():
+                inner, key = self._keepers.find(part, name)
+                inner.state[part.tensor][key] = self._restored(state, part, name, key, value)
+
+    def _restored(
+        self, state: OptimizerState, part: Stepped, name: str, key: str, value: Any
+    ) -> Any:
+        if value != TENSOR:
+            home = part.tensor.device
+            group = self._optimizer.param_groups[part.group]
+            if key == "step" and not (group.get("fused") or group.get("capturable")):
+                home = torch.device("cpu")  # where torch's optimizers count, but for these
+            return from_json(value, home)
+        if self.elementwise:
+            first, last = part.range
+            return state.flats[name][part.segment][first:last].clone()
+        return state.tensors[f"{name}/{part.owner}"].to(part.tensor.device, copy=True)
+
+    def _make_pieces(self, slices: Sequence[Sequence[Slice]]) -> None:
+        """Replace each group's parameters by what of its flat tensors is stepped here."""
+        self._stepped = []
+        groups = self._optimizer.param_groups
+        for optimizer, group in zip(self._part_of_group, groups, strict=True):
+            group["params"] = []
+            if type(optimizer) in _FUSED_ON_CPU and not group.get("foreach"):
+                group["fused"] = group["fused"] is not False
+        for piece in self._flat.pieces:
+            for own in slices[piece.segment]:
+                part = Range(
+                    max(piece.range.first, own.range.first), min(piece.range.last, own.range.last)
+                )
+                if part.first < part.last:
+                    parameter = nn.Parameter(own.parameters[within(part, own.range)])
+                    groups[piece.group]["params"].append(parameter)
+                    self._stepped.append(
+                        Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
+                    )

@@ -1,0 +1,120 @@
+"""What a task's loss must return, and the errors for what it must not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.engine.task import Loss, Phase
+from lockstep.errors import TaskError, shared
+
+
+def place(phase: Phase) -> str:
+    """What messages call the loss of a phase."""
+    return f"{phase.name}: the loss" if phase.name else "loss"
+
+
+def check_loss(where: str, loss: Any) -> None:
+    """Refuse a loss that is not what it must be.
+
+    Raises:
+        TaskError: it is not.
+    """
+    if not isinstance(loss, Loss):
+        raise TaskError(
+            f"Task.{where}: must return lockstep.Loss(sum, weight, metrics), returned a "
+            f"{type(loss).__name__}"
+        )
+    if not isinstance(loss.sum, Tensor) or loss.sum.dim() != 0:
+        raise TaskError(
+            f"Task.{where}: Loss.sum must be a scalar tensor, is {_described(loss.sum)}; sum "
+            "the loss over the batch"
+        )
+    _check_scalars(where, loss)
+
+
+def _check_scalars(where: str, loss: Loss) -> None:
+    """Refuse a weight or metrics that are not what they must be, by name.
+
+    Raises:
+        TaskError: they are not.
+    """
+    if not _is_scalar(loss.weight):
+        raise TaskError(
+            f"Task.{where}: Loss.weight must be a number, is {_described(loss.weight)}; give the "
+            "number of samples of the batch"
+        )
+    if not isinstance(loss.metrics, Mapping):
+        raise TaskError(
+            f"Task.{where}: Loss.metrics must be a dict of name: (sum, weight), is "
+            f"{_described(loss.metrics)}"
+        )
+    for name, pair in loss.metrics.items():
+        if not (isinstance(pair, tuple | list) and len(pair) == 2):
+            raise TaskError(
+                f"Task.{where}: metric {name!r} must be a pair (sum, weight), is "
+                f"{_described(pair)}; give its sum over the batch, and the number of samples"
+            )
+        for value in pair:
+            if not _is_scalar(value):
+                raise TaskError(
+                    f"Task.{where}: metric {name!r} must be a pair of scalars (sum, weight), has "
+                    f"{_described(value)}; sum over the batch"
+                )
+
+
+def check_has_gradient(where: str, loss: Loss) -> None:
+    """Refuse a loss that nothing could be learned from.
+
+    Raises:
+        TaskError: no gradient goes back from it.
+    """
+    if not loss.sum.requires_grad:
+        raise TaskError(
+            f"Task.{where}: Loss.sum has no gradient; it must depend on the model's parameters"
+        )
+
+
+def pair_of(where: str, returned: Any) -> tuple[Any, Any]:
+    """The loss and the carry that a loss in a task with a carry has returned.
+
+    Raises:
+        TaskError: it is no pair.
+    """
+    if not (isinstance(returned, tuple) and len(returned) == 2):
+        raise TaskError(
+            f"Task.{where}: must return (lockstep.Loss, carry), since there is a Task.carry; "
+            f"returned {_described(returned)}"
+        )
+    return returned
+
+
+def check_weight(weight: float, step: int) -> None:
+    """Refuse a step in which nothing counts.
+
+    Raises:
+        TaskError: the weights of all microbatches add up to zero, a negative number or NaN.
+    """
+    if not (weight > 0 and math.isfinite(weight)):
+        raise shared(
+            TaskError(
+                f"step {step}: the weights of all microbatches add up to {weight}; Loss.weight "
+                "must be the number of samples (or another positive weight) of the batch"
+            )
+        )
+
+
+def _is_scalar(value: object) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,215 @@
+"""Whether a checkpoint that verifies makes sense: types, ranges, and one part fitting the other.
+
+A SHA-256 tells damage. It does not tell what another program, another version or a hand has
+written and signed anew; that is refused here, before anything of it is in use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from lockstep.config import TrainConfig
+from lockstep.engine.carry.carries import check_named
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
+from lockstep.engine.passes.precision import LossScale, LossScaleState
+from lockstep.engine.progress import Progress
+from lockstep.engine.snapshot.task_state import TaskState
+from lockstep.engine.step.train_step import TrainStep
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.parsing import as_type, shown
+
+
+@dataclass(frozen=True)
+class SamplerMeta:
+    """The part of a manifest that tells the data.
+
+    Attributes:
+        num_samples: number of samples of an epoch; None for a stream of unknown length.
+        epoch: epoch of the next step, from 0.
+        data_digest: SHA-256 of the first microbatch.
+        task_digest: digest of all samples (`Task.data_digest`), where the task gives one.
+        pass_starts: of a stream of unknown length, the positions at which passes over it begin.
+    """
+
+    num_samples: int | None
+    epoch: int
+    data_digest: str
+    task_digest: str | None = None
+    pass_starts: tuple[int, ...] = ()
+
+
+@dataclass
+class SavedShared:
+    """State that belongs to no single parameter, as `optimizer_state.SharedState.values` gives it.
+
+    Attributes:
+        groups: what has changed in each group; None for groups that were not stepped there.
+        attributes: attributes that have changed.
+        state: what the optimizer keeps under keys that are no parameters.
+    """
+
+    groups: list[dict[str, Any] | None]
+    attributes: dict[str, Any]
+    state: dict[str, Any]
+
+    def holds_only(self, attributes: dict[str, Any]) -> bool:
+        """Whether nothing has changed but some of these attributes, to these values."""
+        known = all(k in attributes and attributes[k] == v for k, v in self.attributes.items())
+        return known and not (any(self.groups) or self.state)
+
+
+def check_meta(snapshot: Snapshot, where: str) -> tuple[Progress, SamplerMeta]:
+    """What a snapshot says of progress and data, which must be of the snapshot's step.
+
+    Raises:
+        CheckpointError: names the field that is missing or wrong.
+    """
+    progress = _part(snapshot, "progress", Progress, where)
+    sampler = _part(snapshot, "sampler", SamplerMeta, where)
+    problem = progress.problem()
+    if progress.step != snapshot.step:
+        problem = f"step={progress.step}: the checkpoint is of step {snapshot.step}"
+    if problem:
+        raise CheckpointError(f"{where}: is damaged: progress.{problem}")
+    starts = sampler.pass_starts
+    in_order = all(one < other for one, other in pairwise(starts))
+    is_known = sampler.num_samples is None or sampler.num_samples >= 1
+    if sampler.epoch < 0 or not is_known or not in_order or (starts and starts[0]):
+        raise CheckpointError(f"{where}: is damaged: sampler: {sampler}")
+    return progress, sampler
+
+
+def check_training_state(
+    snapshot: Snapshot,
+    config: TrainConfig,
+    total_steps: int,
+    train_step: TrainStep,
+    where: str,
+) -> None:
+    """Refuse a snapshot whose progress, loss scale or state of the task cannot be this run's.
+
+    Args:
+        snapshot: snapshot whose model fits, see `fits.check_fits`.
+        config: config of this run.
+        total_steps: number of optimizer steps of this run.
+        train_step: training step of this run.
+        where: name of the snapshot in errors.
+
+    Raises:
+        CheckpointError: names the field or tensor.
+    """
+    progress, _ = check_meta(snapshot, where)
+    if progress.step > total_steps:
+        raise CheckpointError(
+            f"{where}: is damaged: progress.step={progress.step}: the run has {total_steps} steps"
+        )
+    has_reason = progress.exhausted(config) or train_step.task_state.hooks  # they may end a run
+    if progress.finished and progress.step < total_steps and not has_reason:
+        raise CheckpointError(
+            f"{where}: is damaged: progress.finished={shown(progress.finished)}: nothing else in "
+            "it says that the run is over"
+        )
+    description = snapshot.meta.get("optimizer", {})
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{where}: is damaged: optimizer={shown(description)}: no object")
+    scale = LossScale(config.precision)
+    problem = _loss_scale_problem(snapshot.meta.get("loss_scale"), scale, config)
+    problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
+    problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
+    problem = problem or _task_problem(snapshot, train_step.task_state)
+    _check_carry(snapshot, train_step.carries is not None, config.num_microbatches, where)
+    if problem:
+        raise CheckpointError(f"{where}: is damaged: {problem}")
+
+
+def _part(snapshot: Snapshot, key: str, kind: Any, where: str) -> Any:
+    try:
+        return as_type(kind, snapshot.meta.get(key))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: is damaged: {key}: {error}") from None
+
+
+def _loss_scale_problem(saved: Any, scale: LossScale, config: TrainConfig) -> str:
+    try:
+        state = LossScaleState.from_json(saved)
+    except ValueError as error:
+        return f"loss_scale: {error}"
+    if not scale.enabled:
+        fits = state == LossScaleState(scale.value, 0)
+    else:
+        fits = math.isfinite(state.value) and state.value > 0
+        fits = fits and 0 <= state.good_steps < config.precision.growth_interval
+    return "" if fits else f"loss_scale={saved}: cannot be that of {config.precision.dtype}"
+
+
+def _scalars_problem(scalars: Any) -> str:
+    if not isinstance(scalars, dict) or not all(isinstance(v, dict) for v in scalars.values()):
+        return f"optimizer_scalars={shown(scalars)}: must be objects by name"
+    for owner, values in scalars.items():
+        for key, value in values.items():
+            place = f"optimizer_scalars.{shown(owner)}.{shown(key)}={shown(value)}"
+            if value != TENSOR and not _is_state(value):
+                return f"{place}: is no value of an optimizer's state"
+    return ""
+
+
+def _shared_problem(saved: Any) -> str:
+    try:
+        states = as_type(dict[str, SavedShared], saved)
+    except ValueError as error:
+        return f"optimizer_shared: {error}"
+    for path, state in states.items():
+        for values in (*state.groups, state.attributes, state.state):
+            wrong = next((k for k, v in (values or {}).items() if not _is_state(v)), None)
+            if wrong is not None:
+                return f"optimizer_shared.{shown(path)}: {shown(wrong)} is no value of such state"
+    return ""
+
+
+def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
+    """What is wrong with the task's own state: it must have all parts, of whatever kind by now."""
+    state = snapshot.meta.get("task", {})
+    if not isinstance(state, dict):
+        return f"task={shown(state)}: must be an object"
+    tensors, values = task_state.capture()
+    missing = [n for n in (*tensors, *values) if n not in state and n not in snapshot.task]
+    return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
+
+
+def _check_carry(snapshot: Snapshot, is_wanted: bool, num_microbatches: int, where: str) -> None:
+    if is_wanted != ("carry" in snapshot.meta):
+        there, here = ("no", "a") if is_wanted else ("a", "no")
+        raise CheckpointError(
+            f"{where}: is of another task: it has {there} carry, this one has {here} Task.carry; "
+            "resume with the same task or start a new run"
+        )
+    if is_wanted:
+        try:
+            check_named(snapshot.carry, snapshot.meta["carry"], num_microbatches)
+        except ValueError as error:
+            raise CheckpointError(f"{where}: is damaged: carry: {error}") from None
+
+
+def _is_state(value: Any) -> bool:
+    """Whether `optimizer_state.from_json` can make something of it that says the same."""
+    try:
+        made = from_json(value, torch.device("cpu"))
+        return bool(_placeless(to_json(made)) == _placeless(value))
+    except (LockstepError, ArithmeticError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _placeless(value: Any) -> Any:
+    """Without the devices of tensors, and with NaNs that are equal."""
+    if isinstance(value, dict):
+        is_place = isinstance(value.get("device"), str) and "dtype" in value
+        return {k: _placeless(v) for k, v in value.items() if not (is_place and k == "device")}
+    if isinstance(value, list):
+        return [_placeless(v) for v in value]
+    return "nan" if value != value else value

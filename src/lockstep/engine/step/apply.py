@@ -1,0 +1,171 @@
+"""Applying a step: what microbatches have summed up to becomes the committed state, at once.
+
+Nothing in here talks to other ranks, so a rank has applied all of a step or nothing of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.config import TrainConfig
+from lockstep.data.random import Stream, random_key
+from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.schedule import Schedule
+from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.phases import Phases
+from lockstep.engine.passes.precision import LossScale
+from lockstep.engine.step.header import STOP_REASONS, Header
+from lockstep.engine.step.step_result import StepResult, Summed
+from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.tables.group import Tables
+
+
+class Apply:
+    """Steps parameters, rows and buffers, and goes on from what microbatches carry.
+
+    Attributes:
+        summed: what the present step has come to, from when all ranks can apply it until they have;
+            None before and after, and always where each rank alone has all state.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        phases: Phases,
+        state: ForwardState,
+        loss_scale: LossScale,
+        flat_optimizer: FlatOptimizer,
+        schedule: Schedule,
+        carries: DealtCarries | None,
+        tables: Tables | None,
+    ) -> None:
+        """Bind together what a step changes.
+
+        Args:
+            config: config of the run.
+            phases: which optimizer each step has, where a task has several.
+            state: buffers that forward passes change.
+            loss_scale: loss scale of fp16.
+            flat_optimizer: optimizer of the flat parameters.
+            schedule: learning rates of all steps.
+            carries: what microbatches carry; None if they carry nothing.
+            tables: tables whose rows are dealt out; None if the model has none.
+        """
+        self._config = config
+        self._phases = phases
+        self._state = state
+        self._loss_scale = loss_scale
+        self._flat_optimizer = flat_optimizer
+        self._schedule = schedule
+        self._carries = carries
+        self._tables = tables
+        self.summed: Summed | None = None
+
+    @property
+    def result(self) -> StepResult | None:
+        """The result of the present step, if this rank has applied it; so all must."""
+        return self.summed.result if self.summed else None
+
+    def step(
+        self,
+        step: int,
+        decays: int,
+        factors: Sequence[float],
+        summed: Summed,
+        norm: float,
+        workspace: Workspace,
+    ) -> StepResult:
+        """Clip, step the optimizer, advance buffers; talks to nobody.
+
+        Args:
+            step: number of the step, from 0.
+            decays: number of decays of the learning rate so far.
+            factors: what base learning rates are multiplied with.
+            summed: what the step has come to on all ranks.
+            norm: norm of the mean gradient; not finite if fp16 skips the step.
+            workspace: gradients and slices of this rank.
+        """
+        weight = summed.scalars[1]
+        self._settle(step, decays, norm)
+        unit = self._unit(weight, norm)
+        phase = self._phases.at(step).name
+        # With fp16 an overflow skips the step and lowers the scale; every rank has the same norm.
+        finite = math.isfinite(norm)
+        self._loss_scale.update(finite)
+        if finite:
+            # One pass over memory, one rounding.
+            for own in workspace.every_slice:
+                own.gradient.mul_(unit)
+            key = 0
+            if self._flat_optimizer.may_draw:
+                key = random_key(self._config.seed, Stream.OPTIMIZER, step)
+            self._flat_optimizer.step(factors, key, phase)
+            self._commit_buffers(weight, summed.headers, workspace)
+        # Before others can overwrite them: an interrupted all-gather may leave anything in place.
+        workspace.keep_aside()
+        # Set last: from here on this rank counts as one that has applied the step.
+        summed.result = StepResult(
+            summed.scalars,
+            self._flat_optimizer.lr(factors, phase),
+            norm,
+            # The most urgent reason of all ranks: all see the same headers, so all agree.
+            max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
+            [h.times for h in summed.headers],
+            any(h.grows for h in summed.headers),
+        )
+        return summed.result
+
+    def follow(
+        self, step: int, decays: int, lead: StepResult, workspace: Workspace, shares_state: bool
+    ) -> None:
+        """Apply an interrupted step that another rank has applied, as far as this one has to.
+
+        Where any rank alone has all parameters and all state, a copy of these is made later; but
+        what microbatches carry is with the ranks that have computed them, and rows of tables are
+        with those that own them.
+
+        Args:
+            step: number of the step, from 0.
+            decays: number of decays of the learning rate so far.
+            lead: result of the step on the other rank.
+            workspace: gradients and slices of this rank.
+            shares_state: whether no rank alone has all parameters and all state.
+        """
+        if self.result is not None:
+            return
+        if not shares_state:
+            self._settle(step, decays, lead.grad_norm)
+        else:
+            assert self.summed is not None, "a rank has applied a step before all could"
+            factors = self._schedule.factors(step, decays)
+            self.step(step, decays, factors, self.summed, lead.grad_norm, workspace)
+
+    def _settle(self, step: int, decays: int, norm: float) -> None:
+        """Go on from what the step has made of carries and rows; talks to nobody."""
+        if self._carries is not None:
+            self._carries.settle(norm)
+        if self._tables is not None:
+            assert self.summed is not None, "a rank has applied a step before all could"
+            unit = self._unit(self.summed.scalars[1], norm)
+            self._tables.settle(step, decays, norm, unit)
+
+    def _unit(self, weight: float, norm: float) -> float:
+        """What sums of gradients are multiplied with: mean, loss scale and clipping in one."""
+        unit = 1.0 / (weight * self._loss_scale.value)
+        clip_norm = self._config.clip_norm
+        if clip_norm is not None and norm > clip_norm:
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+            unit *= clip_norm / (norm + 1e-6)
+        return unit
+
+    def _commit_buffers(
+        self, weight: float, headers: Sequence[Header], workspace: Workspace
+    ) -> None:
+        flat = self._state.flat
+        if not flat.tensors and not self._state.num_counters:
+            return
+        sums = [flat.view(workspace.buffer_sums, entry) for entry in flat.entries]
+        counters = [int(max(column)) for column in zip(*(h.counters for h in headers), strict=True)]
+        self._state.commit(sums, weight, counters)

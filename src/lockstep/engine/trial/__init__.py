@@ -1,0 +1,1 @@
+"""What is computed before training, to find what would come out otherwise on other ranks."""

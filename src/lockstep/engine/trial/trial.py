@@ -1,0 +1,280 @@
+"""A microbatch computed several times before training, to find what would differ between ranks.
+
+A run is a pure function of config, data and seed only if a microbatch is: the same samples, random
+state, parameters and buffers must give the same gradient, whatever this process has computed
+before. So the first microbatch is fetched, passed forward and backward twice, once more after
+another one, and once more after an evaluation; and everything that can be seen is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.batch_source import BatchSource
+from lockstep.data.digest import data_digest
+from lockstep.data.generators import IdleGenerators
+from lockstep.data.random import global_state, seed_all
+from lockstep.engine.audit.held_state import (
+    has_memory,
+    held_generators,
+    held_state,
+    module_globals,
+    tensors_held,
+)
+from lockstep.engine.audit.reads import attributes_read
+from lockstep.engine.audit.shard_errors import shards_explained
+from lockstep.engine.carry.carries import Carries
+from lockstep.engine.digests import checksum, tensors_digest
+from lockstep.engine.evaluation.evaluation import Evaluation
+from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.task import Loss, Task, is_scratch
+from lockstep.engine.trial.outcome import Outcome, check_equal, check_rehearsed, read_elsewhere
+from lockstep.engine.trial.rehearsal import Rehearsal
+from lockstep.errors import TaskError
+
+_MOST_NAMED = 3
+
+
+class Trial:
+    """Computes the first microbatch again and again.
+
+    Attributes:
+        changed: names of the buffers that a forward pass changes.
+        data_digest: SHA-256 of the microbatch.
+        digest: SHA-256 of its loss, metrics and gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, flat: FlatTensors, compute: Compute, loader: BatchSource
+    ) -> None:
+        """Compute it twice, and once more after another microbatch; talks to nobody.
+
+        From then on, nothing may draw from random generators that were not drawn from here.
+
+        Args:
+            model: model in training mode.
+            flat: trainable parameters of the model in flat memory.
+            compute: loss of the task.
+            loader: loader of the training samples.
+
+        Raises:
+            TaskError: something is not the same every time, or a parameter has changed.
+        """
+        is_scratch(compute.task, "")
+        self._model = model
+        self._named = list(zip([e.name for e in flat.entries], flat.tensors, strict=True))
+        self._compute = compute
+        self._loader = loader
+        self._end_pass: Callable[[], None] = _nothing
+        self._gone: dict[int, int] = {}
+        at_first = self._held()
+        self._first = self._run()
+        once = self._held()
+        again = self._run()
+        twice = self._held()
+        _check_held(once, twice, compute.task)
+        check_equal(self._first, again)
+        others = [self._try_phase(step) for step in compute.phases.first_steps[1:]]
+        self._by_step = dict(zip(compute.phases.first_steps, (self._first, *others), strict=True))
+        self._watch_generators(at_first, self._held() if others else twice)
+        self._check_after(lambda: self._pass(1))
+        self._check_left_over(self._held() if others else twice)
+        # A layer of batch norm that is used in later steps only would not be noticed here.
+        always = batch_norm_buffers(model)
+        changed = [name for one in (self._first, again, *others) for name in one.changed]
+        self.changed = sorted({*changed, *always})
+        self.data_digest = self._first.batch
+        self.digest = "".join(one.digest for one in (self._first, *others))
+
+    def rehearse(
+        self, rehearsal: Rehearsal, evaluations: Mapping[str, tuple[Evaluation, Mapping[str, Any]]]
+    ) -> None:
+        """Compute all that was computed once more, with parameters that come and go.
+
+        Args:
+            rehearsal: has them come and go.
+            evaluations: evaluations by split, and what their first batch gave.
+
+        Raises:
+            TaskError: something comes out otherwise.
+        """
+        with rehearsal.begun():
+            self._end_pass, self._gone = rehearsal.end_pass, rehearsal.gradients
+            for step, expected in self._by_step.items():
+                phase = self._compute.phases.at(step).name
+                where = f"Task.{phase}: the loss" if phase else "Task.loss"
+                check_rehearsed(where, expected, self._run(step))
+            self._end_pass, self._gone = _nothing, {}
+            for split, (evaluation, expected_metrics) in evaluations.items():
+                now = evaluation.first_batch(self._model, self._compute)
+                for name, value in expected_metrics.items():
+                    if repr(value) != repr(now[name]):
+                        raise TaskError(read_elsewhere(f"Task.evaluate: {name} of {split}"))
+
+    def check_views(self, storages: Set[int]) -> None:
+        """Refuse views of parameters that are kept between batches.
+
+        Args:
+            storages: addresses of the memory of all parameters.
+
+        Raises:
+            TaskError: naming one.
+        """
+        for path, tensor in tensors_held(self._roots()).items():
+            if has_memory(tensor) and tensor.untyped_storage().data_ptr() in storages:
+                raise TaskError(
+                    f"{path}: keeps a view of a parameter, whose memory moves with mesh.pp, "
+                    "mesh.tp and sharding=parameters; take it from the parameter in each forward "
+                    "pass, or set mesh.pp=1, mesh.tp=1 and at most sharding=gradients"
+                )
+
+    def evaluate(self, val: Evaluation) -> dict[str, object]:
+        """Evaluate a batch, and compute the microbatch once more; talks to nobody.
+
+        Returns:
+            The batch's metrics by name.
+
+        Raises:
+            TaskError: as above.
+        """
+        metrics: dict[str, object] = {}
+        with shards_explained(self._model):
+            self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
+        return metrics
+
+    def _check_after(self, other: Callable[[], object]) -> None:
+        changed_by(self._model, other)
+        self._clear_gradients()
+        check_equal(self._first, self._run())
+
+    def _check_left_over(self, after_first: Mapping[str, str]) -> None:
+        """Refuse what one microbatch leaves to be read after the step: ranks have other last ones.
+
+        `_check_after` has ended with the first microbatch, so another one is computed here.
+        """
+        task = self._compute.task
+        read = attributes_read(type(task), "after_step")
+        if not read:
+            return
+        changed_by(self._model, lambda: self._pass(1))
+        self._clear_gradients()
+        for path, value in self._held().items():
+            owner, _, name = path.partition("[")[0].rstrip("!").rpartition(".")
+            differs = after_first.get(path) != value and owner.startswith(("task", "model"))
+            if differs and name in read and not is_scratch(task, path):
+                raise TaskError(
+                    f"{owner}.{name}: is what the last microbatch of this rank has left there, and "
+                    "after_step reads it; ranks have other last microbatches. Take it from the "
+                    "parameters or buffers instead: a buffer that a forward pass changes is "
+                    "averaged over all microbatches"
+                )
+
+    def _held(self) -> dict[str, str]:
+        return held_state(self._roots())
+
+    def _roots(self) -> dict[str, object]:
+        task = self._compute.task
+        roots = {"task": task, "dataset('train')": self._loader.dataset, "model": self._model}
+        return roots | module_globals(type(task))
+
+    def _watch_generators(self, at_first: Mapping[str, str], now: Mapping[str, str]) -> None:
+        # One that was drawn from and yet is as it was is set by the task for each sample.
+        idle = {
+            path: generator
+            for path, generator in held_generators(self._roots()).items()
+            if at_first.get(path) == now[path] and not is_scratch(self._compute.task, path)
+        }
+        self._loader.watched = self._compute.watched = IdleGenerators(idle)
+
+    def _try_phase(self, step: int) -> Outcome:
+        """Compute the first microbatch of another phase twice."""
+        first = self._run(step)
+        before = self._held()
+        again = self._run(step)
+        _check_held(before, self._held(), self._compute.task)
+        check_equal(first, again)
+        return first
+
+    def _run(self, step: int = 0) -> Outcome:
+        passed: list[tuple[str, Loss, list[object], str]] = []
+        changed = changed_by(self._model, lambda: passed.append(self._pass(step)))
+        digest, loss, drawn, carry = passed[0]
+        gradients = {name: self._gradient(name, tensor) for name, tensor in self._named}
+        rows = self._rows_digest()
+        self._compute.lookups.lend(None)
+        self._clear_gradients()
+        values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
+        return Outcome(digest, drawn, values, gradients, changed, carry, rows)
+
+    def _rows_digest(self) -> str:
+        """SHA-256 of the gradients of the rows of tables that were looked up."""
+        tensors: dict[str, Tensor] = {}
+        for name, table in self._compute.lookups.tables.items():
+            assert table.lent is not None, "a forward pass has lent rows"
+            ids, rows = table.lent
+            if rows.is_cuda:
+                return ""
+            gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
+            tensors |= {f"numbers of {name}": ids, name: gradient}
+        return tensors_digest(tensors) if tensors else ""
+
+    def _gradient(self, name: str, tensor: Tensor) -> int | None:
+        """The checksum of a gradient, also of one that has gone when its block was left."""
+        gone = self._gone.pop(id(tensor), None)
+        return gone if tensor.grad is None else self._checksum(name, tensor.grad)
+
+    @staticmethod
+    def _checksum(name: str, gradient: Tensor) -> int | None:
+        if gradient.layout != torch.strided:
+            raise TaskError(
+                f"parameter {name}: has a sparse gradient, which cannot be summed in order; "
+                "build its layer without `sparse=True`"
+            )
+        if gradient.device.type != "cpu":
+            return None
+        return checksum(gradient)
+
+    def _pass(self, step: int) -> tuple[str, Loss, list[object], str]:
+        seed_all(0)  # a dataset of tensors is fetched without
+        batch = self._loader.microbatch(step, 0)
+        digest, drawn = data_digest(batch), [global_state()]  # the loss may change it in place
+        carries = Carries()
+        with shards_explained(self._model):
+            loss = self._compute.forward(step, 0, batch, carries)
+        drawn.append(global_state())
+        loss.sum.backward(inputs=self._compute.targets(step))  # type: ignore[no-untyped-call]
+        self._end_pass()
+        carry = carries.made.get(0)
+        return digest, loss, drawn, carry.digest if carry else ""
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task) -> None:
+    moved = [
+        path.removesuffix("!")
+        for path in {**before, **after}
+        if before.get(path) != after.get(path)
+    ]
+    moved = [path for path in dict.fromkeys(moved) if not is_scratch(task, path)]
+    if moved:
+        more = f" (and {len(moved) - _MOST_NAMED} more)" if len(moved) > _MOST_NAMED else ""
+        raise TaskError(
+            f"{', '.join(moved[:_MOST_NAMED])}{more}: is changed by every microbatch, so it "
+            "depends on how many this rank computes. Draw random numbers from the global "
+            "generators or from lockstep.generator(), which are set for each microbatch; change "
+            "state once a step, in Task.after_step(model, step), and save it by Task.state_dict(); "
+            f"if no result depends on it, say so: `scratch = ({moved[0]!r},)` in the task's class"
+        )
