@@ -141,8 +141,8 @@ def _timeline(history: History) -> Any:
         times = [h.time - zero for h in history.happenings if isinstance(h.event, kind)]
         times = [time for time in times if time >= 0]
         if times:
-            row = [len(processes)] * len(times)
-            axes.plot(times, row, marker, color=colour, label=label, markersize=6)
+            below = [len(processes)] * len(times)
+            axes.plot(times, below, marker, color=colour, label=label, markersize=6)
     names = [f"rank {p.rank} (slot {p.joined.slot})" for p in processes]
     axes.set_yticks([*range(len(processes)), len(processes)], [*names, "events"], fontsize=7)
     axes.set_xlabel("seconds since the newest start", fontsize=8)
