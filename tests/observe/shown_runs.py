@@ -54,6 +54,12 @@ def screen(output: str, width: int) -> list[str]:
     return shown
 
 
+def _own_terminal(follower: int) -> None:
+    """In a process that starts: have Ctrl-C on this terminal reach it."""
+    os.setsid()
+    fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+
+
 class Pty:
     """A program on a terminal of its own.
 
@@ -76,9 +82,13 @@ class Pty:
             stdout=follower,
             stderr=follower,
             env=env | environ,
-            start_new_session=True,
+            preexec_fn=lambda: _own_terminal(follower),
         )
         os.close(follower)
+
+    def type(self, keys: bytes) -> None:
+        """Type something on the terminal, such as Ctrl-C."""
+        os.write(self._leader, keys)
 
     def resize(self, width: int) -> None:
         """Give the terminal another number of columns."""

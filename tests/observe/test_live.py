@@ -293,18 +293,20 @@ def test_a_terminal_that_knows_few_characters_gets_those(encoding: str) -> None:
 
 
 def test_ctrl_c_while_it_is_drawn_gives_the_cursor_back() -> None:
-    program = PROGRAM + "    sinks(step_done(1))\n    steps(1, 10**6)\n"
-    terminal = Pty(program, 80)
+    terminal = Pty(PROGRAM + "    steps(1, 9, 0.5)\n", 46)
+    typed = iter([b"\x03"])
 
     def interrupt(shown: bytes) -> None:
-        if b"val at" in shown and terminal.process.poll() is None:
-            terminal.process.send_signal(2)
+        if b"saved at" in shown:
+            terminal.type(next(typed, b""))
 
     output = terminal.output(interrupt).decode()
-    assert output.count("\x1b[?25l") <= output.count("\x1b[?25h")
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
     assert terminal.process.returncode
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1
+    assert output.index("\x1b[?25h") > output.index("\x1b[?25l")
     assert "Traceback" not in output
+    lines = screen(output, 46)
+    assert sum(line.startswith("digits  step") for line in lines) == 1, "^C breaks no line"
 
 
 def test_a_terminal_that_goes_away_leaves_no_traceback(tmp_path: Path) -> None:

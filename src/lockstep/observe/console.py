@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.spinner import Spinner
+from rich.text import Text
 
 from lockstep.engine.events import (
     Checkpointed,
@@ -160,7 +161,12 @@ class ConsoleView(Sink):
 
     def _drawn(self) -> RenderableType:
         """The live display: called from its own thread, so it only reads."""
-        return self._area.draw() if self._is_begun() else self._spinner
+        if not self._is_begun():
+            return self._spinner
+        area = self._area.draw()
+        # A terminal shows ^C where the cursor is, and would break a line that is full already. The
+        # last drawing, when there is no display to go on with, needs no line for that.
+        return Group(area, Text()) if self._live else area
 
     def _is_begun(self) -> bool:
         return self._plan is not None and self._announced
