@@ -49,6 +49,9 @@ Quiet = Annotated[
 QuietVerdict = Annotated[
     bool, typer.Option("-q", "--quiet", help="Show failures and the verdict only.")
 ]
+PerRank = Annotated[
+    bool, typer.Option("--per-rank", help="Show what each rank does with its time.")
+]
 Profile = Annotated[
     bool, typer.Option("--profile", help="Each rank records some steps with torch's profiler.")
 ]
@@ -113,6 +116,7 @@ def train(
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    per_rank: PerRank = False,
     profile: Profile = False,
     profile_steps: ProfileSteps = None,
 ) -> None:
@@ -122,7 +126,17 @@ def train(
     steps = command.steps_to_profile(profile, profile_steps)
     _exit(
         command.train(
-            target, overrides or [], ranks, launcher, run_dir, resume, config, replace, quiet, steps
+            target,
+            overrides or [],
+            ranks,
+            launcher,
+            run_dir,
+            resume,
+            config,
+            replace,
+            quiet,
+            steps,
+            per_rank,
         )
     )
 
@@ -135,6 +149,7 @@ def resume(
     launcher: LauncherOption = None,
     replace: Replace = 0,
     quiet: Quiet = False,
+    per_rank: PerRank = False,
     profile: Profile = False,
     profile_steps: ProfileSteps = None,
 ) -> None:
@@ -145,7 +160,9 @@ def resume(
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)
-    _exit(command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps))
+    _exit(
+        command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank)
+    )
 
 
 @app.command("eval")

@@ -88,6 +88,20 @@ def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
     assert told(done) == [expected]
 
 
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_what_each_rank_does_is_shown_on_demand(lockstep, num_ranks):
+    spent = r"^step 2: rank (\d+): compute \d+%  exchange \d+%  data \d+%  checkpoint \d+%$"
+    arguments = ("-n", num_ranks, "--per-rank", "steps=4", "log_every=2")
+    done = lockstep("train", target(), "--run-dir", "r", "stop_at_step=2", *arguments)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(spent, done.stdout, re.MULTILINE)
+    assert shown == [str(rank) for rank in range(int(num_ranks))]
+    done = lockstep("resume", "r", "-n", num_ranks, "--per-rank")
+    assert "step 4: rank 0: compute" in done.stdout, done.stderr
+    done = lockstep("train", target(), "--run-dir", "q", "-q", *arguments)
+    assert "compute" not in done.stdout
+
+
 def test_quiet_still_tells_of_warnings_and_errors(lockstep):
     done = lockstep("train", target(), "steps=4", "num_microbatches=1", "-q", "-n", "2")
     assert "warning: " in done.stdout

@@ -37,6 +37,7 @@ def train(
     replacements: int = 0,
     quiet: bool = False,
     profile: tuple[int, int] | None = None,
+    per_rank: bool = False,
 ) -> int:
     """Train a target here, if this process is a rank or is to be the only one, else start ranks.
 
@@ -51,6 +52,7 @@ def train(
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings, errors and the last line only.
         profile: first and last step to record, counted from the start of this sitting from 1.
+        per_rank: whether to show with each report what each rank does with its time.
 
     Returns:
         The exit code.
@@ -69,7 +71,7 @@ def train(
                 f"{environment.launcher}"
             )
         own = str(run_dir) if run_dir else None
-        sitting = given or Sitting(own, resume, quiet=quiet, profile=profile)
+        sitting = given or Sitting(own, resume, quiet=quiet, profile=profile, per_rank=per_rank)
         sitting.extend_search_path()
         return _train_here(
             target, overrides, replace(sitting, target=absolute(target)), config_file
@@ -86,16 +88,20 @@ def train(
                 "single keys with key=value"
             )
         path = run_dir or new_run_dir(Path(target).stem)
-        sitting = Sitting(str(path), resume, tuple(overrides), False, where, quiet, profile)
+        sitting = Sitting(
+            str(path), resume, tuple(overrides), False, where, quiet, profile, per_rank=per_rank
+        )
         return _start(rank_command(chosen, num_ranks, where, (), replacements), sitting, threads=1)
     kind, config = configured(target, overrides, config_file)
     if chosen == "python":
         own = str(run_dir) if run_dir else None
-        sitting = Sitting(own, resume, target=where, quiet=quiet, profile=profile)
+        sitting = Sitting(
+            own, resume, target=where, quiet=quiet, profile=profile, per_rank=per_rank
+        )
         return _train_here(target, overrides, sitting, config_file)
     task = make_task(kind, config)
     path = run_dir or new_run_dir(task.name)
-    sitting = Sitting(str(path), resume, (), False, where, quiet, profile)
+    sitting = Sitting(str(path), resume, (), False, where, quiet, profile, per_rank=per_rank)
     directory = RunDirectory(path)
     claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
     directory.close()
@@ -112,6 +118,7 @@ def resume(
     replacements: int = 0,
     quiet: bool = False,
     profile: tuple[int, int] | None = None,
+    per_rank: bool = False,
 ) -> int:
     """Go on with the run in a directory; overrides may change what does not change the result.
 
@@ -123,6 +130,7 @@ def resume(
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings, errors and the last line only.
         profile: first and last step to record, counted from the start of this sitting from 1.
+        per_rank: whether to show with each report what each rank does with its time.
 
     Returns:
         The exit code.
@@ -137,8 +145,9 @@ def resume(
     else:
         file = run_dir / "config.yaml"
     return train(
-        target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile
-    )
+        target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile,
+        per_rank,
+    )  # fmt: skip
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:

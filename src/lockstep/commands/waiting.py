@@ -34,9 +34,10 @@ def importing(quiet: bool = False) -> Iterator[None]:
     from rich.live import Live
     from rich.spinner import Spinner
 
+    console = Console()
     live = Live(
-        Spinner("dots", text="importing torch"),
-        console=Console(),
+        Spinner(_spinner_name(console), text="importing torch"),
+        console=console,
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
@@ -46,7 +47,12 @@ def importing(quiet: bool = False) -> Iterator[None]:
 
 def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:
     """A context in which `what` goes on, with a spinner on a terminal unless `quiet`."""
-    return nullcontext() if quiet else console.status(what)
+    return nullcontext() if quiet else console.status(what, spinner=_spinner_name(console))
+
+
+def _spinner_name(console: Console) -> str:
+    """A spinner that the console can encode; as `observe.terminal`, which takes long to import."""
+    return "dots" if console.encoding.startswith("utf") else "line"
 
 
 def _give_terminal_back() -> None:

@@ -112,6 +112,7 @@ def _run(
                 console=sitting.console,
                 quiet=sitting.quiet,
                 resumable=bool(sitting.target),
+                per_rank=sitting.per_rank,
             )
         )
         stack.callback(hub.close)

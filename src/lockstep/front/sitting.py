@@ -27,6 +27,7 @@ class Sitting:
             file. None takes the script that this process runs.
         quiet: show warnings and how the run ended only, rather than progress.
         profile: first and last step of this sitting that each rank records, if it is to.
+        per_rank: show with each report what each rank has done with its time.
         search_path: folders of `sys.path` of the program that has started the ranks.
     """
 
@@ -38,6 +39,7 @@ class Sitting:
     quiet: bool = False
     profile: tuple[int, int] | None = None
     search_path: tuple[str, ...] = ()
+    per_rank: bool = False
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""

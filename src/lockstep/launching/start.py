@@ -169,7 +169,7 @@ def _notice(text: str) -> None:
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
     """Run ranks to their end, shown on the console or in the notebook as `sitting` says."""
-    shown = view(sitting.quiet)
+    shown = view(sitting.quiet, per_rank=sitting.per_rank)
     with Sinks([shown]) as sinks:
         shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
         return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))

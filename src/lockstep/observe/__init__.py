@@ -59,6 +59,7 @@ def open_sinks(
     console: bool,
     quiet: bool = False,
     resumable: bool = True,
+    per_rank: bool = False,
 ) -> Sinks:
     """All that shows and stores a run; for rank 0, closed at the end of a `with` block.
 
@@ -71,6 +72,7 @@ def open_sinks(
         console: whether to show the run on standard output.
         quiet: whether to show warnings and how the run ended only.
         resumable: whether `lockstep resume` can go on with the run.
+        per_rank: whether the console shows with each report what each rank does with its time.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
@@ -89,20 +91,24 @@ def open_sinks(
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
         if console:
-            shown = view(quiet, resumable)
+            shown = view(quiet, resumable, per_rank)
             add(shown)
             shown.wait("preparing the run")
         undo.pop_all()
     return Sinks(sinks)
 
 
-def view(quiet: bool, resumable: bool = True) -> ConsoleView | NotebookView:
+def view(quiet: bool, resumable: bool = True, per_rank: bool = False) -> ConsoleView | NotebookView:
     """What shows a run to whoever has started it: in a notebook's cell, or on standard output.
 
     Args:
         quiet: whether to show warnings and how the run ended only.
         resumable: whether `lockstep resume` knows how to go on with the run.
+        per_rank: whether to show with each report what each rank does with its time; not in a
+            notebook, and not where `quiet` is set.
     """
     if quiet:
         return QuietView(resumable=resumable)
-    return NotebookView(resumable=resumable) if in_notebook() else ConsoleView(resumable=resumable)
+    if in_notebook():
+        return NotebookView(resumable=resumable)
+    return ConsoleView(resumable=resumable, per_rank=per_rank)

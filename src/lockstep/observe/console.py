@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.engine.events import (
@@ -30,46 +25,39 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe import text
+from lockstep.observe.held import HeldLine
+from lockstep.observe.layout import Item, fitted, printable, row, wrapped
+from lockstep.observe.live import Display, LiveArea
+from lockstep.observe.pace import Pace
 from lockstep.observe.sink import Sink
-from lockstep.observe.terminal import stdout_console
+from lockstep.observe.terminal import spinner_name, stdout_console, styled
 
+_DRAWN = (StepDone, Evaluated, Improved, Checkpointed)
+"""Events that come again and again: on a terminal they are drawn, and leave no line."""
 
-@dataclass
-class _Evaluation:
-    """An evaluation whose line may still be completed by what comes of it.
+_MOST_SILENT_PART = 1 / 60
+"""Of the time that a run has taken so far, the part that may pass without a progress line."""
 
-    Attributes:
-        event: the evaluation.
-        loss: training loss up to its step, if that is known.
-        is_best: whether the watched metric was better than ever.
-        is_saved: whether a checkpoint of its step is on disk.
-    """
-
-    event: Evaluated
-    loss: float | None
-    is_best: bool = False
-    is_saved: bool = False
-
-    def line(self, width: int) -> str:
-        """All that is known, for a console of so many columns."""
-        notes = ["best"] * self.is_best + ["saved"] * self.is_saved
-        return text.evaluation(self.event, self.loss, notes, width)
+_LONGEST_INTERVAL_S = 60.0
+"""Most seconds between two progress lines of a long run, if there are reports."""
 
 
 class ConsoleView(Sink):
-    """Shows a run: a banner, progress with evaluations and faults above it, a summary.
+    """Shows a run: a banner, progress, faults and warnings, a summary.
 
-    On an interactive terminal progress is a bar that is drawn anew several times a second, and
-    lines are broken between words where they are longer than the terminal is wide. Elsewhere (a
-    pipe, a log file, `TERM=dumb`) it is a line for a `StepDone`, at most one each `interval_s`, and
-    one for every other event, none of them broken.
-
-    An evaluation, that it was the best, and its checkpoint share a line. It is held back until the
-    checkpoint is on disk, for at most `interval_s`.
+    On an interactive terminal progress is an area at its bottom that is drawn anew several times a
+    second (`LiveArea`); what is worth keeping is printed above it, in lines that are broken between
+    words where they are longer than the terminal is wide. However many evaluations and
+    checkpoints there are, they leave no lines. Elsewhere (a pipe, a log file, `TERM=dumb`)
+    progress is a line for a `StepDone`, the first and the last always, and at most one each
+    `interval_s`; in a long run there are fewer, down to one each minute. There is a line for every
+    other event, and none is broken. An evaluation, that it was the best, and its checkpoint share
+    one.
 
     Args:
         console: console to show the run on; standard output by default.
         resumable: whether `lockstep resume` can go on with the run, should it be stopped.
+        per_rank: whether to show with each report what each rank has done with its time.
         show_failure: whether to print the message of `Failed`; by default the live display only
             ends, because whoever catches the error prints it.
         interval_s: least time between two progress lines, in seconds.
@@ -81,12 +69,14 @@ class ConsoleView(Sink):
         console: Console | None = None,
         *,
         resumable: bool = True,
+        per_rank: bool = False,
         show_failure: bool = False,
         interval_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or stdout_console()
         self._resumable = resumable
+        self._per_rank = per_rank
         self._show_failure = show_failure
         self._interval_s = interval_s
         self._clock = clock
@@ -95,28 +85,25 @@ class ConsoleView(Sink):
         self._announced = True
         self._done: StepDone | None = None
         self._withheld = False
-        self._printed_at = -float("inf")
-        self._started_at = clock()
-        self._progress_at = self._started_at
-        self._live: Live | None = None
-        self._spinner = Spinner("dots")
-        self._evaluation: _Evaluation | None = None
+        self._printed_at = -inf
+        self._started_at = self._progress_at = clock()
+        self._pace = Pace()
+        self._area = LiveArea(self._console, clock, self._pace, per_rank)
+        self._live: Display | None = None
+        self._spinner = Spinner(spinner_name(self._console))
         # The line of an evaluation that is held back is printed by a timer's thread.
         self._lock = threading.RLock()
-        self._timer: threading.Timer | None = None
-        self._late_error: OSError | None = None
+        self._held = HeldLine(self._print, lambda: self._console.width, self._lock, interval_s)
 
     def wait(self, message: str) -> None:
         """Show that something is being waited for, until the first event; on terminals only."""
-        self._spinner.update(text=self._styled(text.printable(message)))
+        self._spinner.update(text=styled(self._console, printable(message)))
         self._start_live()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         with self._lock:
-            error, self._late_error = self._late_error, None
-            if error is not None:
-                raise error
+            self._held.raise_late()
             self._take(event)
 
     def _take(self, event: Event) -> None:
@@ -126,17 +113,22 @@ class ConsoleView(Sink):
             self._joined.append(event)
         else:
             self._announce()
+            self._note(event)
             self._show(event)
         if self._plan and len(self._joined) >= self._plan.world_size:
             self._announce()
 
+    def _note(self, event: Event) -> None:
+        self._pace.take(event)
+        self._area.take(event)
+
     def close(self) -> None:
         """End the live display and give the cursor back; nothing if that is done."""
         with self._lock:
-            self._show_evaluation()
+            self._held.show()
             live, self._live = self._live, None
             if live:
-                if self._plan is None:  # a spinner, of which nothing is to be left
+                if not self._is_begun():  # a spinner, of which nothing is to be left
                     live.transient = True
                 live.stop()
             self._show_withheld()
@@ -149,6 +141,7 @@ class ConsoleView(Sink):
         self._plan, self._announced = plan, False
         self._done = None
         self._started_at = self._progress_at = self._clock()
+        self._note(plan)
 
     def _announce(self) -> None:
         """Show the banner, once all ranks or any other event have come."""
@@ -163,22 +156,30 @@ class ConsoleView(Sink):
 
     def _start_live(self) -> None:
         if self._live is None and self._console.is_interactive:
-            self._live = Live(
-                get_renderable=self._bar,
-                console=self._console,
-                refresh_per_second=5,
-                # What goes to a file must not come to the terminal instead.
-                redirect_stderr=sys.stderr.isatty(),
-            )
+            self._live = Display(self._console, self._drawn)
             self._live.start(refresh=True)
 
+    def _drawn(self) -> RenderableType:
+        """The live display: called from its own thread, so it only reads."""
+        if not self._is_begun():
+            return self._spinner
+        area = self._area.draw()
+        # A terminal shows ^C where the cursor is, and would break a line that is full already. The
+        # last drawing, when there is no display to go on with, needs no line for that.
+        return Group(area, Text()) if self._live else area
+
+    def _is_begun(self) -> bool:
+        return self._plan is not None and self._announced
+
     def _show(self, event: Event) -> None:
+        if self._console.is_interactive and isinstance(event, _DRAWN):
+            return
         if isinstance(event, StepDone):
             self._progress(event)
             return
-        if self._is_about_evaluation(event):
+        if self._held.takes(event):
             return
-        self._show_evaluation()
+        self._held.show()
         if isinstance(event, Evaluated):
             self._hold(event)
             return
@@ -197,99 +198,41 @@ class ConsoleView(Sink):
         loss = None
         if event.split == "val" and self._done and self._done.step == event.step:
             loss, self._withheld = self._done.loss, False
-        self._evaluation = _Evaluation(event, loss)
-        self._timer = threading.Timer(self._interval_s, self._show_late, (event,))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _is_about_evaluation(self, event: Event) -> bool:
-        """Whether an event only completes the line that is held back."""
-        held = self._evaluation
-        if held is None or event.step != held.event.step:
-            return False
-        if isinstance(event, Improved):
-            held.is_best = True
-            return True
-        if isinstance(event, Checkpointed):
-            held.is_saved = True
-            self._show_evaluation()
-            return True
-        return False
-
-    def _show_evaluation(self) -> None:
-        """Print the line that is held back, if there is one."""
-        held, self._evaluation = self._evaluation, None
-        timer, self._timer = self._timer, None
-        if timer:
-            timer.cancel()
-        if held:
-            self._print(held.line(self._console.width), "green" if held.is_best else "")
-
-    def _show_late(self, event: Evaluated) -> None:
-        """In the timer's thread: print an evaluation whose checkpoint takes long or is not made."""
-        with self._lock:
-            if self._evaluation is None or self._evaluation.event is not event:
-                return
-            try:
-                self._show_evaluation()
-            except OSError as error:
-                self._late_error = error  # for the thread that hands over the next event
+        self._held.hold(event, loss)
 
     def _progress(self, done: StepDone) -> None:
-        self._done, self._progress_at = done, self._clock()
-        if self._live:
-            return
-        self._withheld = True
-        if self._progress_at - self._printed_at >= self._interval_s:
+        self._done, self._progress_at, self._withheld = done, self._clock(), True
+        so_far_s = self._progress_at - self._started_at
+        interval_s = min(so_far_s * _MOST_SILENT_PART, _LONGEST_INTERVAL_S)
+        if self._progress_at - self._printed_at >= max(interval_s, self._interval_s):
             self._show_withheld()
 
     def _show_withheld(self) -> None:
         """Print the last progress, if it came too soon after the one before."""
-        if not (self._withheld and self._done):
+        done = self._done
+        if not (self._withheld and done):
             return
         self._withheld, self._printed_at = False, self._progress_at
-        total = f"/{self._plan.total_steps:,}" if self._plan else ""
-        head, tail = f"step {self._done.step:,}{total}", f"left {self._left()}"
-        self._print(text.fitted(head, text.progress(self._done), tail, self._console.width))
-
-    def _bar(self) -> RenderableType:
-        """The live display: called from its own thread, so it only reads."""
-        plan, done = self._plan, self._done
-        if plan is None or not self._announced:
-            return self._spinner
-        total = plan.total_steps
-        step = done.step if done else plan.step
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
-        bar.add_row(
-            self._styled(f"step {step:,}/{total:,}", "bold"),
-            ProgressBar(total=max(total, 1), completed=step),
-            self._styled(f"{text.clock(self._clock() - self._started_at)} left {self._left()}"),
+        total = f"/{self._plan.total_steps:,}" if self._plan and self._plan.total_steps else ""
+        left_s = self._pace.left_s()
+        items = (
+            Item(0, f"step {done.step:,}{total}"),
+            *text.progress(done),
+            Item(0, "" if left_s is None else f"left {text.clock(left_s)}"),
         )
-        lines: list[RenderableType] = [bar]
-        if done:
-            width = self._console.width
-            lines.append(self._styled(text.fitted("", text.progress(done), "", width)))
-        return Group(*lines)
-
-    def _left(self) -> str:
-        """Time to the last step at this sitting's pace, all its pauses included."""
-        plan, done = self._plan, self._done
-        if not plan or not done or done.step <= plan.step:
-            return "-:--:--"
-        pace = (self._progress_at - self._started_at) / (done.step - plan.step)
-        return text.clock(pace * max(plan.total_steps - done.step, 0))
+        self._print(fitted(items, self._console.width))
+        if self._per_rank:
+            for times in done.ranks:
+                self._print(text.rank_times(done.step, times))
 
     def _print_block(self, pairs: text.Pairs) -> None:
-        for name, value in pairs:
-            self._write(text.row(name, text.printable(value), self._width_to_fit()))
+        width = self._width_to_fit()
+        self._write("\n".join(row(name, printable(value), width) for name, value in pairs))
 
     def _print(self, message: str, style: str = "") -> None:
         width = self._width_to_fit()
-        lines = text.printable(message).split("\n")
-        self._write("\n".join(text.wrapped(line, width) for line in lines), style)
+        lines = printable(message).split("\n")
+        self._write("\n".join(wrapped(line, width) for line in lines), style)
 
     def _width_to_fit(self) -> float:
         """Columns of a terminal; a line of a pipe or a log file may be of any length."""
@@ -297,12 +240,7 @@ class ConsoleView(Sink):
 
     def _write(self, lines: str, style: str = "") -> None:
         # rich would break lines inside paths and digests, which could not be copied then.
-        self._console.print(self._styled(lines, style), soft_wrap=True)
-
-    def _styled(self, line: str, style: str = "") -> Text:
-        """Text the console can encode, whatever a path or a metric's name holds."""
-        encoding = self._console.encoding
-        return Text(line.encode(encoding, "backslashreplace").decode(encoding), style)
+        self._console.print(styled(self._console, lines, style), soft_wrap=True)
 
 
 def _style(event: Event) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import sys
 import time
+from math import inf
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.console import Console
 from lockstep.engine.events import Checkpointed, Event, Failed, Finished, RunStarted, StepDone
 from lockstep.observe import text
 from lockstep.observe.console import ConsoleView
+from lockstep.observe.layout import Item, fitted
+from lockstep.observe.pace import Pace
 from lockstep.observe.sink import Sink
 
 
@@ -38,6 +41,7 @@ class NotebookView(Sink):
         self._plan: RunStarted | None = None
         self._done: StepDone | None = None
         self._drawn_at = -float("inf")
+        self._pace = Pace()
         self._bar: Any = None
 
     def wait(self, message: str) -> None:
@@ -45,6 +49,7 @@ class NotebookView(Sink):
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        self._pace.take(event)
         if isinstance(event, StepDone):
             self._done = event
             if time.monotonic() - self._drawn_at >= self._interval_s:
@@ -69,7 +74,15 @@ class NotebookView(Sink):
         from IPython import display
 
         total = plan.total_steps
-        told = "  ".join([f"step {done.step:,}/{total:,}", *text.progress(done)])
+        left_s = self._pace.left_s()
+        told = fitted(
+            (
+                Item(0, f"step {done.step:,}/{total:,}"),
+                *text.progress(done),
+                Item(0, "" if left_s is None else f"left {text.clock(left_s)}"),
+            ),
+            inf,
+        )
         bar = f'<progress value="{done.step}" max="{total}"></progress>'
         shown = {"text/plain": told, "text/html": f"<div>{bar} {html.escape(told)}</div>"}
         if self._bar is None:

@@ -7,6 +7,7 @@ import os
 import sys
 
 from rich.console import Console
+from rich.text import Text
 
 
 class _SteadyConsole(Console):
@@ -35,6 +36,17 @@ def stdout_console() -> Console:
     if not shown and not os.environ.get("FORCE_COLOR"):
         return _SteadyConsole(force_terminal=False, force_interactive=False, highlight=False)
     return _SteadyConsole(force_interactive=shown and capable, highlight=False)
+
+
+def styled(console: Console, line: str, style: str = "") -> Text:
+    """Text the console can encode, whatever a path or a metric's name holds."""
+    encoding = console.encoding
+    return Text(line.encode(encoding, "backslashreplace").decode(encoding), style)
+
+
+def spinner_name(console: Console) -> str:
+    """The name of a spinner of `rich` that the console can encode."""
+    return "dots" if console.encoding.startswith("utf") else "line"
 
 
 def _reaches_terminal() -> bool:

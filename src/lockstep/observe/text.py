@@ -19,6 +19,7 @@ from lockstep.engine.events import (
     Joined,
     Profiled,
     RankLost,
+    RankTimes,
     Rebalanced,
     Recovered,
     Resumed,
@@ -26,6 +27,7 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
+from lockstep.observe.layout import Item
 
 Pairs = list[tuple[str, str]]
 """A name and a text for each line of a block."""
@@ -116,16 +118,22 @@ def outcome(plan: RunStarted | None, end: Finished) -> str:
     return ", ".join([f"{end.status} at step {end.step:,}", f"SHA-256 {end.params_sha256}", *where])
 
 
-def progress(done: StepDone) -> list[str]:
-    """The state of training as short items, the most important first."""
+def progress(done: StepDone) -> list[Item]:
+    """The state of training as short items, each with its importance."""
+    first, *others = measures(done.metrics) or [""]
     return [
-        f"epoch {done.epoch}",
-        f"loss {number(done.loss)}",
-        *measures(done.metrics),
-        f"lr {number(done.lr)}",
-        f"{number(done.samples_per_s)} samples/s",
-        f"efficiency {done.compute_efficiency:.0%}",
+        Item(1, f"epoch {done.epoch}"),
+        Item(0, f"loss {number(done.loss)}"),
+        Item(2, first),
+        *(Item(4 + place, text) for place, text in enumerate(others)),
+        Item(_LAST, f"lr {number(done.lr)}"),
+        Item(3, f"{number(done.samples_per_s)} samples/s"),
+        Item(_LAST + 1, f"efficiency {done.compute_efficiency:.0%}"),
     ]
+
+
+_LAST = 1000
+"""The importance of what is less so than any metric."""
 
 
 def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width: int) -> str:
@@ -150,63 +158,27 @@ def evaluation(event: Evaluated, loss: float | None, notes: Sequence[str], width
     return f"{at} {rest}"
 
 
-def fitted(head: str, items: Sequence[str], tail: str, width: int) -> str:
-    """`head`, `items` and `tail` in one line; the last items are left out if it gets too long."""
-    num_items = len(items)
-    while True:
-        text = "  ".join([part for part in (head, *items[:num_items], tail) if part])
-        if num_items == 0 or cell_len(text) <= width:
-            return text
-        num_items -= 1
+def evaluated_at(event: Evaluated) -> str:
+    """What was evaluated: `val at 400`."""
+    step = event.step if event.model_step is None else event.model_step
+    return f"{event.split} at {step:,}"
 
 
-def row(name: str, value: str, width: float) -> str:
-    """A row of a block: the name, and the value in a column beside it.
-
-    A digest or path that is too long for that column begins at the left of a line of its own.
-    """
-    room = width - _COLUMN
-    if max(map(cell_len, value.split(" "))) > room:
-        return f"{name}\n{value}"
-    return f"{name:<{_COLUMN - 1}} " + wrapped(value, room, 0).replace("\n", "\n" + " " * _COLUMN)
+KINDS_OF_WORK = ("compute", "exchange", "data", "checkpoint")
+"""What `shares` are of, in their order."""
 
 
-_COLUMN = 12
+def shares(times: RankTimes) -> list[str]:
+    """Of a rank's time, the part of each kind of work: `75%`; `-` where none was measured."""
+    spent = (times.compute_s, times.communication_s, times.data_s, times.checkpoint_s)
+    total = sum(spent)
+    return [f"{part / total:.0%}" if total > 0 else "-" for part in spent]
 
 
-def wrapped(line: str, width: float, indent: int = 2) -> str:
-    """A line in as many as it takes to fit a terminal.
-
-    It is broken between items (two blanks), else between words; never inside a word, so that
-    numbers, digests and paths stay whole, even those that are too long for a line.
-
-    Args:
-        line: text without line breaks.
-        width: columns of the terminal; infinite where lines may be of any length.
-        indent: blanks before each line but the first.
-    """
-    if cell_len(line) <= width or line[:1].isspace():
-        return line
-    room = width - indent
-    lines: list[str] = []
-    for item in line.split("  "):
-        words = [item] if cell_len(item) <= room else item.split(" ")
-        for number, word in enumerate(words):
-            gap = " " if number else "  "
-            limit = width if len(lines) == 1 else room
-            if lines and cell_len(lines[-1] + gap + word) <= limit:
-                lines[-1] += gap + word
-            else:
-                lines.append(word)
-    return ("\n" + " " * indent).join(lines)
-
-
-def printable(text: str) -> str:
-    """The text without control characters, which could move the cursor or change a terminal."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+def rank_times(step: int, times: RankTimes) -> str:
+    """One line for what a rank has done with its time."""
+    parts = "  ".join(map(" ".join, zip(KINDS_OF_WORK, shares(times), strict=True)))
+    return f"step {step:,}: rank {times.rank}: {parts}"
 
 
 def line(event: Event) -> str:

@@ -1,0 +1,183 @@
+"""What is drawn anew at the bottom of a terminal while a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.engine.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    Improved,
+    RankTimes,
+    RunStarted,
+    StepDone,
+)
+from lockstep.observe import text
+from lockstep.observe.layout import Item, fitted, kept, printable
+from lockstep.observe.pace import Pace
+from lockstep.observe.terminal import styled
+
+_LEAST_BAR = 8
+"""Columns of the shortest bar that is worth its room."""
+
+_ROOMY = 60
+"""Columns from which on those of the table stand further apart."""
+
+_OTHER_ROWS = 6
+"""Rows of a terminal that the table of ranks leaves to everything else."""
+
+
+class Display(Live):
+    """A part of the terminal that a thread draws anew, a few times a second.
+
+    Args:
+        console: console to draw on.
+        draw: function that returns what is to be drawn; called in that thread.
+    """
+
+    def __init__(self, console: Console, draw: Callable[[], RenderableType]) -> None:
+        super().__init__(
+            get_renderable=draw,
+            console=console,
+            refresh_per_second=5,
+            # What goes to a file must not come to the terminal instead.
+            redirect_stderr=sys.stderr.isatty(),
+        )
+
+    def refresh(self) -> None:
+        """Draw; nothing where the terminal is gone, which whoever prints a line is told."""
+        with contextlib.suppress(OSError):
+            super().refresh()
+
+
+class LiveArea:
+    """Bar, newest report, newest and best evaluation, newest checkpoint: a line for each kind.
+
+    What does not fit the terminal's width is left out, the least important first.
+
+    Args:
+        console: console that it is drawn on.
+        clock: function that returns seconds since any fixed time.
+        pace: what knows the time that is left; it gets the same events.
+        per_rank: whether there is a table of what each rank does with its time.
+    """
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float], pace: Pace, per_rank: bool
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._pace = pace
+        self._per_rank = per_rank
+        self._plan: RunStarted | None = None
+        self._started_at = self._done_at = clock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._done: StepDone | None = None
+        self._evaluated: tuple[Evaluated, ...] = ()
+        self._best: Improved | None = None
+        self._saved: int | None = None
+
+    def take(self, event: Event) -> None:
+        """Take note of an event, to be shown when the area is drawn again."""
+        if isinstance(event, RunStarted) and not (event.continued and self._plan):
+            self._forget()
+            self._plan, self._started_at = event, self._clock()
+        elif isinstance(event, StepDone):
+            self._done, self._done_at = event, self._clock()
+        elif isinstance(event, Evaluated):
+            # Never changed in place: another thread reads it.
+            before = self._evaluated if self._is_newest(event.step) else ()
+            self._evaluated = (*before, event)
+        elif isinstance(event, Improved):
+            self._best = event
+        elif isinstance(event, Checkpointed):
+            self._saved = event.step
+
+    def draw(self) -> RenderableType:
+        """All lines as they are now; it only reads, for it is called in another thread."""
+        lines = [self._bar()]
+        if self._done:
+            lines.append(self._line(text.progress(self._done)))
+        standing = self._standing()
+        if standing:
+            lines.append(self._line(standing))
+        if self._per_rank and self._done and self._done.ranks:
+            lines.append(self._ranks(self._done.ranks))
+        return Group(*lines)
+
+    def _is_newest(self, step: int) -> bool:
+        return bool(self._evaluated) and self._evaluated[-1].step == step
+
+    def _bar(self) -> RenderableType:
+        plan, done, now = self._plan, self._done, self._clock()
+        if plan is None:
+            return Text()
+        step, total = done.step if done else plan.step, plan.total_steps
+        left_s = self._pace.left_s(now - self._done_at)
+        width = self._console.width
+        head = (Item(2, plan.task), Item(0, f"step {step:,}" + (f"/{total:,}" if total else "")))
+        tail = (
+            Item(3, text.clock(now - self._started_at)),
+            Item(1, "" if left_s is None else f"left {text.clock(left_s)}"),
+        )
+        shown = kept([*head, *tail], width - _LEAST_BAR - 2 if total else width)
+        parts = [fitted(filter(shown.__contains__, side), width) for side in (head, tail)]
+        room = width - sum(len(part) + 1 for part in parts)
+        if not total or room < _LEAST_BAR:
+            return self._line([Item(number, part) for number, part in enumerate(parts)])
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True, overflow="crop")
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True, overflow="crop")
+        bar = ProgressBar(total=total, completed=min(step, total))
+        grid.add_row(self._styled(parts[0], "bold"), bar, self._styled(parts[1]))
+        return grid
+
+    def _standing(self) -> list[Item]:
+        """The newest evaluation of each split, the best one, and the newest checkpoint."""
+        items: list[Item] = []
+        for event in self._evaluated:
+            first, *others = text.measures(event.metrics) or ["-"]
+            items.append(Item(1 if not items else 4, f"{text.evaluated_at(event)}: {first}"))
+            items.extend(Item(5 + place, measure) for place, measure in enumerate(others))
+        best, saved = self._best, self._saved
+        if best:
+            items.append(Item(2, f"best {best.metric} {text.number(best.value)} at {best.step:,}"))
+        if saved is not None:
+            items.append(Item(3, f"saved at {saved:,}"))
+        return items
+
+    def _ranks(self, ranks: tuple[RankTimes, ...]) -> RenderableType:
+        """A row for each rank, or for the busiest where the terminal is not high enough."""
+        most = max(self._console.height - _OTHER_ROWS, 1)
+        busy = sorted(ranks, key=lambda r: r.compute_s + r.data_s + r.checkpoint_s, reverse=True)
+        chosen = busy[:most] if len(ranks) <= most else busy[: max(most - 1, 1)]
+        grid = Table.grid(padding=(0, 2 if self._console.width >= _ROOMY else 1))
+        for name in ("rank", *text.KINDS_OF_WORK):
+            grid.add_column(self._styled(name), justify="right", no_wrap=True, overflow="crop")
+        grid.show_header = True
+        for times in sorted(chosen, key=lambda r: r.rank):
+            grid.add_row(*map(self._styled, (str(times.rank), *text.shares(times))))
+        if len(chosen) == len(ranks):
+            return grid
+        others = text.count(len(ranks) - len(chosen), "rank")
+        return Group(grid, self._line([Item(0, f"and {others} with less to do")]))
+
+    def _line(self, items: list[Item]) -> Text:
+        return self._styled(fitted(items, self._console.width))
+
+    def _styled(self, line: str, style: str = "") -> Text:
+        shown = styled(self._console, printable(line).replace("\n", " "), style)
+        shown.no_wrap, shown.overflow = True, "crop"
+        return shown
