@@ -18,6 +18,7 @@ from lockstep.parsing import shown
 from lockstep.recipes.hrm.data.arc.augment import Augmentation, parse_name
 from lockstep.recipes.hrm.data.arc.tokens import (
     FIRST_COLOUR,
+    NUM_COLOURS,
     SEQ_LEN,
     SIDE,
     VOCAB_SIZE,
@@ -94,11 +95,10 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
     where = folder / IDENTIFIERS_FILE
     _check_each_once(folder, test)
     try:
-        parsed = [parse_name(names[identifier]) for identifier in test.identifiers.tolist()]
+        tasks, symmetries, colours = _parsed([names[number] for number in test.identifiers])
     except DataError as error:
         raise DataError(f"{where}: {error}; {_AGAIN}") from None
-    _check_groups(folder, test, [task for task, _ in parsed])
-    augmentations = [augmentation for _, augmentation in parsed]
+    _check_groups(folder, test, tasks)
     counts = np.diff(test.puzzles)
     for first, last in zip(test.groups[:-1].tolist(), test.groups[1:].tolist(), strict=True):
         for number in range(int(counts[first:last].max())):
@@ -106,7 +106,7 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
             rows = test.puzzles[which] + number
             for what, tokens in (("inputs", test.inputs), ("labels", test.labels)):
                 fields = tokens.numpy()[rows].reshape(-1, SIDE, SIDE)
-                agree = _agree(fields, [augmentations[puzzle] for puzzle in which.tolist()])
+                agree = _agree(fields, symmetries[which], colours[which])
                 if agree.all():
                     continue
                 wrong = int(np.argmin(agree))
@@ -115,6 +115,27 @@ def check_questions(folder: Path, test: Puzzles, names: Sequence[str]) -> None:
                     f"{where}: {pair[0]} and {pair[1]}: {what} of the test's examples {rows[0]} and"
                     f" {rows[wrong]} are not one grid once turned back as these names say; {_AGAIN}"
                 )
+
+
+def _parsed(
+    names: Sequence[str],
+) -> tuple[list[str], npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Tasks, symmetries [P] and new colours [P, 10] that names say.
+
+    Raises:
+        DataError: as `parse_name`.
+    """
+    tasks, symmetries, colours = [], bytearray(), bytearray()
+    for name in names:  # as bytes: a million small objects would be slow
+        task, augmentation = parse_name(name)
+        tasks.append(task)
+        symmetries.append(augmentation.symmetry)
+        colours += bytes(augmentation.colours)
+    return (
+        tasks,
+        np.frombuffer(symmetries, np.uint8),
+        np.frombuffer(colours, np.uint8).reshape(-1, NUM_COLOURS),
+    )
 
 
 def _check_each_once(folder: Path, test: Puzzles) -> None:
@@ -161,20 +182,22 @@ def _check_groups(folder: Path, test: Puzzles, tasks: Sequence[str]) -> None:
             )
 
 
-def _agree(fields: Grid, augmentations: Sequence[Augmentation]) -> npt.NDArray[np.bool_]:
+def _agree(
+    fields: Grid, symmetries: npt.NDArray[np.uint8], colours: npt.NDArray[np.uint8]
+) -> npt.NDArray[np.bool_]:
     """Whether each field is the first one, undone and augmented as it is itself.
 
     Args:
         fields: tokens [K, 30, 30].
-        augmentations: of each of them, K.
+        symmetries: of their augmentations [K].
+        colours: the new colours of their augmentations [K, 10].
 
     Returns:
         [K]; false for a field, the first one too, with colours that are not of the grid in its
         corner.
     """
-    grid = augmentations[0].undo(to_grid(fields[0]))
-    symmetries = np.array([augmentation.symmetry for augmentation in augmentations])
-    colours = np.array([augmentation.colours for augmentation in augmentations], np.uint8)
+    first = Augmentation(int(symmetries[0]), tuple(colours[0].tolist()))
+    grid = first.undo(to_grid(fields[0]))
     agree: npt.NDArray[np.bool_] = (fields >= FIRST_COLOUR).sum(axis=(1, 2)) == grid.size
     for symmetry in np.unique(symmetries).tolist():
         which = np.flatnonzero(symmetries == symmetry)
