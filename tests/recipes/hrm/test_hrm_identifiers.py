@@ -162,6 +162,10 @@ def test_sudokus_share_the_row_of_blanks() -> None:
         (("puzzle_dim=17", "puzzle_tokens=2"), "puzzle_tokens=2: .* at least 3 tokens of dim=8"),
         (("puzzle_lr=-1",), "puzzle_lr=-1"),
         (("arc_version=3",), "arc_version=3"),
+        (("size=9",), "size=9: is not for puzzle=arc; leave it out"),
+        (("clues=3",), "clues=3: is not for puzzle=arc"),
+        (("puzzle=maze", "clues=3"), "clues=3: is not for puzzle=maze"),
+        (("preset=sudoku-4", "arc_version=2"), "arc_version=2: is not for puzzle=sudoku"),
     ],
 )
 def test_a_key_that_cannot_be_is_named(items: tuple[str, ...], said: str) -> None:
@@ -169,8 +173,21 @@ def test_a_key_that_cannot_be_is_named(items: tuple[str, ...], said: str) -> Non
         tiny(*items)
 
 
+def test_keys_of_other_puzzles_may_have_the_value_of_the_preset() -> None:
+    assert tiny("size=4", "clues=0").config.size == 4
+    assert tiny("preset=arc-2", "puzzle=sudoku").config.arc_version == 2
+    assert tiny("preset=maze-hard", "size=30").config.size == 30
+
+
+def test_what_a_run_cannot_make_is_said_of_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^augment=8: a maze has 7 symmetric ones"):
+        tiny("puzzle=maze", "augment=8", "size=4").build_model()
+    with pytest.raises(ConfigError, match=r"^data_seed=9\d+: must be from 0"):
+        tiny(f"data_seed={10**19 - 1}").build_model()
+
+
 def test_more_tasks_than_there_are_is_one_message() -> None:
-    with pytest.raises(ConfigError, match=r"there are 400 such tasks; a run's key .* num_val"):
+    with pytest.raises(ConfigError, match=r"^num_val=401: there are 400 such tasks; ask for fewer"):
         tiny("num_val=401").build_model()
 
 
@@ -198,11 +215,6 @@ def test_an_identifier_that_there_is_not_is_one_message(
 
 def test_datasets_whose_parts_do_not_fit_are_refused(arc: Path, tmp_path: Path) -> None:
     folder = copied(arc, tmp_path)
-    names = read_identifiers(folder)
-    (folder / "identifiers.json").write_text(json.dumps(names[:-1]))
-    assert tiny(f"data_dir={folder}").build_model()  # names are for evaluations
-    with pytest.raises(DataError, match=r"has 15 names .* for 16 puzzle identifiers"):
-        assert tiny(f"data_dir={folder}").names
     path = folder / "test" / "dataset.json"
     about = json.loads(path.read_text())
     path.write_text(json.dumps({**about, "num_puzzle_identifiers": 99}))

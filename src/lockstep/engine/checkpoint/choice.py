@@ -11,6 +11,9 @@ from lockstep.engine.snapshot.resumable import check_meta
 from lockstep.errors import CheckpointError
 from lockstep.parsing import parse_int, shown
 
+_MOST_STEPS = 8
+"""Steps that a message names."""
+
 
 def find_snapshot(root: Path, which: str) -> Snapshot:
     """The checkpoint that a name means.
@@ -46,4 +49,16 @@ def _read(root: Path, which: str) -> Snapshot:
         raise CheckpointError(
             f"checkpoint {shown(which)[1:-1]}: must be best, latest, or a step's number"
         ) from None
-    return checkpoint.read(root / listing.folder_name(step))
+    folder = root / listing.folder_name(step)
+    if not folder.exists():
+        raise CheckpointError(f"{root}: holds no checkpoint of step {step}; {_there(root)}")
+    return checkpoint.read(folder)
+
+
+def _there(root: Path) -> str:
+    """The steps of which there are checkpoints, for people; the last ones where there are many."""
+    steps = [str(int(folder.name.removeprefix("step_"))) for folder in listing.folders(root)]
+    if not steps:
+        return "there is none of any step"
+    more = f", and {len(steps) - _MOST_STEPS} earlier ones" if len(steps) > _MOST_STEPS else ""
+    return f"choose one of {', '.join(reversed(steps[:_MOST_STEPS]))}{more}"

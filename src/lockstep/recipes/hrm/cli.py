@@ -27,7 +27,12 @@ def hrm() -> None:
 @app.command()
 def data(
     kind: Annotated[str, typer.Argument(help="sudoku, maze or arc.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write; must not exist, or be empty.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Where to write; must not exist, be empty, or hold the same dataset already."
+        ),
+    ],
     size: Annotated[
         int | None, typer.Option("--size", help="Rows: 4, 6 or 9 of a Sudoku; 30 of a maze.")
     ] = None,

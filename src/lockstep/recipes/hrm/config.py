@@ -31,6 +31,16 @@ Preset = Literal[
 ]  # fmt: skip
 
 
+_KEYS_OF: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "sudoku": frozenset({"size", "clues"}),
+        "maze": frozenset({"size"}),
+        "arc": frozenset({"arc_version"}),
+    }
+)
+"""Keys that some kinds of puzzles have, and others do not."""
+
+
 class HrmOptimizerConfig(OptimizerConfig):
     """AdamATan2, which takes no heed of a gradient's scale, or another one."""
 
@@ -148,6 +158,7 @@ class HrmConfig(TrainConfig):
             raise ValueError(
                 "data.drop_last=False: an epoch's last batch must fill all slots; leave it True"
             )
+        self._check_kind()
         least = math.ceil(self.row_dim / self.dim)
         if self.puzzle_ids and self.puzzle_tokens is not None and self.puzzle_tokens < least:
             raise ValueError(
@@ -155,6 +166,18 @@ class HrmConfig(TrainConfig):
                 f"least {least} tokens of dim={self.dim}"
             )
         return self
+
+    def _check_kind(self) -> None:
+        """Keys of another kind of puzzle have their default, or what the preset says.
+
+        Raises:
+            ValueError: one has another value, which would be ignored.
+        """
+        preset, known = PRESETS.get(self.preset, {}), _KEYS_OF[self.puzzle]
+        for key in sorted(frozenset().union(*_KEYS_OF.values()) - known):
+            value, default = getattr(self, key), HrmConfig.model_fields[key].default
+            if value not in (default, preset.get(key, default)):
+                raise ValueError(f"{key}={value}: is not for puzzle={self.puzzle}; leave it out")
 
     @property
     def row_dim(self) -> int:

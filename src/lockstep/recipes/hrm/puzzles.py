@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.hrm.config import HrmConfig
 from lockstep.recipes.hrm.data.arrays import Integers
 from lockstep.recipes.hrm.data.build import source
 from lockstep.recipes.hrm.data.format import PuzzleSplit, read_dataset, read_split
-from lockstep.recipes.hrm.data.request import Options
+from lockstep.recipes.hrm.data.request import OptionError, Options
 from lockstep.recipes.hrm.data.writer import BLANK_IDENTIFIER, Puzzle
 
 _LEAST_BATCHES = 8
@@ -26,6 +27,11 @@ _LEAST_BATCHES = 8
 
 _BLOCK_ROWS = 1 << 12
 """Examples that are copied at once."""
+
+_KEYS: Mapping[str, str] = MappingProxyType(
+    {"train": "num_train", "test": "num_val", "version": "arc_version", "seed": "data_seed"}
+)
+"""The keys of a run for options of other names."""
 
 Indices = npt.NDArray[np.int64]
 
@@ -124,7 +130,11 @@ def puzzles_of(config: HrmConfig) -> dict[str, Puzzles]:
             clues=config.clues if config.puzzle == "sudoku" else None,
             version=config.arc_version if is_arc else None,
         )
-        both = made(config.puzzle, options)
+        try:
+            both = made(config.puzzle, options)
+        except OptionError as error:
+            key = _KEYS.get(error.option, error.option)
+            raise ConfigError(f"{key}={error.value}: {error.what}") from None
     return {"train": both["train"], "val": both["test"]}
 
 

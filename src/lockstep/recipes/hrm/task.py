@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.optimizer.choice import default_optimizer
 from lockstep.engine.task import Loss, Task
-from lockstep.errors import DataError
 from lockstep.hooks import EMA
 from lockstep.nn.reasoning import (
     IGNORED,
@@ -32,8 +31,8 @@ from lockstep.nn.reasoning import (
 )
 from lockstep.optim import AdamATan2
 from lockstep.recipes.hrm.config import HrmConfig
-from lockstep.recipes.hrm.data.format import IDENTIFIERS_FILE, read_identifiers
 from lockstep.recipes.hrm.models import model_of
+from lockstep.recipes.hrm.names import checked_names, names_digest
 from lockstep.recipes.hrm.puzzles import Puzzles, puzzles_of
 
 Batch = tuple[Tensor, ...]
@@ -91,11 +90,16 @@ class Hrm(Task):
         return TensorDataset(puzzles.inputs, puzzles.labels)
 
     def data_digest(self) -> str:
-        """Of all puzzles."""
-        digests = [
-            puzzles.identified_digest if self.config.puzzle_ids else puzzles.digest
-            for puzzles in self.puzzles.values()
-        ]
+        """Of all puzzles; with `puzzle_ids` of their identifiers and names too.
+
+        Raises:
+            DataError: with `puzzle_ids`, as `names`.
+        """
+        if self.config.puzzle_ids:
+            digests = [puzzles.identified_digest for puzzles in self.puzzles.values()]
+            digests.append(names_digest(self.names))
+        else:
+            digests = [puzzles.digest for puzzles in self.puzzles.values()]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def epoch_indices(self, epoch: int, generator: np.random.Generator) -> Any:
@@ -201,18 +205,13 @@ class Hrm(Task):
         """The names of all puzzle identifiers, in their order.
 
         Raises:
-            DataError: the dataset has no names, or another number of them than of identifiers.
+            DataError: the dataset has no names, or they do not fit its puzzles; see
+                `checked_names`.
         """
-        puzzles, folder = self.puzzles["val"], self.config.data_dir
+        folder = self.config.data_dir
         if folder is None:
-            return puzzles.names
-        names = read_identifiers(folder.expanduser())
-        if len(names) != puzzles.num_identifiers:
-            raise DataError(
-                f"{folder}: has {len(names)} names in {IDENTIFIERS_FILE} for "
-                f"{puzzles.num_identifiers} puzzle identifiers; get the dataset again"
-            )
-        return names
+            return self.puzzles["val"].names
+        return checked_names(folder.expanduser(), self.puzzles)
 
     @property
     def _state_dtype(self) -> torch.dtype | None:

@@ -259,6 +259,12 @@ def test_ties_of_the_vote_are_broken_by_the_grid() -> None:
     assert [c.grid.tolist() for c in vote(answers)] == [
         [[1, 1]], [[3, 3]], [[9, 9]], [[1], [1]],
     ]  # fmt: skip
+    turned = Augmentation(symmetry=1)
+    answers = [Answer(turned.name("task"), turned(dark), 0.5), Answer("task", light, 0.5)]
+    for some in (answers, answers[::-1]):  # the task's own answer, though its colours are greater
+        assert [c.grid.tolist() for c in vote(some)] == [[[9, 9]], [[3, 3]]]
+    answers[0] = Answer(turned.name("task"), turned(dark), 0.6)
+    assert [c.grid.tolist() for c in vote(answers)] == [[[3, 3]], [[9, 9]]]
     with pytest.raises(DataError, match="confidence=nan: must be finite"):
         vote([Answer("task", wide, float("nan"))])
 

@@ -130,7 +130,10 @@ def test_bad_runs_are_one_message(
         here("hrm", command, str(sudokus), *more, "--checkpoint", "newest"),
         "must be best, latest, or a step's number",
     )
-    refused(here("hrm", command, str(sudokus), *more, "--checkpoint", "7"), "step_00000007")
+    refused(
+        here("hrm", command, str(sudokus), *more, "--checkpoint", "7"),
+        "no checkpoint of step 7; choose one of 3",
+    )
     refused(here("hrm", command, str(sudokus), *more, "--segments", "65"), "--segments 65: ")
     refused(here("hrm", command, str(sudokus), *more, "--segments", "0"), "--segments 0: ")
     for name in ("run.json", "config.yaml"):

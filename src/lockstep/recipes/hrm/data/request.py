@@ -17,6 +17,20 @@ NamesIdentifier = Callable[[str], int]
 """Takes the name of a new puzzle identifier; gives its number."""
 
 
+class OptionError(ConfigError):
+    """An option that cannot be, or does not fit the kind.
+
+    Attributes:
+        option: its name, a field of `Options`.
+        value: its value.
+        what: what is wrong with it.
+    """
+
+    def __init__(self, option: str, value: object, what: str) -> None:
+        super().__init__(f"--{option} {value}: {what}")
+        self.option, self.value, self.what = option, value, what
+
+
 @dataclass(frozen=True)
 class Options:
     """What is asked for beside the kind; None leaves it to the kind.
@@ -87,14 +101,14 @@ def check_options(kind: str, options: Options) -> None:
         if value is None or field.name == "seed":
             continue
         if field.name not in _KNOWN[kind]:
-            raise ConfigError(f"--{field.name} {value}: is not for {kind}; leave it out")
+            raise OptionError(field.name, value, f"is not for {kind}; leave it out")
         least = 1 if field.name in ("size", "train", "test") else 0
         if isinstance(value, int) and value < least:
-            raise ConfigError(f"--{field.name} {value}: must be at least {least}")
+            raise OptionError(field.name, value, f"must be at least {least}")
     if options.csv and options.clues is not None:
         raise ConfigError(f"--clues {options.clues}: is for puzzles that are made, not for --csv")
     if not 0 <= options.seed < 1 << 63:
-        raise ConfigError(f"--seed {options.seed}: must be from 0 to 2^63 - 1")
+        raise OptionError("seed", options.seed, "must be from 0 to 2^63 - 1")
 
 
 def asked(value: int | None, default: int) -> int:

@@ -270,7 +270,14 @@ def _put(temporary: Path, place: Path, folder: Path, overwrite: bool) -> None:
 
 
 def _check_own(place: Path, folder: Path) -> None:
-    """There is nothing that is not a dataset's: what is overwritten is deleted."""
+    """There is nothing that is not a dataset's: what is overwritten is deleted.
+
+    Raises:
+        DataError: there is, or a file where a folder must be.
+    """
+    for parent in Path(folder).parents:
+        if parent.exists() and not parent.is_dir():
+            raise DataError(f"{folder}: {parent} is a file; give a folder that can be made")
     if not place.exists():
         return
     if not place.is_dir():

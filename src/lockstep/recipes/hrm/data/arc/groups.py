@@ -6,12 +6,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.errors import ConfigError
 from lockstep.recipes.hrm.data.arc.augment import augmented, encoded
 from lockstep.recipes.hrm.data.arc.tasks import Example, Task, load_tasks
 from lockstep.recipes.hrm.data.arc.tokens import SEQ_LEN, VOCAB_SIZE
 from lockstep.recipes.hrm.data.draws import Use, keyed
-from lockstep.recipes.hrm.data.request import Group, NamesIdentifier, Options, Source, asked
+from lockstep.recipes.hrm.data.request import (
+    Group,
+    NamesIdentifier,
+    OptionError,
+    Options,
+    Source,
+    asked,
+)
 from lockstep.recipes.hrm.data.writer import Puzzle
 
 DEFAULT_AUGMENT = 100
@@ -55,10 +61,7 @@ def _some(
     if count is None:
         return tasks
     if count > len(tasks):
-        key = "num_train" if split == "train" else "num_val"
-        raise ConfigError(
-            f"--{split} {count}: there are {len(tasks)} such tasks; a run's key for it is {key}"
-        )
+        raise OptionError(split, count, f"there are {len(tasks)} such tasks; ask for fewer")
     return [tasks[i] for i in sorted(generator.permutation(len(tasks))[:count].tolist())]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.errors import DataError
-from lockstep.recipes.hrm.data.arc.augment import invert
+from lockstep.recipes.hrm.data.arc.augment import Augmentation, parse_name
 from lockstep.recipes.hrm.data.arc.tokens import Grid
 
 
@@ -44,9 +44,9 @@ class Candidate:
 def vote(answers: Iterable[Answer]) -> list[Candidate]:
     """The different answers to one question, the most frequent first.
 
-    Of equally frequent ones the one of greater mean confidence comes first, then the one of fewer
-    rows, of fewer columns, and of lesser colours. So the ranking depends on the answers alone, and
-    not on their order.
+    Of equally frequent ones the one of greater mean confidence comes first, then the one that the
+    task itself, not augmented, was answered with, then the one of fewer rows, of fewer columns, and
+    of lesser colours. So the ranking depends on the answers alone, and not on their order.
 
     Args:
         answers: answers to the same test question of a task's augmentations.
@@ -56,19 +56,25 @@ def vote(answers: Iterable[Answer]) -> list[Candidate]:
     """
     grids: dict[tuple[int, int, bytes], Grid] = {}
     confidences: dict[tuple[int, int, bytes], list[float]] = {}
+    plain: set[tuple[int, int, bytes]] = set()
     for answer in answers:
         if not math.isfinite(answer.confidence):
             raise DataError(
                 f"identifier {answer.name}: confidence={answer.confidence}: must be finite"
             )
-        grid = invert(answer.name, answer.grid)
+        _, augmentation = parse_name(answer.name)
+        grid = augmentation.undo(answer.grid)
         key = (grid.shape[0], grid.shape[1], grid.tobytes())
         grids[key] = grid
         confidences.setdefault(key, []).append(answer.confidence)
+        if augmentation == Augmentation():
+            plain.add(key)
     # fsum rounds once, so that the order of answers does not matter.
     means = {
         key: math.fsum(value / len(values) for value in values)
         for key, values in confidences.items()
     }
-    ranked = sorted(grids, key=lambda key: (-len(confidences[key]), -means[key], key))
+    ranked = sorted(
+        grids, key=lambda key: (-len(confidences[key]), -means[key], key not in plain, key)
+    )
     return [Candidate(grids[key], len(confidences[key]), means[key]) for key in ranked]

@@ -15,7 +15,14 @@ from lockstep.recipes.hrm.data.draws import Use, keyed
 from lockstep.recipes.hrm.data.maze.generate import LEAST_LENGTH, mazes
 from lockstep.recipes.hrm.data.maze.grid import SIDE, VOCAB_SIZE, Maze, common_form
 from lockstep.recipes.hrm.data.maze.table import read_mazes
-from lockstep.recipes.hrm.data.request import Group, NamesIdentifier, Options, Source, asked
+from lockstep.recipes.hrm.data.request import (
+    Group,
+    NamesIdentifier,
+    OptionError,
+    Options,
+    Source,
+    asked,
+)
 from lockstep.recipes.hrm.data.sample import Pairs
 from lockstep.recipes.hrm.data.writer import Puzzle
 
@@ -31,9 +38,7 @@ def maze_source(options: Options) -> Source:
     """
     num_augment = asked(options.augment, NUM_SYMMETRIES - 1)
     if num_augment >= NUM_SYMMETRIES:
-        raise ConfigError(
-            f"--augment {num_augment}: a maze has {NUM_SYMMETRIES - 1} symmetric ones"
-        )
+        raise OptionError("augment", num_augment, f"a maze has {NUM_SYMMETRIES - 1} symmetric ones")
     found: Mapping[str, Iterable[Pairs]]
     if options.csv:
         lists = _from_csv(options)
