@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Hashable
 from contextlib import suppress
@@ -108,6 +109,10 @@ def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
+_MODULES = re.compile(r"\b(?:\w+\.)+(?=\w)")
+"""What names of types begin with."""
+
+
 def as_type(kind: type[T], value: Any) -> T:
     """`value`, as `parse_json` gives it, as the type `kind`; nothing is converted but int to float.
 
@@ -148,7 +153,7 @@ def _fit(kind: Any, value: Any, place: str) -> Any:
     if kind is float and type(value) in (int, float):
         return float(value)
     name = getattr(kind, "__name__", "") if origin is None and not is_dataclass(kind) else str(kind)
-    wanted = "an object" if is_dataclass(kind) else name.replace("typing.", "")
+    wanted = "an object" if is_dataclass(kind) else _MODULES.sub("", name)
     raise ValueError(f"{f'{place}=' if place else ''}{shown(value)}: must be {wanted}")
 
 

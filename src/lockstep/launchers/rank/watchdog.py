@@ -26,6 +26,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 3
 
 _POLL_S = 0.1
 _STACK_S = 0.3
+_QUIET_S = 0.05
+"""A stack that has not grown for this long is complete: nothing else tells its end."""
 _FACTOR = 10
 """A rank may pause this many times as long as it ever did."""
 
@@ -109,12 +111,13 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
     """Write down where the process stands, and kill it."""
     os.kill(pid, STACK_SIGNAL)
     os.kill(pid, signal.SIGCONT)  # or a stopped process would not write
-    deadline = time.monotonic() + _STACK_S
-    written, size = -1, 0
-    while (not size or written < size) and time.monotonic() < deadline:
-        written = size
+    grown = time.monotonic()
+    deadline, size = grown + _STACK_S, 0
+    while (now := time.monotonic()) < deadline and (not size or now - grown < _QUIET_S):
         time.sleep(0.002)
-        size = os.fstat(stack_fd).st_size
+        before, size = size, os.fstat(stack_fd).st_size
+        if size > before:
+            grown = time.monotonic()
     stack = os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
     text = f"{reason}; its Python stack:\n{stack}"
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.engine.events import Checkpointed, Evaluated, Recovered, RunStarted
-from lockstep.observe.text import printable
+from lockstep.observe.layout import printable
 from lockstep.reading.curves import Curve
 from lockstep.reading.history import KINDS, History
 from lockstep.reading.report.blocks import Picture

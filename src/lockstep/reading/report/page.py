@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.errors import DataError
 from lockstep.files import replacing, replacing_binary
-from lockstep.observe.text import printable
+from lockstep.observe.layout import printable
 from lockstep.reading.report.blocks import Block, Grid, Heading, Listing, Paragraph, Picture
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
