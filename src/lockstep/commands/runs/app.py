@@ -1,0 +1,120 @@
+"""The subcommands of `lockstep runs`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from lockstep.errors import RunDirectoryError
+
+
+class _ListsByDefault(TyperGroup):
+    """What is no subcommand's name is a folder to list."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = args and (args[0] in self.commands or args[0] in ("-h", "--help"))
+        return super().parse_args(ctx, args if known else ["list", *args])
+
+
+app = typer.Typer(cls=_ListsByDefault)
+
+Folders = Annotated[
+    list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders with runs; runs.")
+]
+Where = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--where", metavar="CONDITION", help="Such as state=failed, val/loss<0.3, lr>=0.01."
+    ),
+]
+
+
+@app.command("list")
+def list_runs(
+    folders: Folders = None,
+    where: Where = None,
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="KEY", help="Ascending; -KEY: descending.")
+    ] = "",
+    columns: Annotated[
+        str | None,
+        typer.Option("--columns", help="Keys such as name,state,val/loss,lr instead of the usual."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False,
+) -> None:
+    """List runs: newest last.
+
+    A key is a field (name, task, state, step, ranks, seconds, tags, sha256, …), a metric such as
+    val/loss, or a key of the config.
+    """
+    from lockstep.commands.runs.table import as_rows, print_table
+    from lockstep.reading.choice import chosen
+    from lockstep.reading.listing import find_runs, summarise
+
+    given = folders or [Path("runs") if Path("runs").is_dir() else Path()]
+    found = find_runs(given)
+    runs = chosen(map(summarise, found), where or [], sort)
+    if as_json:
+        sys.stdout.writelines(as_rows(runs, columns))
+    else:
+        print_table(runs, given, columns, num_found=len(found))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+) -> None:
+    """Say how runs differ: config, result, and the first step and tensor at which two part.
+
+    Exits with 1 if two runs of one config part.
+    """
+    from lockstep.commands.runs.comparing import compared
+
+    if len(runs) < 2:
+        raise RunDirectoryError("compare needs two run directories at least")
+    lines, differ = compared(runs)
+    print("\n".join(lines))
+    if differ:
+        raise typer.Exit(1)
+
+
+@app.command()
+def tag(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    tags: Annotated[list[str] | None, typer.Argument(metavar="[TAG]...", help="Words.")] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="TAG", help="Take this one off.")
+    ] = None,
+) -> None:
+    """Put words on a run, to find it by; without any, print those that it has."""
+    from lockstep.reading.listing import is_run
+    from lockstep.reading.tags import change_tags, read_tags
+
+    if not is_run(run):
+        raise RunDirectoryError(f"{run}: is no run directory")
+    changes = tags or remove
+    print(*(change_tags(run, tags or [], remove or []) if changes else read_tags(run)))
+
+
+@app.command()
+def remove(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs: their checkpoints, events and results, and nothing else that is there."""
+    from lockstep.reading.listing import is_run
+    from lockstep.reading.removal import remove_run
+
+    for run in runs:
+        if not is_run(run):
+            raise RunDirectoryError(f"{run}: is no run directory; nothing was removed")
+    if not yes:
+        typer.confirm(f"Remove {', '.join(map(str, runs))}?", abort=True)
+    for run in runs:
+        left = remove_run(run)
+        kept = f"; kept what Lockstep has not written: {', '.join(left)}" if left else ""
+        print(f"removed {run}{kept}")

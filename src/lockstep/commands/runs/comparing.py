@@ -1,0 +1,86 @@
+"""How runs differ, in lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lockstep.observe import text
+from lockstep.reading.differences import config_differences, part_of_curves, part_of_tensors
+from lockstep.reading.follow import read_run
+from lockstep.reading.listing import Summary, summarise
+from lockstep.reading.telling import letter, lines_of_partings
+
+_MOST_KEYS = 40
+
+
+def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
+    """Lines on the differences of runs, the first of which is compared with each other one.
+
+    Returns:
+        The lines, and whether two runs that should be equal are not: equal configs as far as these
+        can change the result, and unequal curves or parameters.
+
+    Raises:
+        RunDirectoryError: one of them cannot be read.
+        CheckpointError: a checkpoint is damaged.
+    """
+    summaries = [summarise(run) for run in runs]
+    histories = [read_run(run) for run in runs]
+    lines = [f"{letter(n)}  {run}" for n, run in enumerate(runs)]
+    lines += ["", *_configs(summaries), "", *_results(summaries)]
+    differ = False
+    hashes = [history.plan.config_hash if history.plan else "" for history in histories]
+    for number in range(1, len(runs)):
+        pair = f"{letter(0)} and {letter(number)}"
+        curves = part_of_curves(histories[0], histories[number])
+        tensors = part_of_tensors(runs[0] / "checkpoints", runs[number] / "checkpoints")
+        lines += ["", *lines_of_partings(pair, curves, tensors)]
+        if hashes[0] == hashes[number] and summaries[0].task == summaries[number].task:
+            parted = curves is not None or tensors is not None or _ends_differ(summaries, number)
+            differ = differ or parted
+            lines.append(
+                f"{pair} have one config, so they should be equal: "
+                + ("they are not" if parted else "they are")
+            )
+    return lines, differ
+
+
+def _ends_differ(summaries: Sequence[Summary], number: int) -> bool:
+    one, other = summaries[0], summaries[number]
+    return bool(one.sha256 and other.sha256 and one.step == other.step) and (
+        one.sha256 != other.sha256
+    )
+
+
+def _configs(summaries: Sequence[Summary]) -> Iterator[str]:
+    found = config_differences([run.config for run in summaries])
+    if not found:
+        yield "config: the same"
+        return
+    yield f"config: {text.count(len(found), 'key')} with other values"
+    for key, values in list(found.items())[:_MOST_KEYS]:
+        yield f"  {key}: " + ", ".join(f"{letter(n)} {value}" for n, value in enumerate(values))
+    if len(found) > _MOST_KEYS:
+        yield f"  … and {len(found) - _MOST_KEYS} more"
+
+
+def _results(summaries: Sequence[Summary]) -> Iterator[str]:
+    rows = {
+        "state": [run.state for run in summaries],
+        "step": [f"{run.step:,}" for run in summaries],
+        "ranks": [str(run.ranks) for run in summaries],
+        "seconds": [text.number(run.value("seconds")) for run in summaries],
+        "SHA-256": [run.sha256[:16] or "none" for run in summaries],
+    }
+    for name in dict.fromkeys(name for run in summaries for name in run.metrics):
+        rows[name] = [
+            repr(run.metrics[name]) if name in run.metrics else "none" for run in summaries
+        ]
+    widths = [max(len(row[n]) for row in rows.values()) for n in range(len(summaries))]
+    first = max(map(len, rows))
+    letters = [letter(n).rjust(w) for n, w in enumerate(widths)]
+    yield " ".join(["result".ljust(first), *letters])
+    for name, values in rows.items():
+        cells = [value.rjust(width) for value, width in zip(values, widths, strict=True)]
+        yield " ".join([name.ljust(first), *cells])
