@@ -47,8 +47,10 @@ def print_table(
         console = Console(width=_WIDE)  # in a pipe there is nothing to fit into
     if not runs:
         where = ", ".join(map(str, folders))
-        some = f"none of {num_found} runs in {where} fulfils" if num_found else f"no runs in {where}"
-        console.print(f"{some} the conditions" if num_found else some, highlight=False)
+        said = f"no runs in {where}"
+        if num_found:
+            said = f"none of {num_found} runs in {where} fulfils the conditions"
+        console.print(said, highlight=False)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     keys = _keys(columns) if columns is not None else None
