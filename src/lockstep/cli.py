@@ -351,6 +351,18 @@ def report(
     print("\n".join(command.report(runs, output, markdown, figures)))
 
 
+@app.command()
+def diagnose(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each cause.")] = False,
+) -> None:
+    """Say why a run is slow, or has ended: what costs most first, and what to do."""
+    with ending_at_interrupt():
+        from lockstep.commands import diagnose as command
+    for line in command.diagnose(run_dir, as_json):
+        print(line)
+
+
 app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
 
 for _group in command_groups():

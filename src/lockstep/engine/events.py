@@ -56,17 +56,27 @@ class Joined(Event):
     microbatches: tuple[int, ...]
     """The microbatches this rank computes: first, last + 1, and a step if they are not contiguous
     (`sharding`)."""
+    cores: int = 0
+    """Cores that all ranks of its host may use; 0 if that is not known."""
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds that one rank has spent since the last report, by kind of work."""
+    """What one rank has spent since the last report: seconds by kind of work, and beside them."""
 
     rank: int
     compute_s: float
     communication_s: float
     data_s: float
     checkpoint_s: float
+    cpu_s: float = 0.0
+    """Seconds that all its threads have computed; a rank that waits for MPI computes too."""
+    faults: int = 0
+    """Page faults that had to read from a disk: memory that was swapped out."""
+    preemptions: int = 0
+    """How often it had to leave a core to another process."""
+    peak_bytes: int = 0
+    """The most memory that it has had so far."""
 
 
 @dataclass(frozen=True, kw_only=True)

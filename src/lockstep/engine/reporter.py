@@ -62,6 +62,7 @@ class Reporter:
             "local_rank": runtime.local_rank,
             "device": str(runtime.device),
             "threads": self._config.threads,
+            "cores": runtime.cores,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -237,10 +238,18 @@ class Reporter:
                 loss_scale=self._parts.train_step.loss_scale.value,
                 samples=self._samples,
                 seconds=now - self._since,
-                ranks=tuple(RankTimes(rank, *times) for rank, times in enumerate(spent)),
+                ranks=tuple(_rank_times(rank, times) for rank, times in enumerate(spent)),
             )
         )
         self._times = result.times
         self._sums = [0.0] * len(self._sums)
         self._num_steps = self._samples = 0
         self._since = now
+
+
+def _rank_times(rank: int, times: Times) -> RankTimes:
+    """What a rank has spent; numbers that count things have travelled as float64."""
+    return RankTimes(
+        rank, times.compute_s, times.communication_s, times.data_s, times.checkpoint_s, times.cpu_s,
+        int(times.faults), int(times.preemptions), int(times.peak_bytes),
+    )  # fmt: skip

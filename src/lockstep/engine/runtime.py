@@ -39,6 +39,7 @@ class Runtime:
         slot: lifelong number of the process: the first rank it had.
         launcher: name of the launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
+        cores: cores that all ranks of its host may use; 0 if that is not known.
         listen: function that takes events, on every rank; on rank 0 it shows and stores them.
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
@@ -58,6 +59,7 @@ class Runtime:
     at: At = nothing
     on_step: Callable[[int], None] = nothing_after_step
     pulse: Pulse = field(default_factory=Pulse)
+    cores: int = 0
 
     @property
     def is_first(self) -> bool:

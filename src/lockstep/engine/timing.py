@@ -1,22 +1,38 @@
-"""Seconds that a rank spends, by kind of work."""
+"""What a rank has spent: seconds by kind of work, and what the machine says of it."""
 
 from __future__ import annotations
 
+from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
 from typing import NamedTuple
 
+_KIB = 1024
+"""Bytes of the unit in which Linux counts memory."""
+
 
 class Times(NamedTuple):
-    """Seconds that a rank has spent by kind of work; fields as in `Stopwatch`."""
+    """What a rank has spent; the first fields as in `Stopwatch`.
+
+    Attributes:
+        cpu_s: seconds that all its threads have computed.
+        faults: page faults that had to read from a disk.
+        preemptions: how often it had to leave a core to somebody else.
+        peak_bytes: the most memory that it has had so far.
+    """
 
     compute_s: float = 0.0
     communication_s: float = 0.0
     data_s: float = 0.0
     checkpoint_s: float = 0.0
+    cpu_s: float = 0.0
+    faults: float = 0.0
+    preemptions: float = 0.0
+    peak_bytes: float = 0.0
 
     def since(self, before: Times) -> Times:
-        """The seconds spent since `before`."""
-        return Times(*(now - then for now, then in zip(self, before, strict=True)))
+        """What was spent since `before`; the peak stays what it is."""
+        spent = Times(*(now - then for now, then in zip(self, before, strict=True)))
+        return spent._replace(peak_bytes=self.peak_bytes)
 
 
 class Stopwatch:
@@ -29,7 +45,7 @@ class Stopwatch:
         checkpoint_s: seconds in which training stood still for checkpoints.
     """
 
-    __slots__ = ("checkpoint_s", "communication_s", "compute_s", "data_s", "now")
+    __slots__ = ("_before", "checkpoint_s", "communication_s", "compute_s", "data_s", "now")
 
     def __init__(self) -> None:
         self.now = perf_counter()
@@ -38,6 +54,7 @@ class Stopwatch:
     def restart(self) -> None:
         """Set all sums to zero."""
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
+        self._before = _used()
 
     def start(self) -> None:
         """Begin to measure: the next `lap` counts from here."""
@@ -50,5 +67,19 @@ class Stopwatch:
         return self.now - before
 
     def times(self) -> Times:
-        """All four sums."""
-        return Times(self.compute_s, self.communication_s, self.data_s, self.checkpoint_s)
+        """All four sums, and what the process has used meanwhile."""
+        kinds = Times(self.compute_s, self.communication_s, self.data_s, self.checkpoint_s)
+        cpu_s, faults, preemptions, peak_bytes = _used()
+        return kinds._replace(
+            cpu_s=cpu_s - self._before[0],
+            faults=faults - self._before[1],
+            preemptions=preemptions - self._before[2],
+            peak_bytes=peak_bytes,
+        )
+
+
+def _used() -> tuple[float, int, int, int]:
+    """Seconds, faults, preemptions and peak bytes of this process since it began."""
+    used = getrusage(RUSAGE_SELF)
+    cpu_s = used.ru_utime + used.ru_stime
+    return cpu_s, used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB

@@ -32,7 +32,7 @@ from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.output import whole_lines
 from lockstep.launchers.rank.signals import StopRequest
-from lockstep.launchers.rank.threads import num_threads
+from lockstep.launchers.rank.threads import cores_of_host, num_threads
 from lockstep.launchers.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
 from lockstep.parallel.mesh import fitting
@@ -141,6 +141,7 @@ def _run(
             at=injector(os.environ, environment.rank),
             on_step=on_step,
             pulse=pulse,
+            cores=cores_of_host(environment),
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(

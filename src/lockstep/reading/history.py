@@ -14,6 +14,7 @@ from lockstep.engine.events import (
     Joined,
     RankLost,
     RankTimes,
+    Rebalanced,
     Recovered,
     RunStarted,
     StepDone,
@@ -38,6 +39,11 @@ class Process:
         until: Unix time at which it was lost; None if it was not.
         reason: why its watchdog ended it; empty if it did not.
         seconds: what it has spent its time with, by kind.
+        cpu_s: seconds that its threads have computed.
+        faults: page faults that had to read from a disk.
+        preemptions: how often it had to leave a core to another process.
+        peak_bytes: the most memory that it has had.
+        num_microbatches: how many it computes now.
     """
 
     joined: Joined
@@ -46,6 +52,20 @@ class Process:
     until: float | None = None
     reason: str = ""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    cpu_s: float = 0.0
+    faults: int = 0
+    preemptions: int = 0
+    peak_bytes: int = 0
+    num_microbatches: float = 0.0
+
+    def add(self, times: RankTimes) -> None:
+        """Count in what it has spent since the last report."""
+        for kind in KINDS:
+            self.seconds[kind] += getattr(times, kind)
+        self.cpu_s += times.cpu_s
+        self.faults += times.faults
+        self.preemptions += times.preemptions
+        self.peak_bytes = max(self.peak_bytes, times.peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -74,6 +94,8 @@ class History:
             as `split/name`, where `train` is what was trained on.
         processes: all that have taken part in the newest sitting, in the order in which they came.
         happenings: in order.
+        first_of_sitting: number of the first one of the newest sitting.
+        num_steps: steps that the newest sitting has committed, as far as it has reported them.
         end: how the newest sitting has ended; None while it goes on, or if it was killed.
         problems: rows that cannot be read, each with its reason; the first ones.
         num_problems: how many there are.
@@ -88,6 +110,7 @@ class History:
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
+        self.first_of_sitting = self.num_steps = 0
         self._newcomers: list[int] = []
         self.problems: list[str] = []
         self.num_problems = 0
@@ -109,18 +132,28 @@ class History:
             case RunStarted():
                 self._start(event)
             case Joined():
-                self.processes.append(Process(event, time, event.rank))
+                count = len(range(*event.microbatches))
+                self.processes.append(Process(event, time, event.rank, num_microbatches=count))
                 self._newcomers.append(event.rank)
             case RankLost():
                 self._lose(event, time)
             case Recovered():
                 self._number_anew(event.world_size)
+            case Rebalanced():
+                for process in self.living:
+                    if process.rank < len(event.microbatches):
+                        process.num_microbatches = event.microbatches[process.rank]
             case Finished() | Failed():
                 self.end = event
             case _:
                 self._add_evaluation(event)
         self.step = max(self.step, event.step)
         self.happenings.append(Happening(time, event))
+
+    @property
+    def living(self) -> list[Process]:
+        """The processes that take part now."""
+        return [process for process in self.processes if process.until is None]
 
     def add_problem(self, problem: str) -> None:
         """Note what cannot be read."""
@@ -135,21 +168,24 @@ class History:
             return
         # Its ranks have said that they take part just before.
         self.processes = self.processes[-plan.world_size :]
+        self.first_of_sitting = len(self.happenings) - len(self.processes)
+        self.num_steps = 0
         self.step = plan.step
         for curve in self.curves.values():
             curve.cut(plan.step)
 
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
+        self.num_steps += done.num_steps
         named = {"lr": done.lr, "grad_norm": done.grad_norm, "samples_per_s": done.samples_per_s}
         named["compute_efficiency"] = done.compute_efficiency
         metrics = {"loss": done.loss, **done.metrics}
         for name, value in (named | {f"train/{k}": v for k, v in metrics.items()}).items():
             self.curves[name].add(step, value)
-        by_rank = {p.rank: p for p in self.processes if p.until is None}
+        by_rank = {process.rank: process for process in self.living}
         for times in done.ranks:
             if times.rank in by_rank:
-                _add_times(by_rank[times.rank], times)
+                by_rank[times.rank].add(times)
 
     def _add_evaluation(self, event: Event) -> None:
         split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})
@@ -164,17 +200,11 @@ class History:
 
     def _number_anew(self, world_size: int) -> None:
         """Survivors keep their order, and take the numbers that newcomers have left them."""
-        living = sorted(
-            (process for process in self.processes if process.until is None),
-            key=lambda process: process.rank,
-        )
+        living = sorted(self.living, key=lambda process: process.rank)
         new, self._newcomers = self._newcomers, []
         survivors = [p for p in living if not (p.joined.rank in new and p.joined.step > 0)]
         free = (rank for rank in range(world_size) if rank not in new)
         for process, rank in zip(survivors, free, strict=False):
             process.rank = rank
-
-
-def _add_times(process: Process, times: RankTimes) -> None:
-    for kind in KINDS:
-        process.seconds[kind] += getattr(times, kind)
+        for process in living:  # nobody says who computes which of them now
+            process.num_microbatches = self.plan.num_microbatches / world_size if self.plan else 0.0

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
-from lockstep.engine.timing import Times
+from lockstep.engine.timing import Stopwatch, Times
 
 seconds = st.floats(0, 1e9)
 counters = st.lists(st.one_of(st.just(-math.inf), st.integers(0, 2**53).map(float)), max_size=4)
@@ -36,3 +36,18 @@ def test_a_header_survives_the_journey(
 
 def test_times_since() -> None:
     assert Times(5, 4, 3, 2).since(Times(1, 1, 1, 2)) == Times(4, 3, 2, 0)
+    assert Times(1, 0, 0, 0, 9, 8, 7, 6).since(Times(0, 0, 0, 0, 1, 2, 3, 4)) == Times(
+        1, 0, 0, 0, 8, 6, 4, 6
+    )
+
+
+def test_a_stopwatch_knows_what_the_process_has_used() -> None:
+    watch = Stopwatch()
+    block = bytearray(1 << 26)
+    while watch.times().cpu_s < 0.01:
+        sum(range(10_000))
+    times = watch.times()
+    assert 0.01 <= times.cpu_s < 10
+    assert times.peak_bytes > len(block)
+    watch.restart()
+    assert watch.times().cpu_s < times.cpu_s

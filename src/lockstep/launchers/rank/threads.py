@@ -34,7 +34,8 @@ def num_threads(threads: int, environment: Environment) -> Iterator[list[str]]:
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
     try:
-        yield _warnings(threads, environment)
+        ranks = environment.local_world_size
+        yield thread_warnings(threads, ranks, cores_of_host(environment))
     finally:
         torch.set_num_threads(before)
         for name, value in variables.items():
@@ -44,8 +45,8 @@ def num_threads(threads: int, environment: Environment) -> Iterator[list[str]]:
                 os.environ[name] = value
 
 
-def _warnings(threads: int, environment: Environment) -> list[str]:
+def cores_of_host(environment: Environment) -> int:
+    """Cores that all ranks of this host may use."""
     # mpirun may bind each rank to cores of its own: what all ranks of this host may use counts.
     siblings = children(os.getppid()) if environment.world_size > 1 else []
-    cores = usable_cores(os.environ, environment.local_world_size, siblings)
-    return thread_warnings(threads, environment.local_world_size, cores)
+    return usable_cores(os.environ, environment.local_world_size, siblings)

@@ -22,6 +22,7 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
+from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import config_differences, part_of_curves, part_of_tensors
 from lockstep.reading.follow import read_run
 from lockstep.reading.history import KINDS, Happening, History
@@ -120,6 +121,8 @@ def _side_by_side(
 
 
 def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
+    yield Heading("Diagnosis", level)
+    yield Listing(list(told(summary, history, causes(summary, history))))
     if history.processes:
         yield Heading("Processes", level)
         yield Grid(
@@ -136,14 +139,14 @@ def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
             f"{text.size(saved[-1].num_bytes)}. Training waited {stall:.2f} s for them altogether; "
             f"writing took {write:.2f} s beside it."
         )
-    told = [h for h in history.happenings if _is_told(h)]
-    if told:
+    happened = [h for h in history.happenings if _is_told(h)]
+    if happened:
         yield Heading("What happened", level)
-        shown = told[-_MOST_HAPPENINGS:]
+        shown = happened[-_MOST_HAPPENINGS:]
         rows = [[_clock(h.time - history.started), text.line(h.event)] for h in shown]
         yield Grid(["time", "event"], rows)
-        if len(told) > len(shown):
-            yield Paragraph(f"{len(told) - len(shown):,} earlier ones are in events.jsonl.")
+        if len(happened) > len(shown):
+            yield Paragraph(f"{len(happened) - len(shown):,} earlier ones are in events.jsonl.")
     yield from _environment(summary, level)
     problems = [*summary.problems, *history.problems]
     if problems:

@@ -1,0 +1,98 @@
+"""Causes that have ended a run, or taken ranks from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lockstep.engine.events import Failed, RankLost, Recovered
+from lockstep.observe import text
+from lockstep.reading.diagnosis.cause import Cause
+from lockstep.reading.diagnosis.facts import Facts
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+) in ([^\n]+)')
+_LIBRARIES = ("site-packages", "/lockstep/", "/lib/python", "<frozen")
+_SAID = {
+    "NonFiniteError": ("not_finite", "the loss or its gradient became NaN or infinite"),
+    "ConsistencyError": ("divergence", "ranks no longer held the same bits"),
+    "TaskFailure": ("task_error", "the task's own code raised an exception"),
+    "TaskError": ("task_error", "the task does something that cannot work"),
+    "DataError": ("data_error", "data could not be read"),
+    "RankFailure": ("rank_failure", "ranks were lost, and the others could not go on"),
+    "ConfigError": ("config_error", "the config does not fit"),
+    "CheckpointError": ("checkpoint_error", "a checkpoint could not be read or written"),
+    "EnvironError": ("environment", "the machine does not give what the run needs"),
+}
+_ADVICE = {
+    "not_finite": "lower lr, set clip_norm, or look at the data of that step",
+    "divergence": "suspect the memory or the processor of the rank that is named; run "
+    "`lockstep runs compare` with a run of the same config",
+    "rank_failure": "`lockstep resume` goes on; --replace has new processes take part",
+}
+
+
+def endings(facts: Facts) -> Iterator[Cause]:
+    """What has ended the run, and what has ended ranks of it."""
+    end = facts.history.end
+    if isinstance(end, Failed):
+        yield _failure(end)
+    elif facts.state == "killed":
+        yield Cause(
+            "killed",
+            1.0,
+            f"all processes ended without a word at step {facts.history.step:,}",
+            ["there is no result, and no error"],
+            "look for the out-of-memory killer in `dmesg`, or a time limit of the batch system; "
+            "`lockstep resume` goes on",
+        )
+    lost = facts.events(RankLost)
+    hung = [one for one in lost if one.reason]
+    for one in hung[:1]:
+        yield _hang(facts, one, len(hung))
+    killed = [one for one in lost if not one.reason]
+    if killed:
+        yield _losses(facts, killed)
+
+
+def _failure(end: Failed) -> Cause:
+    name, said = _SAID.get(end.error, ("failed", "the run failed"))
+    first = end.message.strip().splitlines() or [""]
+    shown = [first[0], *first[-1:]] if len(first) > 1 else first
+    advice = _ADVICE.get(name, "read the message; `lockstep resume` goes on once that is mended")
+    return Cause(name, 1.0, f"{said} at step {end.step:,}", shown, advice)
+
+
+def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
+    why, _, stack = lost.reason.partition("; its Python stack:")
+    frames = _FRAME.findall(stack)
+    own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
+    evidence = [f"step {lost.step:,}: its watchdog ended it, since it {why}"]
+    for path, line, function in (own or frames)[:1]:
+        evidence.append(f"it stood at {path}:{line}, in {function}")
+    if count > 1:
+        evidence.append(f"{count} processes hung altogether")
+    waited = facts.config.get("hang_timeout_s")
+    return Cause(
+        "hang",
+        min(0.95, max(0.3, float(waited or 0.0) / facts.seconds)),
+        f"rank {lost.rank} (slot {lost.slot}) hung, and all others waited for it",
+        evidence,
+        "look at that line; hang_timeout_s says how long others wait",
+        explains=("lost_ranks", "latency", "bandwidth", "slow_rank"),
+    )
+
+
+def _losses(facts: Facts, killed: list[RankLost]) -> Cause:
+    recovered = facts.events(Recovered)
+    spent = sum(one.seconds for one in recovered)
+    ranks = ", ".join(f"rank {one.rank} at step {one.step:,}" for one in killed[:4])
+    more = f" and {len(killed) - 4} more" if len(killed) > 4 else ""
+    fewer = 1.0 - len(facts.history.living) / max(1, len(facts.history.processes))
+    return Cause(
+        "lost_ranks",
+        min(0.9, max(spent / facts.seconds, fewer)),
+        f"{text.count(len(killed), 'process', 'processes')} died while the run went on",
+        [f"{ranks}{more}", f"going on took {spent:.2f} s altogether"],
+        "look for the out-of-memory killer in `dmesg`; --replace has new processes step in",
+        explains=("imbalance",),
+    )

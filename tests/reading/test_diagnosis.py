@@ -1,0 +1,133 @@
+"""Causes named from events, each by what it looks like."""
+
+import json
+
+import pytest
+from tests.reading.test_histories import PLAN, joined, written
+from tests.reading.test_runs import run_in
+
+from lockstep.reading.diagnosis.verdict import causes, told
+from lockstep.reading.follow import EVENTS, read_run
+from lockstep.reading.listing import summarise
+
+STACK = (
+    "did nothing for 3.0 s; its Python stack:\nThread 0x1 (most recent call first):\n"
+    '  File "/x/lib/python3.11/threading.py", line 331 in wait\n'
+    '  File "/home/me/task.py", line 42 in loss\n'
+    '  File "/x/lockstep/engine/loop.py", line 9 in run\n'
+)
+
+
+def times(rank, compute=8.0, exchange=0.5, data=0.1, checkpoint=0.1, **more):
+    spent = {"compute_s": compute, "communication_s": exchange, "data_s": data}
+    return {"rank": rank, **spent, "checkpoint_s": checkpoint, "cpu_s": compute, **more}
+
+
+def step(*ranks):
+    return {
+        "event": "StepDone", "step": 5, "num_steps": 5, "epoch": 0, "loss": 1.0, "lr": 0.1,
+        "metrics": {}, "grad_norm": 1.0, "loss_scale": 1.0, "samples": 10, "seconds": 10.0,
+        "ranks": list(ranks), "time": 110.0,
+    }  # fmt: skip
+
+
+def event(kind, **fields):
+    return {"event": kind, "step": 5, "time": 110.0, **fields}
+
+
+def processes(counts=(3, 3), **more):
+    first = 0
+    for rank, count in enumerate(counts):
+        own = {"microbatches": [first, first + count], "time": 100.0, "cores": len(counts)}
+        yield {**joined(rank), **own, **more}
+        first += count
+
+
+def found(tmp_path, *rows, counts=(3, 3), plan=(), state="completed", **more):
+    start = {**PLAN, "world_size": len(counts), "time": 100.0, **dict(plan)}
+    ended = {"status": state} if state not in ("killed", "failed") else {}
+    run_dir = run_in(tmp_path / "run", *processes(counts, **more), start, *rows, **ended)
+    return causes(summarise(run_dir), read_run(run_dir)), run_dir
+
+
+SAVED = {"path": "c/s", "num_bytes": 1_000_000, "stall_s": 3.0, "write_s": 0.1}
+EVALUATED = {"split": "val", "metrics": {}, "seconds": 4.0}
+LOST = {"slot": 1, "rank": 1}
+BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
+
+
+@pytest.mark.parametrize(
+    ("cause", "rows", "options", "said"),
+    [
+        ("", [step(times(0), times(1))], {}, ""),
+        ("slow_rank", [step(times(0, 4.0, 5.0), times(1, 9.0))], {}, "rank 1 on h computes 2.2x"),
+        ("data", [step(times(0, 5.0, data=4.0), times(1, 5.0, data=4.0))], {}, "data.num_workers"),
+        ("data", [step(times(0, 5.0, 4.0), times(1, 5.0, data=4.0))], {}, "rank 1 waits for its"),
+        ("checkpoints", [step(times(0), times(1)), event("Checkpointed", **SAVED)], {}, "3.0 s"),
+        ("disk", [step(times(0), times(1)), event("Checkpointed", **SAVED | {"write_s": 3.0})], {},
+         "put the run directory on another disk"),
+        ("evaluation", [step(times(0), times(1)), event("Evaluated", **EVALUATED)], {}, "40 % of"),
+        ("oversubscribed", [step(times(0, 3.0, 6.0), times(1, 3.0, 6.0))], {"cores": 1},
+         "2 ranks with 2 threads share 1 core of h"),
+        ("busy", [step(times(0, preemptions=900), times(1))], {}, "90 times a second"),
+        ("memory", [step(times(0, faults=9000, peak_bytes=1 << 30), times(1))], {}, "1.0 GiB"),
+        ("imbalance", [step(times(0), times(1, 4.0, 4.0))], {"counts": (4, 2)}, "multiple of 2"),
+        ("imbalance", [step(times(0), times(1, 0.1, 8.0))], {"counts": (3, 0)}, "1 rank of 2 have"),
+        ("latency", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))], {}, "messages take longer"),
+        ("bandwidth", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))],
+         {"plan": {"num_parameters": 10**8}}, "exchange of gradients"),
+        ("idle_cores", [step(times(0), times(1))], {"cores": 8}, "6 of 8 cores"),
+        ("lost_ranks", [step(times(0), times(1)), event("RankLost", **LOST),
+                        event("Recovered", **BACK)], {}, "1 process died"),
+        ("hang", [step(times(0), times(1)), event("RankLost", **LOST, reason=STACK)], {},
+         "/home/me/task.py:42, in loss"),
+        ("not_finite", [event("Failed", error="NonFiniteError", message="a\nb")],
+         {"state": "failed"}, "set clip_norm"),
+        ("divergence", [event("Failed", error="ConsistencyError", message="rank 1")],
+         {"state": "failed"}, "no longer held the same bits"),
+        ("killed", [step(times(0), times(1))], {"state": "killed"}, "without a word"),
+    ],
+)  # fmt: skip
+def test_the_first_cause(tmp_path, cause, rows, options, said):
+    causes_found, run_dir = found(tmp_path, *rows, **options)
+    names = [one.name for one in causes_found]
+    assert names[:1] == ([cause] if cause else []), names
+    text = "\n".join(told(summarise(run_dir), read_run(run_dir), causes_found))
+    assert said in text
+    assert text
+
+
+def test_effects_of_a_cause_are_left_out(tmp_path):
+    rows = [step(times(0, 3.0, 6.0, preemptions=900), times(1, 5.0, 4.0, preemptions=900))]
+    names = [cause.name for cause in found(tmp_path, *rows, cores=1)[0]]
+    assert names == ["oversubscribed"]
+
+
+def test_only_the_newest_sitting_counts(tmp_path):
+    evaluated = event("Evaluated", **EVALUATED)
+    again = [*processes(), {**PLAN, "step": 5, "world_size": 2, "time": 109.0}]
+    rows = [step(times(0), times(1)), evaluated, *again, step(times(0, 0.9, 0.05, 0.01, 0.01))]
+    assert found(tmp_path, *rows)[0] == []
+
+
+def test_the_command_speaks_to_people_and_to_programs(here, tmp_path):
+    found(tmp_path, step(times(0, 5.0, data=4.0), times(1, 5.0, data=4.0)))
+    lines = here("diagnose", "run").stdout.splitlines()
+    assert lines[0] == "ranks wait for data (40 % of the time)"
+    assert lines[-1].startswith("  -> raise data.num_workers")
+    (cause,) = map(json.loads, here("diagnose", "run", "--json").stdout.splitlines())
+    assert (cause["name"], cause["lost"]) == ("data", 0.4)
+    run_in(tmp_path / "new")
+    assert "nothing to judge by yet" in here("diagnose", "new").stdout
+    (tmp_path / "new" / EVENTS).unlink()
+    assert here("diagnose", "new").returncode == 2
+
+
+def test_what_strangers_write_is_no_error(tmp_path):
+    run_dir = run_in(tmp_path / "run", PLAN)
+    odd = [{"event": "Rebalanced", "step": 1, "microbatches": [1], "slowest": 9, "slowdown": 2.0},
+           {"event": "RankLost", "step": 1, "slot": 77, "rank": 3, "reason": "x"},
+           {"event": "Recovered", "step": 1, "world_size": 0, "seconds": 1.0, "copied": False},
+           {**step(times(7), times(8)), "num_steps": 0}]  # fmt: skip
+    written(run_dir, odd)
+    causes(summarise(run_dir), read_run(run_dir))
