@@ -86,10 +86,13 @@ class ResultJson(Sink):
 
     def _kept(self, result: dict[str, Any]) -> dict[str, Any]:
         """The result of an earlier sitting, if this one has only found that it was complete."""
-        same = ("status", "step", "params_sha256", "config_hash")
+        same = ("status", "step", "params_sha256", "config_hash", "test_step", "arrays")
         if any(self._before.get(key) != result[key] for key in same):
             return result
         if result["status"] != "completed" or not self._plan or self._plan.step != result["step"]:
+            return result
+        before = self._before["metrics"]
+        if any(repr(before.get(name)) != repr(value) for name, value in result["metrics"].items()):
             return result
         return {**result, **self._before, **{key: result[key] for key in ("run_dir", "checkpoint")}}
 

@@ -148,7 +148,7 @@ def _timeline(history: History) -> Any:
     axes.set_xlabel("seconds since the newest start", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
-    figure.legend(fontsize=7, ncols=4, loc="outside lower center", frameon=False)
+    figure.legend(fontsize=7, ncols=4, loc="outside lower left", frameon=False)
     return figure
 
 
@@ -168,7 +168,7 @@ def _split(history: History) -> Any:
     axes.set_xlabel("% of the time that the rank has measured", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.invert_yaxis()
-    figure.legend(fontsize=7, ncols=4, loc="outside lower center", frameon=False)
+    figure.legend(fontsize=7, ncols=4, loc="outside lower left", frameon=False)
     return figure
 
 
