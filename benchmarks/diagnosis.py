@@ -50,7 +50,7 @@ class Case:
 
 
 CASES = (
-    Case("nothing", ""),
+    Case("nothing", "", ("batch_size=2048", "steps=80")),
     Case("a rank that sleeps in its loss", "slow_rank", ("ill=slow rank", "steps=60")),
     Case("slow samples", "data", ("ill=data", "steps=40")),
     Case("slow samples of one rank", "data", ("ill=data of a rank", "steps=40")),
@@ -70,7 +70,7 @@ CASES = (
     Case("a busy process on each core", "busy", burners=2),
     Case(
         "three microbatches on two ranks", "imbalance",
-        ("num_microbatches=3", "batch_size=384", "width=768"),
+        ("num_microbatches=3", "batch_size=6144", "width=512", "steps=30"),
     ),
     Case(
         "tiny batches", "latency",

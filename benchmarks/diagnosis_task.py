@@ -29,7 +29,7 @@ class IllConfig(ls.TrainConfig):
 
 def rank() -> int:
     """Number of this process among those that were started."""
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("LOCKSTEP_LOCAL_RANK", "0")))
 
 
 class Samples(Dataset[Tensor]):

@@ -6,6 +6,7 @@ import pytest
 from tests.reading.test_histories import PLAN, joined, written
 from tests.reading.test_runs import run_in
 
+from lockstep.errors import LockstepError
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.follow import EVENTS, read_run
 from lockstep.reading.listing import summarise
@@ -20,7 +21,8 @@ STACK = (
 
 def times(rank, compute=8.0, exchange=0.5, data=0.1, checkpoint=0.1, **more):
     spent = {"compute_s": compute, "communication_s": exchange, "data_s": data}
-    return {"rank": rank, **spent, "checkpoint_s": checkpoint, "cpu_s": compute, **more}
+    own = {"checkpoint_s": checkpoint, "cpu_s": compute, "cores_s": 0.0}
+    return {"rank": rank, **spent, **own, **more}
 
 
 def step(*ranks):
@@ -69,11 +71,12 @@ BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
         ("evaluation", [step(times(0), times(1)), event("Evaluated", **EVALUATED)], {}, "40 % of"),
         ("oversubscribed", [step(times(0, 3.0, 6.0), times(1, 3.0, 6.0))], {"cores": 1},
          "2 ranks with 2 threads share 1 core of h"),
-        ("busy", [step(times(0, preemptions=900), times(1))], {}, "90 times a second"),
+        ("busy", [step(times(0, cores_s=20.0, cpu_s=5.0), times(1, cores_s=20.0, cpu_s=5.0))], {},
+         "of 2 cores they have"),
         ("memory", [step(times(0, faults=9000, peak_bytes=1 << 30), times(1))], {}, "1.0 GiB"),
         ("imbalance", [step(times(0), times(1, 4.0, 4.0))], {"counts": (4, 2)}, "multiple of 2"),
         ("imbalance", [step(times(0), times(1, 0.1, 8.0))], {"counts": (3, 0)}, "1 rank of 2 have"),
-        ("latency", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))], {}, "messages take longer"),
+        ("latency", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))], {}, "their messages take much"),
         ("bandwidth", [step(times(0, 4.0, 5.0), times(1, 4.0, 5.0))],
          {"plan": {"num_parameters": 10**8}}, "exchange of gradients"),
         ("idle_cores", [step(times(0), times(1))], {"cores": 8}, "6 of 8 cores"),
@@ -83,7 +86,7 @@ BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
          "/home/me/task.py:42, in loss"),
         ("not_finite", [event("Failed", error="NonFiniteError", message="a\nb")],
          {"state": "failed"}, "set clip_norm"),
-        ("divergence", [event("Failed", error="ConsistencyError", message="rank 1")],
+        ("divergence", [event("Failed", error="DivergenceError", message="rank 1")],
          {"state": "failed"}, "no longer held the same bits"),
         ("killed", [step(times(0), times(1))], {"state": "killed"}, "without a word"),
     ],
@@ -97,8 +100,16 @@ def test_the_first_cause(tmp_path, cause, rows, options, said):
     assert text
 
 
+@pytest.mark.parametrize("kind", LockstepError.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_each_kind_of_error_has_a_name_of_its_own(tmp_path, kind):
+    failed = event("Failed", error=kind.__name__, message="why")
+    (first, *_), _ = found(tmp_path, step(times(0), times(1)), failed, state="failed")
+    assert first.name != "failed"
+    assert "at step 5" in first.sentence
+
+
 def test_effects_of_a_cause_are_left_out(tmp_path):
-    rows = [step(times(0, 3.0, 6.0, preemptions=900), times(1, 5.0, 4.0, preemptions=900))]
+    rows = [step(times(0, 3.0, 6.0, cores_s=99.0), times(1, 5.0, 4.0, cores_s=99.0))]
     names = [cause.name for cause in found(tmp_path, *rows, cores=1)[0]]
     assert names == ["oversubscribed"]
 

@@ -71,6 +71,8 @@ class RankTimes:
     checkpoint_s: float
     cpu_s: float = 0.0
     """Seconds that all its threads have computed; a rank that waits for MPI computes too."""
+    cores_s: float = 0.0
+    """Seconds that anybody has computed on the cores that it may run on; 0 if not known."""
     faults: int = 0
     """Page faults that had to read from a disk: memory that was swapped out."""
     preemptions: int = 0

@@ -251,5 +251,5 @@ def _rank_times(rank: int, times: Times) -> RankTimes:
     """What a rank has spent; numbers that count things have travelled as float64."""
     return RankTimes(
         rank, times.compute_s, times.communication_s, times.data_s, times.checkpoint_s, times.cpu_s,
-        int(times.faults), int(times.preemptions), int(times.peak_bytes),
+        times.cores_s, int(times.faults), int(times.preemptions), int(times.peak_bytes),
     )  # fmt: skip

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
 from typing import NamedTuple
 
-_KIB = 1024
-"""Bytes of the unit in which Linux counts memory."""
+from lockstep.engine.usage import UsageMeter
 
 
 class Times(NamedTuple):
@@ -15,6 +13,7 @@ class Times(NamedTuple):
 
     Attributes:
         cpu_s: seconds that all its threads have computed.
+        cores_s: seconds that anybody has computed on the cores that it may run on.
         faults: page faults that had to read from a disk.
         preemptions: how often it had to leave a core to somebody else.
         peak_bytes: the most memory that it has had so far.
@@ -25,6 +24,7 @@ class Times(NamedTuple):
     data_s: float = 0.0
     checkpoint_s: float = 0.0
     cpu_s: float = 0.0
+    cores_s: float = 0.0
     faults: float = 0.0
     preemptions: float = 0.0
     peak_bytes: float = 0.0
@@ -45,16 +45,25 @@ class Stopwatch:
         checkpoint_s: seconds in which training stood still for checkpoints.
     """
 
-    __slots__ = ("_before", "checkpoint_s", "communication_s", "compute_s", "data_s", "now")
+    __slots__ = (
+        "_before",
+        "_meter",
+        "checkpoint_s",
+        "communication_s",
+        "compute_s",
+        "data_s",
+        "now",
+    )
 
     def __init__(self) -> None:
         self.now = perf_counter()
+        self._meter = UsageMeter()
         self.restart()
 
     def restart(self) -> None:
         """Set all sums to zero."""
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
-        self._before = _used()
+        self._before = self._meter.read()
 
     def start(self) -> None:
         """Begin to measure: the next `lap` counts from here."""
@@ -69,17 +78,11 @@ class Stopwatch:
     def times(self) -> Times:
         """All four sums, and what the process has used meanwhile."""
         kinds = Times(self.compute_s, self.communication_s, self.data_s, self.checkpoint_s)
-        cpu_s, faults, preemptions, peak_bytes = _used()
+        now, before = self._meter.read(), self._before
         return kinds._replace(
-            cpu_s=cpu_s - self._before[0],
-            faults=faults - self._before[1],
-            preemptions=preemptions - self._before[2],
-            peak_bytes=peak_bytes,
+            cpu_s=now.cpu_s - before.cpu_s,
+            cores_s=now.cores_s - before.cores_s,
+            faults=now.faults - before.faults,
+            preemptions=now.preemptions - before.preemptions,
+            peak_bytes=now.peak_bytes,
         )
-
-
-def _used() -> tuple[float, int, int, int]:
-    """Seconds, faults, preemptions and peak bytes of this process since it began."""
-    used = getrusage(RUSAGE_SELF)
-    cpu_s = used.ru_utime + used.ru_stime
-    return cpu_s, used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB

@@ -40,6 +40,7 @@ class Process:
         reason: why its watchdog ended it; empty if it did not.
         seconds: what it has spent its time with, by kind.
         cpu_s: seconds that its threads have computed.
+        cores_s: seconds that anybody has computed on the cores that it may run on.
         faults: page faults that had to read from a disk.
         preemptions: how often it had to leave a core to another process.
         peak_bytes: the most memory that it has had.
@@ -53,6 +54,7 @@ class Process:
     reason: str = ""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     cpu_s: float = 0.0
+    cores_s: float = 0.0
     faults: int = 0
     preemptions: int = 0
     peak_bytes: int = 0
@@ -63,6 +65,7 @@ class Process:
         for kind in KINDS:
             self.seconds[kind] += getattr(times, kind)
         self.cpu_s += times.cpu_s
+        self.cores_s += times.cores_s
         self.faults += times.faults
         self.preemptions += times.preemptions
         self.peak_bytes = max(self.peak_bytes, times.peak_bytes)

@@ -14,13 +14,15 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+) in ([^\n]+)')
 _LIBRARIES = ("site-packages", "/lockstep/", "/lib/python", "<frozen")
 _SAID = {
     "NonFiniteError": ("not_finite", "the loss or its gradient became NaN or infinite"),
-    "ConsistencyError": ("divergence", "ranks no longer held the same bits"),
+    "DivergenceError": ("divergence", "ranks no longer held the same bits"),
     "TaskFailure": ("task_error", "the task's own code raised an exception"),
     "TaskError": ("task_error", "the task does something that cannot work"),
     "DataError": ("data_error", "data could not be read"),
     "RankFailure": ("rank_failure", "ranks were lost, and the others could not go on"),
     "ConfigError": ("config_error", "the config does not fit"),
     "CheckpointError": ("checkpoint_error", "a checkpoint could not be read or written"),
+    "LaunchError": ("launch_error", "ranks could not be started, or could not find one another"),
+    "RunDirectoryError": ("run_directory", "the run directory could not be used"),
     "EnvironError": ("environment", "the machine does not give what the run needs"),
 }
 _ADVICE = {
@@ -35,7 +37,7 @@ def endings(facts: Facts) -> Iterator[Cause]:
     """What has ended the run, and what has ended ranks of it."""
     end = facts.history.end
     if isinstance(end, Failed):
-        yield _failure(end)
+        yield _failure(end, facts.history.step)
     elif facts.state == "killed":
         yield Cause(
             "killed",
@@ -54,12 +56,12 @@ def endings(facts: Facts) -> Iterator[Cause]:
         yield _losses(facts, killed)
 
 
-def _failure(end: Failed) -> Cause:
+def _failure(end: Failed, step: int) -> Cause:
     name, said = _SAID.get(end.error, ("failed", "the run failed"))
     first = end.message.strip().splitlines() or [""]
     shown = [first[0], *first[-1:]] if len(first) > 1 else first
     advice = _ADVICE.get(name, "read the message; `lockstep resume` goes on once that is mended")
-    return Cause(name, 1.0, f"{said} at step {end.step:,}", shown, advice)
+    return Cause(name, 1.0, f"{said} at step {step:,}", shown, advice)
 
 
 def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from lockstep.engine.events import Checkpointed, Evaluated
+from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced
 from lockstep.observe import text
 from lockstep.reading.diagnosis.cause import Cause, percent
 from lockstep.reading.diagnosis.facts import Facts
 
 _SLOWER = 1.3
 """A rank counts as slow from so many times the others' time for a microbatch."""
-_PREEMPTED = 40.0
-"""Preemptions in a second of work that others of the machine must be behind."""
+_FULL, _OTHERS = 0.85, 0.15
+"""Parts of the cores that must be at work, and that others must have, to count as busy."""
 _FAULTED = 20.0
 """Page faults from the disk in a second that mean that memory is short."""
 _SLOW_DISK = 50e6
@@ -56,23 +56,27 @@ def _crowded(facts: Facts) -> Cause | None:
 
 
 def _busy(facts: Facts) -> Cause | None:
-    """Other processes on the cores."""
-    rates = {p.rank: p.preemptions / facts.seconds for p in facts.workers}
-    worst = max(rates, key=rates.__getitem__)
-    if rates[worst] < _PREEMPTED:
-        return None
-    process = next(p for p in facts.workers if p.rank == worst)
-    work = process.seconds["compute_s"]
-    waited = max(0.0, 1.0 - process.cpu_s / work) if work else 0.0
-    lost = min(0.9, max(0.25, waited))
-    return Cause(
-        "busy",
-        lost,
-        f"other processes compute on the cores of {process.joined.host}",
-        [f"rank {worst} had to leave its core {rates[worst]:.0f} times a second"],
-        "end them, or ask for cores of your own (`srun --exclusive`, mpirun's --bind-to core)",
-        explains=("latency", "bandwidth", "slow_rank"),
-    )
+    """Other processes on the cores, which have nothing left."""
+    if facts.config.get("data.num_workers"):
+        return None  # these compute beside their rank, and are no others
+    for host, (_, cores) in facts.hosts.items():
+        ranks = [p for p in facts.workers if p.joined.host == host]
+        if not ranks or not all(p.cores_s for p in ranks):
+            continue
+        # Ranks that may run on the same cores all see the same work there.
+        worked = max(p.cores_s for p in ranks) / facts.seconds
+        own = sum(p.cpu_s for p in ranks) / facts.seconds
+        others = worked - own
+        if worked > _FULL * cores and others > _OTHERS * cores:
+            return Cause(
+                "busy",
+                min(0.9, others / cores),
+                f"other processes compute on the cores of {host}",
+                [f"of {text.count(cores, 'core')} they have {others:.1f}, the ranks {own:.1f}"],
+                "end them, or ask for cores of your own (`srun --exclusive`)",
+                explains=("latency", "bandwidth", "slow_rank"),
+            )
+    return None
 
 
 def _memory(facts: Facts) -> Cause | None:
@@ -122,7 +126,9 @@ def _slow_rank(facts: Facts) -> Cause | None:
 
 
 def _imbalance(facts: Facts) -> Cause | None:
-    """Some ranks have more microbatches than others."""
+    """Some ranks have more microbatches than others, and not because they are quicker."""
+    if facts.events(Rebalanced):
+        return None
     living = [p for p in facts.history.living if sum(p.seconds.values())]
     counts = [p.num_microbatches for p in living]
     mean, most = sum(counts) / len(counts), max(counts)
@@ -205,7 +211,7 @@ def _exchange(facts: Facts) -> Cause | None:
     return Cause(
         "latency" if is_small else "bandwidth",
         least / facts.seconds,
-        "steps are so short that messages take longer than computing"
+        "steps are so short that their messages take much of the time"
         if is_small
         else "the exchange of gradients takes much of the time",
         [f"a step computes for {1e3 * compute:.2f} ms and exchanges for {1e3 * each:.2f} ms, "

@@ -11,7 +11,7 @@ from lockstep.reading.diagnosis.slowness import slowness
 from lockstep.reading.history import History
 from lockstep.reading.listing import Summary
 
-_LEAST = 0.1
+_LEAST = 0.15
 """A cause that has cost less of the time is not worth a word."""
 
 

@@ -1,0 +1,72 @@
+"""What the machine says of this process, and of the cores that it may run on."""
+
+from __future__ import annotations
+
+import os
+from resource import RUSAGE_SELF, getrusage
+from time import perf_counter
+from typing import NamedTuple
+
+_KIB = 1024
+"""Bytes of the unit in which Linux counts memory."""
+_IDLE = (3, 4)
+"""Columns of a line of /proc/stat that are no work: idle, and waiting for a disk."""
+_GUESTS = 8
+"""Columns of a line of /proc/stat that count; those of guests are in others already."""
+_EVERY_S = 0.25
+"""Reading /proc/stat takes longer than all the rest, so it is not done in every step."""
+
+
+class Usage(NamedTuple):
+    """Counters since the process, or the machine, was started.
+
+    Attributes:
+        cpu_s: seconds that all threads of this process have computed.
+        cores_s: seconds that anybody has computed on the cores that it may run on; as of a moment
+            ago. 0 where the system does not say.
+        faults: page faults that had to read from a disk.
+        preemptions: how often the process had to leave a core to somebody else.
+        peak_bytes: the most memory that it has had.
+    """
+
+    cpu_s: float
+    cores_s: float
+    faults: int
+    preemptions: int
+    peak_bytes: int
+
+
+class UsageMeter:
+    """Reads counters."""
+
+    __slots__ = ("_cores_s", "_read_at")
+
+    def __init__(self) -> None:
+        self._cores_s, self._read_at = 0.0, -_EVERY_S
+
+    def read(self) -> Usage:
+        """The counters as they are now."""
+        used, now = getrusage(RUSAGE_SELF), perf_counter()
+        if now - self._read_at >= _EVERY_S:
+            self._cores_s, self._read_at = _work_of_cores(), now
+        cpu_s = used.ru_utime + used.ru_stime
+        return Usage(cpu_s, self._cores_s, used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB)
+
+
+def _work_of_cores() -> float:
+    if not hasattr(os, "sched_getaffinity"):
+        return 0.0
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            for line in file:
+                name, *columns = line.split()
+                if not name.startswith("cpu"):
+                    break  # cores come first
+                if name in names:
+                    spent = map(int, columns[:_GUESTS])
+                    ticks += sum(n for place, n in enumerate(spent) if place not in _IDLE)
+    except (OSError, ValueError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
