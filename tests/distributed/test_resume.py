@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_passed_over(lockstep, whole, tmp_path):
     ("launcher", "num_ranks"),
     [
         pytest.param("python", 1, marks=pytest.mark.slow),
-        ("mpi", 2),
+        pytest.param("mpi", 2, marks=pytest.mark.slow),
         pytest.param("torchrun", 2, marks=pytest.mark.slow),
     ],
 )

@@ -29,6 +29,7 @@ def test_any_mesh_gives_the_bits_of_one_process(
     assert ("1 fill none and are spares" in ended.stdout) == (num_ranks == 5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, reference, tmp_path):
     run_dir = tmp_path / "run"
     assert train_on(run_dir, 4, "mesh.tp=2", "stop_at_step=3").returncode == 0

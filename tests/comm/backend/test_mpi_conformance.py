@@ -15,7 +15,7 @@ import pytest
         pytest.param(1, "helper", "leave", marks=pytest.mark.slow),
         (2, "url", "leave"),
         pytest.param(3, "helper", "mixed", marks=pytest.mark.slow),
-        (4, "url", "destroy"),
+        pytest.param(4, "url", "destroy", marks=pytest.mark.slow),
     ],
 )
 def test_every_collective_dtype_and_operation(

@@ -107,7 +107,7 @@ class Stopper:
         ("python", 1, signal.SIGTERM),
         ("local", 2, signal.SIGINT),
         ("mpi", 2, signal.SIGINT),
-        ("torchrun", 2, signal.SIGINT),
+        pytest.param("torchrun", 2, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.cold
