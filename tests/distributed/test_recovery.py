@@ -387,8 +387,9 @@ def long_references(tmp_path_factory):
 LONG = ("steps=5000", "stop_at_step=400", "eval_every=100", "checkpoint.every=150", "log_every=7")
 
 
-@pytest.mark.parametrize("overrides", [("model=mlp",), slow(("model=mlp", *SHARDED))])
-@SLOW_ON_LOCAL
+@pytest.mark.parametrize("overrides", [("model=mlp",), ("model=mlp", *SHARDED)])
+@ALWAYS
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
     """A rank is killed, then rank 0 when the new process takes part: its state is whole.
 

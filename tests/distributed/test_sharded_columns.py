@@ -37,7 +37,7 @@ def test_any_mesh_gives_the_bits_of_one_process(
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "axis", "faults"),
     [
-        ("local", 4, "pp", [(1, 2, "gather")]),
+        pytest.param("local", 4, "pp", [(1, 2, "gather")], marks=pytest.mark.slow),
         # In one column all have committed the step; in the other it is put together from slices.
         pytest.param(
             "local", 6, "pp", [(1, 2, "gather"), (3, 4, "committed")], marks=pytest.mark.slow

@@ -46,7 +46,9 @@ def test_a_checkpoint_of_any_mesh_loads_on_any_other(train_on, lockstep, referen
         pytest.param(
             "mpi", [(2, 2, "shards_forward"), (0, 5, "committed")], 2, marks=pytest.mark.slow
         ),
-        ("local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2),
+        pytest.param(
+            "local", [(1, 3, "shards_backward"), (4, 5, "reduced")], 2, marks=pytest.mark.slow
+        ),
         pytest.param("local", [(3, 2, "optimizer"), (1, 2, "catch_up")], 2, marks=pytest.mark.slow),
         pytest.param("mpi", [(1, 4, "checkpoint"), (5, 6, "evaluate")], 1, marks=pytest.mark.slow),
     ],
@@ -77,7 +79,8 @@ def test_without_a_holder_the_ranks_are_started_again(train_on, reference, tmp_p
     same(tmp_path / "run", reference)
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
 def test_an_exception_on_one_rank_is_one_on_all(train_on, reference, tmp_path, launcher):
     planned = [PlannedFault(1, 3, "shards_forward", "raise")]
     ended = train_on(tmp_path / "run", 4, "mesh.tp=2", launcher=launcher, faults=planned)

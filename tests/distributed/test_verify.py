@@ -8,6 +8,7 @@ from lockstep.commands import verify
 from lockstep.launching.start import Ended
 
 
+@pytest.mark.slow
 def test_equal(lockstep):
     done = lockstep(
         "verify", target(), "--ranks", "1,2", "--launchers", "python,mpi,torchrun", "steps=5"

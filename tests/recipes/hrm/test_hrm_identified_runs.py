@@ -65,6 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_and_then_three_give_the_bits_of_one_process(
     lockstep: Callable[..., Any], alone: dict[str, Any], tmp_path: Path
 ) -> None:
