@@ -38,7 +38,7 @@ def alone(folder):
     ("launcher", "num_ranks"),
     [
         pytest.param("mpi", 2, marks=pytest.mark.slow),
-        ("mpi", 3),
+        pytest.param("mpi", 3, marks=pytest.mark.slow),
         pytest.param("mpi", 5, marks=pytest.mark.slow),
         ("torchrun", 2),
         pytest.param("torchrun", 3, marks=pytest.mark.slow),

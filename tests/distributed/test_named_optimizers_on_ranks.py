@@ -95,7 +95,10 @@ def test_a_run_goes_on_on_another_mesh(train_on, lockstep, alone, tmp_path, task
 @pytest.mark.parametrize(
     ("task", "launcher", "num_ranks", "keys", "faults"),
     [
-        ("Several", "local", 3, ("sharding=optimizer",), [(1, 2, "gather")]),
+        pytest.param(
+            "Several", "local", 3, ("sharding=optimizer",), [(1, 2, "gather")],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "InTurn", "local", 3, ("sharding=parameters",), [(2, 3, "leave"), (0, 5, "optimizer")],
             marks=pytest.mark.slow,

@@ -57,7 +57,7 @@ def test_a_model_of_one_block_has_its_gradients_in_slices(train_on, lockstep, tm
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "keys", "faults"),
     [
-        ("local", 3, (PARAMETERS,), [(1, 2, "unshard")]),
+        pytest.param("local", 3, (PARAMETERS,), [(1, 2, "unshard")], marks=pytest.mark.slow),
         pytest.param(
             "local", 3, (PARAMETERS,), [(0, 3, "leave"), (2, 5, "evaluate")], marks=pytest.mark.slow
         ),
