@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from lockstep.cli import app
+from lockstep.cli.main import app
 
 PAGE = Path(__file__).parent / "reference" / "command-line.md"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.job.commands import (
     local_command,

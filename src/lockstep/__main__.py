@@ -10,8 +10,8 @@ from lockstep.launchers.rank.early import ending_at_interrupt
 def main() -> NoReturn:
     """Run the command; Ctrl-C ends it at once while it is imported."""
     with ending_at_interrupt():
-        from lockstep import cli
-    cli.main()
+        from lockstep.cli.main import main as command
+    command()
 
 
 if __name__ == "__main__":

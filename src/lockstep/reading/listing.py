@@ -15,10 +15,13 @@ from lockstep.files import open_to_read, read_text
 from lockstep.observe import read_result
 from lockstep.parsing import flattened, parse_object, parse_yaml
 from lockstep.reading.follow import EVENTS, is_claimed
-from lockstep.reading.tags import read_tags
+from lockstep.reading.tags import TAGS, read_tags
 
 T = TypeVar("T")
 _IDENTITY = "run.json"
+_RESULT = "result.json"
+SOURCES = (EVENTS, _IDENTITY, _RESULT, TAGS)
+"""Names of the files of a run that its summary is made of."""
 _DEPTH = 4
 """Levels of folders in which runs are looked for."""
 _BLOCK = 1 << 17
@@ -166,7 +169,7 @@ def _tried(problems: list[str], name: str, read: Callable[[], T], otherwise: T) 
 
 
 def _result(run_dir: Path) -> dict[str, Any]:
-    return read_result(run_dir) if (run_dir / "result.json").exists() else {}
+    return read_result(run_dir) if (run_dir / _RESULT).exists() else {}
 
 
 def _is_fresh(run_dir: Path) -> bool:

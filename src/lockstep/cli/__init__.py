@@ -1,0 +1,1 @@
+"""The `lockstep` command: a function for each subcommand, which imports what it needs."""

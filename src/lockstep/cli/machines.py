@@ -1,0 +1,76 @@
+"""Subcommands about machines: SLURM scripts, and what is missing here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Overrides, RunDir, Target, leave
+from lockstep.launchers.rank.early import ending_at_interrupt
+
+
+def slurm(
+    target: Target,
+    overrides: Overrides = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="A YAML file with the options below.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", help="Time limit such as 1:30:00; needed, here or in --job's file."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option("--ntasks-per-node", help="Ranks on each node; 1.")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option("--cpus-per-task", help="Cores of a rank; threads if left out.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Where to run.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Who pays.")] = None,
+    signal_before: Annotated[
+        int | None,
+        typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit; 120."),
+    ] = None,
+    replace: Annotated[
+        int | None,
+        typer.Option("--replace", min=0, help="New processes at most for killed ranks; 0."),
+    ] = None,
+    run_dir: RunDir = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
+) -> None:
+    """Write a SLURM job script that trains, stops in time, and goes on after a requeue.
+
+    The target `doctor` makes one that tests the nodes' communication.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands import slurm as command
+    given = {
+        "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
+        "partition": partition, "account": account, "signal_before": signal_before,
+        "replace": replace,
+    }  # fmt: skip
+    options = command.job_file(job, given)
+    request = command.Request(options, run_dir, output, submit)
+    leave(command.slurm(target, overrides or [], request))
+
+
+def doctor(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks to start for tests.")] = 2,
+    run_dir: RunDir = None,
+) -> None:
+    """Check what this machine has, and say how to mend what is missing."""
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.commands.doctor import command
+    console = Console()
+    with console.status("checking") as status:
+        checks = command.run_doctor(
+            ranks, run_dir or Path(), on_check=lambda check: status.update(f"checked {check.name}")
+        )
+    console.print(command.render(checks))
+    leave(command.exit_code(checks))

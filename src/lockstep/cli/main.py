@@ -1,0 +1,78 @@
+"""The `lockstep` command: its subcommands, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
+from typing import Annotated, NoReturn
+
+import typer
+
+from lockstep.cli import machines, proving, seeing, training
+from lockstep.commands.groups import (
+    contributed,
+    contributed_command,
+    show_help,
+    show_version,
+)
+from lockstep.commands.runs import app as runs
+from lockstep.errors import LockstepError
+from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, interrupts
+from lockstep.recipes import command_groups
+
+app = typer.Typer(
+    name="lockstep",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=show_version, help="Show the version."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def lockstep(context: typer.Context, version: Version = False) -> None:
+    """Distributed training that gives the same answer on any number of processes."""
+    show_help(context)
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "recipes": training.recipes, "config": training.config, "init": training.init,
+    "train": training.train, "resume": training.resume, "eval": training.evaluate,
+    "export": training.export, "verify": proving.verify, "chaos": proving.chaos,
+    "slurm": machines.slurm, "doctor": machines.doctor, "report": seeing.report,
+    "diagnose": seeing.diagnose,
+}  # fmt: skip
+
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+app.add_typer(runs, name="runs", help="List, compare, tag and remove runs.")
+
+for _group in command_groups():
+    if _group.is_command:
+        app.command(_group.name, cls=contributed_command(_group), help=_group.summary)(lambda: None)
+    else:
+        app.add_typer(contributed(_group))
+
+
+def main() -> NoReturn:
+    """Run the command; errors meant for the user are one message and exit code 2."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A sign such as ≥ that the terminal's encoding lacks must not end a command.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        with interrupts():
+            app(prog_name="lockstep", standalone_mode=True)
+    except Interrupted:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(INTERRUPTED)
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os._exit(141)
+    sys.exit(0)

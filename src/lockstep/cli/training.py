@@ -1,0 +1,158 @@
+"""Subcommands that write a task, train it, and use what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import (
+    Checkpoint,
+    LauncherOption,
+    Overrides,
+    PerRank,
+    Profile,
+    ProfileSteps,
+    Quiet,
+    Ranks,
+    Replace,
+    RunDir,
+    Target,
+    leave,
+)
+from lockstep.commands.waiting import importing
+from lockstep.launchers.rank.early import ending_at_interrupt
+from lockstep.recipes import recipe_names, summary
+
+
+def recipes() -> None:
+    """List the recipes that come with Lockstep."""
+    for name in recipe_names():
+        print(f"{name:12} {summary(name)}")
+
+
+def config(
+    target: Target,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="As a YAML file for the option --config of train.")
+    ] = False,
+) -> None:
+    """List the keys of a recipe or Task: default, type and meaning."""
+    with ending_at_interrupt():
+        from lockstep.commands import config as command
+    for line in command.as_yaml(target) if yaml else command.keys(target):
+        print(line)
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("task.py"),
+) -> None:
+    """Write a task to start from: a commented script that trains at once."""
+    with ending_at_interrupt():
+        from lockstep.commands import init as command
+    for line in command.init(file):
+        print(line)
+
+
+def train(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    run_dir: RunDir = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+    replace: Replace = 0,
+    quiet: Quiet = False,
+    per_rank: PerRank = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
+) -> None:
+    """Train a recipe, a Task, or a script, on any number of ranks."""
+    with importing(quiet):
+        from lockstep.commands import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
+    leave(
+        command.train(
+            target,
+            overrides or [],
+            ranks,
+            launcher,
+            run_dir,
+            resume,
+            config,
+            replace,
+            quiet,
+            steps,
+            per_rank,
+        )
+    )
+
+
+def resume(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    replace: Replace = 0,
+    quiet: Quiet = False,
+    per_rank: PerRank = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
+) -> None:
+    """Go on with a run from its newest valid checkpoint, on any number of ranks.
+
+    This runs the code that run.json in the directory names as target.
+    """
+    with importing(quiet):
+        from lockstep.commands import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
+    leave(
+        command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank)
+    )
+
+
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
+    split: Annotated[
+        str, typer.Option("--split", help="train, val, test, or another that the task names.")
+    ] = "test",
+    checkpoint: Checkpoint = "latest",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="A folder for tables and pictures.")
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint of a run on a split.
+
+    This runs the code that run.json in the directory names as target.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands import evaluate as command
+    for line in command.lines(run_dir, split, checkpoint, report, overrides or []):
+        print(line)
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    path: Annotated[
+        Path, typer.Argument(help="The file, or the folder for a task's own forms, to write.")
+    ],
+    checkpoint: Checkpoint = "latest",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="safetensors, torch.export, torchscript or onnx; by PATH if left out."
+        ),
+    ] = None,
+) -> None:
+    """Write a trained model for programs without Lockstep.
+
+    The formats' files end in .safetensors (weights), .pt2 (torch.export), .ts and .onnx.
+    This runs the code that run.json in the directory names as target.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands import export as command
+    for line in command.export(run_dir, path, checkpoint, format):
+        print(line)

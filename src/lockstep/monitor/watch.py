@@ -1,0 +1,108 @@
+"""The runs that are watched, and what is known of each by now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.errors import RunDirectoryError
+from lockstep.reading.diagnosis.cause import Cause
+from lockstep.reading.diagnosis.verdict import causes
+from lockstep.reading.follow import RunReader
+from lockstep.reading.history import History
+from lockstep.reading.listing import SOURCES, find_runs, summarise
+
+
+class Watched:
+    """A run that is watched; its events are read once somebody asks for its history.
+
+    Attributes:
+        path: run directory.
+        summary: what a list shows of it.
+        problem: why its events cannot be read; empty if they can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        self.summary = summarise(path)
+        self._seen = _signature(path)
+        self._reader: RunReader | None = None
+
+    @property
+    def history(self) -> History:
+        """What its events tell, as of the last `poll`."""
+        if self._reader is None:
+            self._reader = RunReader(self.path)
+            self._read(self._reader)
+        return self._reader.history
+
+    @property
+    def is_open(self) -> bool:
+        """Whether somebody has asked for its history, which is kept up to date since."""
+        return self._reader is not None
+
+    def poll(self) -> bool:
+        """Look again; returns whether anything may have changed."""
+        seen = _signature(self.path)
+        if seen == self._seen and self.summary.state not in ("running", "new"):
+            return False
+        before, self._seen, self.summary = self.summary, seen, summarise(self.path)
+        read = self._reader is not None and self._read(self._reader)
+        return read or self.summary != before
+
+    def causes(self) -> list[Cause]:
+        """What has ended it or costs it time, the heaviest first."""
+        return causes(self.summary, self.history)
+
+    def _read(self, reader: RunReader) -> bool:
+        try:
+            self.problem = ""
+            return reader.poll()
+        except RunDirectoryError as error:
+            self.problem = str(error)
+            return False
+
+
+class Watch:
+    """Runs in folders, found again at each look: one may come, and one may go.
+
+    Attributes:
+        runs: by their folders.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Look for the first time.
+
+        Args:
+            folders: run directories, or folders with such.
+
+        Raises:
+            RunDirectoryError: a folder is not there.
+        """
+        self._folders = folders
+        self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(folders)}
+
+    def poll(self) -> list[Watched]:
+        """Look again; returns those that are new or may have changed."""
+        folders = [folder for folder in self._folders if folder.is_dir()]
+        found = dict.fromkeys(find_runs(folders))
+        self.runs = {path: run for path, run in self.runs.items() if path in found}
+        changed = [run for run in self.runs.values() if run.poll()]
+        for path in found:
+            if path not in self.runs:
+                changed.append(self.runs.setdefault(path, Watched(path)))
+        return changed
+
+
+def _signature(path: Path) -> tuple[tuple[int, int, int], ...]:
+    """What is another one once a file that a summary is made of has been written."""
+    return tuple(_stat(path / name) for name in SOURCES)
+
+
+def _stat(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return status.st_ino, status.st_size, status.st_mtime_ns
