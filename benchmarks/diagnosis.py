@@ -104,7 +104,9 @@ def main() -> None:
     facts["cores"] = str(usable_cores())
     cases = [case for case in CASES if args.only in (None, case.name)]
     section = scoreboard(cases, args.launcher)
-    text = page("Diagnosis", "diagnosis", facts, [section])
+    text = page(
+        "Diagnosis", "diagnosis", facts, [section], "Each run is made once, one after the other."
+    )
     if args.only:
         print(text)
         return

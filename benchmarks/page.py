@@ -51,15 +51,33 @@ class Section:
         self.verdicts.append(f"- Target {target}: {found} → **{'met' if met else 'missed'}**")
 
 
-def page(title: str, stem: str, facts: dict[str, str], sections: Sequence[Section]) -> str:
-    """The whole page; raw numbers are in a file `stem`.json beside it."""
+_IN_TURN = (
+    "Programs that are compared run in turn (A B C A B C …), never two at once, with one thread a "
+    "rank. A cell shows the median of the rounds (each the median of its repeats) and in brackets "
+    "the least and the greatest round. Ratios are taken within a round, then their median."
+)
+
+
+def page(
+    title: str,
+    stem: str,
+    facts: dict[str, str],
+    sections: Sequence[Section],
+    method: str = _IN_TURN,
+) -> str:
+    """The whole page.
+
+    Args:
+        title: its heading.
+        stem: what the name of the file with raw numbers beside it begins with.
+        facts: what the numbers depend on, by name.
+        sections: of the page.
+        method: how was measured, and how to read the cells.
+    """
     head = [
         f"# {title}",
         "",
-        f"Raw numbers are in `{stem}.json`. Programs that are compared "
-        "run in turn (A B C A B C …), never two at once, with one thread a rank. A cell shows the "
-        "median of the rounds (each the median of its repeats) and in brackets the least and the "
-        "greatest round. Ratios are taken within a round, then their median.",
+        f"Raw numbers are in `{stem}.json`. {method}",
         "",
         "| | |",
         "| --- | --- |",
