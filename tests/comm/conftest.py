@@ -33,14 +33,16 @@ def run(command: list[str], timeout_s: float, **variables: str) -> subprocess.Co
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        deadline, idle_s = time.monotonic() + timeout_s, 0
+        deadline, idle_s, has_begun = time.monotonic() + timeout_s, 0, False
         while True:
             try:
                 output, _ = process.communicate(timeout=1)
                 break
             except subprocess.TimeoutExpired:
                 # With a rank lost, mpirun may outlive all others for good.
-                idle_s = 0 if children(process.pid) else idle_s + 1
+                ranks = children(process.pid)
+                has_begun = has_begun or bool(ranks)
+                idle_s = idle_s + 1 if has_begun and not ranks else 0
             if idle_s > GRACE_S or time.monotonic() > deadline:
                 # mpirun ends its ranks on SIGTERM; on SIGKILL it could not.
                 process.terminate()

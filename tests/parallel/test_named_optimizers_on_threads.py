@@ -156,7 +156,7 @@ def alone(kind: type[Blocks]) -> tuple[str, Snapshot]:
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize(
-    "size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 7))]
+    "size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 7))]
 )
 def test_any_number_of_ranks_gives_the_same_bits(
     kind: type[Blocks], alone: tuple[str, Snapshot], size: int, sharding: str
@@ -188,7 +188,7 @@ def test_a_snapshot_goes_on_to_the_same_bits(
     assert trained(kind, *after, start=taken)[0] == alone[0]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_buddies_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: type[Blocks], alone: tuple[str, Snapshot], size: int
 ) -> None:

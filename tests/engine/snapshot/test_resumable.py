@@ -220,7 +220,7 @@ def test_a_tensor_that_cannot_be_is_named(
     assert reason in refusal(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("keys", [{}, {"dtype": "fp16", "growth_interval": 2}])

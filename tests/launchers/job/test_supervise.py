@@ -222,7 +222,7 @@ time.sleep(600)
 @pytest.mark.cold
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["python", "mpi", "torchrun"])
-@pytest.mark.parametrize("met", [True, False])
+@pytest.mark.parametrize("met", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_ranks_that_have_just_met_are_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, met: bool
 ) -> None:
