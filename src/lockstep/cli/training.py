@@ -48,7 +48,7 @@ def config(
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("task.py"),
 ) -> None:
-    """Write a task to start from: a commented script that trains at once."""
+    """Write a task to start from: a commented script that trains at once, and its config."""
     with ending_at_interrupt():
         from lockstep.commands import init as command
     for line in command.init(file):

@@ -44,8 +44,12 @@ def _key_lines(key: Key, columns: int) -> list[str]:
     return [*types, *meaning]
 
 
-def as_yaml(target: str) -> list[str]:
+def as_yaml(target: str, is_unset: bool = False) -> list[str]:
     """A YAML file with all keys of a target, their defaults, and comments that explain them.
+
+    Args:
+        target: recipe or task.
+        is_unset: whether keys and sections are comments too, so that the file sets none.
 
     Raises:
         ConfigError: there is no such recipe, file or class, or it is a script, which takes none.
@@ -58,16 +62,22 @@ def as_yaml(target: str) -> list[str]:
         )
     groups = describe(kind.Config)
     lines = [f"# All keys of {target}: lockstep train {target} --config FILE"]
-    return [*lines, *_section(groups[0], [g for g in groups[1:] if not g.is_list], 0)]
+    if is_unset:
+        lines.append(
+            "# Take away the # of what you set; a key of a section needs its section's too."
+        )
+    others = [group for group in groups[1:] if not group.is_list]
+    return [*lines, *_section(groups[0], others, 0, "#" if is_unset else "")]
 
 
-def _section(group: Group, others: Sequence[Group], depth: int) -> Iterator[str]:
+def _section(group: Group, others: Sequence[Group], depth: int, mark: str) -> Iterator[str]:
     """The lines of a section, and of the sections in it.
 
     Args:
         group: keys of the section.
         others: groups of keys of all other sections.
         depth: number of sections that this one is nested in.
+        mark: what each key and name of a section begins with.
     """
     indent = "  " * depth
     for key in group.keys:
@@ -75,14 +85,14 @@ def _section(group: Group, others: Sequence[Group], depth: int) -> Iterator[str]
         needed = " (has no default)" if key.is_needed else ""
         yield ""
         yield from _comment(f"{key.meaning} [{key.type}]{needed}".strip().replace("`", ""), indent)
-        yield indent + (f"# {leaf}:" if key.is_needed else _item(leaf, key))
+        yield f"{indent}{mark}" + (f"# {leaf}:" if key.is_needed else _item(leaf, key))
     for other in others:
         outer, _, leaf = other.name.rpartition(".")
         if outer == group.name:
             yield ""
             yield from _comment(other.about.replace("`", ""), indent)
-            yield f"{indent}{leaf}:"
-            yield from _section(other, others, depth + 1)
+            yield f"{indent}{mark}{leaf}:"
+            yield from _section(other, others, depth + 1, mark)
 
 
 def _item(leaf: str, key: Key) -> str:
