@@ -94,6 +94,10 @@ CASES = (
 )  # fmt: skip
 
 
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.0f} %"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launcher", choices=("local", "mpi"), default="local")
@@ -127,8 +131,8 @@ def scoreboard(cases: list[Case], launcher: str) -> Section:
         first = found[0]["name"] if found else ""
         seconds.append(took)
         right += first == case.cause
-        lost = f"{100 * found[0]['lost']:.0f} %" if found else ""
-        others = ", ".join(f"{c['name']} {100 * c['lost']:.0f} %" for c in found[1:])
+        lost = _percent(found[0]["lost"]) if found else ""
+        others = ", ".join(f"{c['name']} {_percent(c['lost'])}".strip() for c in found[1:])
         hit = "yes" if first == case.cause else f"**no** ({case.cause or 'nothing'})"
         section.rows.append((case.name, first or "nothing", lost, hit, others, f"{took:.2f} s"))
         print(*section.rows[-1], sep=" | ", file=sys.stderr, flush=True)

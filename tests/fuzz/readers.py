@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from lockstep.launchers.slurm.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
 from lockstep.observe.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
+from lockstep.reading.diagnosis.verdict import causes, told
+from lockstep.reading.differences import part_of_curves
+from lockstep.reading.follow import read_run
+from lockstep.reading.listing import summarise
 from lockstep.recipes.quantum.commands import training_log
 from lockstep.recipes.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.recipes.ufs.fields.bands import load as load_band
@@ -68,6 +73,16 @@ def events(path: Path) -> None:
     sink(step_done(9))
     sink.close()
     assert len(read_events(path)) >= len(events)
+
+
+def shown(path: Path) -> None:
+    history, summary = read_run(path.parent), summarise(path.parent)
+    list(told(summary, history, causes(summary, history)))
+    parting, _ = part_of_curves(history, history)
+    assert parting is None
+    assert summary.step >= 0 or history.step < 0
+    time.localtime(history.newest)
+    time.localtime(summary.newest)
 
 
 def metrics(path: Path) -> None:

@@ -65,6 +65,12 @@ TARGETS = {
             lines_mutator,
         ),
         Target(
+            "shown events",
+            60,
+            one_file("events.jsonl", readers.shown, readers.event_rows()),
+            lines_mutator,
+        ),
+        Target(
             "metrics.csv",
             60,
             one_file("metrics.csv", readers.metrics, readers.CSV),

@@ -72,7 +72,6 @@ def test_steps_that_are_done_again_after_a_resume_replace_those_before(tmp_path)
     assert not history.curves["val/loss"].steps
     assert (history.step, history.started, history.newest) == (3, 100.0, 124.0)
     assert len(history.processes) == 3
-    assert history.first_plan.step == 0
     assert history.plan.step == 2
 
 
@@ -95,6 +94,70 @@ def test_survivors_and_newcomers_have_their_new_numbers(tmp_path):
     assert [(p.joined.slot, p.rank) for p in history.processes if p.until is None] == [
         (0, 1), (2, 2), (3, 0),
     ]  # fmt: skip
+
+
+def test_a_loss_and_a_newcomer_at_once_leave_each_number_to_one(tmp_path):
+    lost = {"event": "RankLost", "slot": 0, "rank": 0, "step": 1}
+    recovered = {"event": "Recovered", "world_size": 3, "seconds": 0.1, "copied": False, "step": 1}
+    both = [lost, joined(2, slot=3, step=1), recovered]
+    again = [{**lost, "slot": 1}, joined(2, slot=4, step=2), {**recovered, "step": 2}]
+    written(tmp_path, [*map(joined, range(3)), PLAN, done(1, 3.0), *both, done(2, 2.0), *again])
+    living = [(p.joined.slot, p.rank) for p in read_run(tmp_path).processes if p.until is None]
+    assert living == [(2, 0), (3, 1), (4, 2)]
+
+
+def test_a_run_that_goes_back_in_a_sitting_keeps_its_processes(tmp_path):
+    """As one does whose microbatches carry what was lost with its rank."""
+    lost = {"event": "RankLost", "slot": 1, "rank": 1, "step": 3}
+    recovered = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False, "step": 1}
+    back = [lost, {"event": "Warned", "message": "back", "step": 3}, {**PLAN, "step": 1}, recovered]
+    steps = [done(n, float(n)) for n in (1, 2, 3)]
+    written(tmp_path, [*map(joined, range(3)), PLAN, *steps, *back, done(2, 7.0, ranks=2)])
+    history = read_run(tmp_path)
+    assert [(p.joined.slot, p.rank, p.until is None) for p in history.processes] == [
+        (0, 0, True), (1, 1, False), (2, 1, True),
+    ]  # fmt: skip
+    assert [p.seconds["compute_s"] for p in history.processes] == [4.0, 6.0, 11.0]
+    assert (history.step, history.num_steps, history.first_of_sitting) == (2, 4, 0)
+    assert list(history.curves["train/loss"].values) == [1.0, 7.0]
+
+
+def test_work_is_counted_in_microbatches_of_the_steps_that_a_process_took_part_in(tmp_path):
+    balanced = {"event": "Rebalanced", "step": 1, "microbatches": [1, 2, 3], "slowest": 0,
+                "slowdown": 2.0}  # fmt: skip
+    rows = [*map(joined, range(3)), PLAN, {**done(1, 3.0), "num_steps": 5}, balanced, done(2, 2.0)]
+    written(tmp_path, rows)
+    assert [p.num_computed for p in read_run(tmp_path).processes] == [11, 12, 13]
+
+
+def test_a_row_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.reading.follow.MAX_TEXT_BYTES", 2000)
+    reader = RunReader(tmp_path)
+    written(tmp_path, [PLAN, done(1, 3.0)])
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write("[" + "1," * 3000)
+    assert reader.poll()
+    with (tmp_path / EVENTS).open("a") as file:
+        file.write("1," * 500 + "1]\n")
+    written(tmp_path, [done(2, 2.0)])
+    assert reader.poll()
+    assert list(reader.history.curves["train/loss"].steps) == [1, 2]
+    (problem,) = reader.history.problems
+    assert "a row of more than 2,000 bytes is left out" in problem
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**PLAN, "time": "NaN"}, {**PLAN, "time": 1e300}, {**PLAN, "time": -1.0},
+        {**joined(0), "microbatches": []}, {**joined(0), "microbatches": [0, 4, 0]},
+        {**done(10**25, 1.0)}, {**done(2, 1.0), "num_steps": 10**30},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_problem(tmp_path, row):
+    written(tmp_path, [PLAN, row, done(5, 1.0)])
+    history = read_run(tmp_path)
+    assert (history.num_problems, history.step) == (1, 5)
 
 
 def test_a_reader_goes_on_where_it_was(tmp_path):

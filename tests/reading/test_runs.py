@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import environment
-from tests.reading.test_histories import PLAN, done, written
+from tests.reading.test_histories import PLAN, done, joined, written
 
 from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.reading import listing
 from lockstep.reading.choice import chosen
 from lockstep.reading.follow import EVENTS, is_claimed
 from lockstep.reading.listing import Summary, find_runs, summarise
@@ -50,9 +52,34 @@ def test_states_are_told_apart(tmp_path):
     ended = summarise(run_in(tmp_path / "ended", PLAN, done(9, 1.0), metrics={"val/loss": 0.25}))
     assert (ended.state, ended.step, ended.total_steps, ended.sha256) == ("completed", 9, 9, "ab")
     assert ended.metrics == {"train/loss": 1.0, "val/loss": 0.25}
-    fresh = run_in(tmp_path / "fresh", PLAN, done(3, 2.0))
-    os.utime(fresh / EVENTS, (time.time(), time.time()))
-    assert summarise(fresh).state == "running"
+    # On another host: for half a minute, or for some times as long as between two reports.
+    now = time.time()
+    assert summarise(run_in(tmp_path / "fresh", PLAN, {**done(3, 2.0), "time": now - 9})).state == (
+        "running"
+    )
+    slow = [{**done(n, 2.0), "time": now - 1000 + 300 * n} for n in range(1, 4)]
+    assert summarise(run_in(tmp_path / "slow", PLAN, *slow)).state == "running"
+    # Here, the lock says it.
+    own = {**joined(0), "host": socket.gethostname()}
+    rows = [own, PLAN, {**done(3, 2.0), "time": now}]
+    assert summarise(run_in(tmp_path / "here", *rows)).state == "killed"
+
+
+def test_a_run_that_goes_on_elsewhere_is_not_removed(tmp_path):
+    folder = run_in(tmp_path / "run", PLAN, {**done(3, 2.0), "time": time.time()})
+    with pytest.raises(RunDirectoryError, match="was a moment ago on another host"):
+        remove_run(folder)
+    assert (folder / EVENTS).exists()
+
+
+def test_a_run_is_removed_from_within(here, tmp_path):
+    run_in(tmp_path / "run", PLAN, done(3, 2.0), metrics={})
+    os.chdir(tmp_path / "run")
+    try:
+        assert remove_run(Path()) == []
+    finally:
+        os.chdir(tmp_path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_another_process_trains_is_running_and_cannot_be_removed(tmp_path):
@@ -64,7 +91,7 @@ def test_a_run_that_another_process_trains_is_running_and_cannot_be_removed(tmp_
         assert holder.stdout.readline()
         assert is_claimed(folder)
         assert summarise(folder).state == "running"
-        with pytest.raises(RunDirectoryError, match="another job is training in it"):
+        with pytest.raises(RunDirectoryError, match="is trained in"):
             remove_run(folder)
         holder.stdin.close()
     assert not is_claimed(folder)
@@ -93,12 +120,38 @@ def test_a_damaged_run_is_listed_with_what_is_wrong(tmp_path):
     assert "events.jsonl: cannot be read" in summarise(folder).problems[1]
 
 
-def test_the_ends_of_long_files_are_enough(tmp_path):
-    rows = [PLAN, *(done(step, float(step)) for step in range(1, 2000))]
-    folder = run_in(tmp_path / "run", *rows)
-    assert (folder / EVENTS).stat().st_size > 300_000
+def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
+    evaluated = {"event": "Evaluated", "split": "val", "seconds": 1.0, "metrics": {"loss": 4.0}}
+    large = {**evaluated, "split": "large", "arrays": {"confusion": [[1] * 9000]}, "step": 1500}
+    lost = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False}
+    rows = [*map(joined, range(500)), PLAN, *(done(step, float(step)) for step in range(1, 5000))]
+    folder = run_in(tmp_path / "run", *rows[:4500], evaluated, large, lost, *rows[4500:])
+    size = (folder / EVENTS).stat().st_size
+    monkeypatch.setattr(listing, "_BLOCK", size // 3)
     run = summarise(folder)
-    assert (run.step, run.total_steps, run.metrics["train/loss"]) == (1999, 9, 1999.0)
+    assert (run.step, run.total_steps, run.metrics["train/loss"]) == (4999, 9, 4999.0)
+    assert (run.metrics["val/loss"], run.metrics["large/loss"], run.ranks) == (4.0, 4.0, 2)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", 1e300, [], None, "x", 10**30])
+def test_numbers_that_cannot_be_are_no_error(tmp_path, value):
+    plan = {**PLAN, "total_steps": value, "world_size": value, "time": value}
+    run = summarise(run_in(tmp_path / "run", plan, {**done(3, 2.0), "step": value}))
+    assert (run.step, run.total_steps, run.ranks, run.started) == (0, 0, 0, 101.0)
+
+
+def test_a_folder_that_one_may_not_enter_holds_no_run(tmp_path, monkeypatch):
+    run_in(tmp_path / "mine")
+    (tmp_path / "theirs").mkdir()
+    real = os.stat
+
+    def stat(path, *more, **options):
+        if "theirs" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert find_runs([tmp_path]) == [tmp_path / "mine"]
 
 
 def test_runs_are_found_in_folders_and_links_are_not_followed(tmp_path):
@@ -138,6 +191,16 @@ RUNS = [
 )
 def test_conditions_choose_runs(conditions, order, names):
     assert [run.path.name for run in chosen(RUNS, conditions, order)] == names
+
+
+def test_two_signs_of_equality_are_one():
+    assert chosen(RUNS, ["val/loss==0.5"]) == chosen(RUNS, ["val/loss=0.5"]) == [RUNS[0]]
+
+
+@pytest.mark.parametrize("text", ["val/loss<0,3", "val/loss>=", "step<1e-3x"])
+def test_a_number_is_not_compared_with_a_word(text):
+    with pytest.raises(ConfigError, match="is a number"):
+        chosen(RUNS, [text])
 
 
 @pytest.mark.parametrize("text", ["", "lr", "=3", "<"])
@@ -197,12 +260,32 @@ def test_the_command_lists_tags_and_removes(here, tmp_path):
     assert here("runs", "compare", "runs/two").returncode == 2
 
 
+def test_runs_that_were_stopped_and_reported_otherwise_are_equal(here, tmp_path):
+    here("train", TASK, *CONFIG, "log_every=3", "--run-dir", "one")
+    here("train", TASK, *CONFIG, "log_every=4", "--run-dir", "two", "stop_at_step=5")
+    here("resume", "two")
+    told = here("runs", "compare", "one", "two")
+    assert "no curve differs in the" in told.stdout
+    assert "so they should be equal: they are\n" in told.stdout
+    assert told.returncode == 0
+    assert here("report", "one", "two", "--markdown", "--output", "r.md").returncode == 0
+    assert "part at step" not in (tmp_path / "r.md").read_text()
+
+
+def test_runs_without_a_step_in_common_are_not_called_equal(here, tmp_path):
+    for name, step in (("one", 3), ("two", 5)):
+        run_in(tmp_path / name, *map(joined, range(3)), PLAN, done(step, 1.0))
+    told = here("runs", "compare", "one", "two")
+    assert told.returncode == 0
+    assert "should be equal: they have nothing in common yet" in told.stdout
+
+
 def test_two_runs_part_at_the_step_and_the_tensor_of_a_flipped_bit(here, tmp_path, monkeypatch):
     here("train", TASK, *CONFIG, "--run-dir", "one")
     here("train", TASK, *CONFIG, "--run-dir", "same", "threads=1")
     equal = here("runs", "compare", "one", "same")
     assert equal.returncode == 0, equal.stdout
-    assert "no checkpoint that both have differs" in equal.stdout
+    assert "none of the 3 checkpoints that both have differs" in equal.stdout
     assert "so they should be equal: they are" in equal.stdout
     monkeypatch.setenv("FLIP_AT", "6")
     for bit in ("0", "18"):

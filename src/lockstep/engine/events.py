@@ -58,6 +58,8 @@ class Joined(Event):
     (`sharding`)."""
     cores: int = 0
     """Cores that all ranks of its host may use; 0 if that is not known."""
+    counted_cores: int = 0
+    """Cores that it may run on itself, whose work is `RankTimes.cores_s`; 0 if not known."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ class RankTimes:
     cores_s: float = 0.0
     """Seconds that anybody has computed on the cores that it may run on; 0 if not known."""
     faults: int = 0
-    """Page faults that had to read from a disk: memory that was swapped out."""
+    """Page faults that had to read from a disk: memory that was swapped out, or a mapped file."""
     preemptions: int = 0
     """How often it had to leave a core to another process."""
     peak_bytes: int = 0
     """The most memory that it has had so far."""
+    swapped_bytes: int = 0
+    """Memory that is swapped out at the moment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
+from lockstep.engine.usage import counted_cores
 
 
 class Reporter:
@@ -63,6 +64,7 @@ class Reporter:
             "device": str(runtime.device),
             "threads": self._config.threads,
             "cores": runtime.cores,
+            "counted_cores": counted_cores(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,4 +254,5 @@ def _rank_times(rank: int, times: Times) -> RankTimes:
     return RankTimes(
         rank, times.compute_s, times.communication_s, times.data_s, times.checkpoint_s, times.cpu_s,
         times.cores_s, int(times.faults), int(times.preemptions), int(times.peak_bytes),
+        int(times.swapped_bytes),
     )  # fmt: skip

@@ -17,6 +17,7 @@ class Times(NamedTuple):
         faults: page faults that had to read from a disk.
         preemptions: how often it had to leave a core to somebody else.
         peak_bytes: the most memory that it has had so far.
+        swapped_bytes: memory that is swapped out at the moment.
     """
 
     compute_s: float = 0.0
@@ -28,11 +29,12 @@ class Times(NamedTuple):
     faults: float = 0.0
     preemptions: float = 0.0
     peak_bytes: float = 0.0
+    swapped_bytes: float = 0.0
 
     def since(self, before: Times) -> Times:
-        """What was spent since `before`; the peak stays what it is."""
+        """What was spent since `before`; memory is what it is."""
         spent = Times(*(now - then for now, then in zip(self, before, strict=True)))
-        return spent._replace(peak_bytes=self.peak_bytes)
+        return spent._replace(peak_bytes=self.peak_bytes, swapped_bytes=self.swapped_bytes)
 
 
 class Stopwatch:
@@ -85,4 +87,5 @@ class Stopwatch:
             faults=now.faults - before.faults,
             preemptions=now.preemptions - before.preemptions,
             peak_bytes=now.peak_bytes,
+            swapped_bytes=now.swapped_bytes,
         )

@@ -14,7 +14,7 @@ _IDLE = (3, 4)
 _GUESTS = 8
 """Columns of a line of /proc/stat that count; those of guests are in others already."""
 _EVERY_S = 0.25
-"""Reading /proc/stat takes longer than all the rest, so it is not done in every step."""
+"""Reading /proc takes longer than all the rest, so it is not done in every step."""
 
 
 class Usage(NamedTuple):
@@ -27,6 +27,7 @@ class Usage(NamedTuple):
         faults: page faults that had to read from a disk.
         preemptions: how often the process had to leave a core to somebody else.
         peak_bytes: the most memory that it has had.
+        swapped_bytes: memory that is swapped out; as of a moment ago.
     """
 
     cpu_s: float
@@ -34,23 +35,30 @@ class Usage(NamedTuple):
     faults: int
     preemptions: int
     peak_bytes: int
+    swapped_bytes: int
 
 
 class UsageMeter:
     """Reads counters."""
 
-    __slots__ = ("_cores_s", "_read_at")
+    __slots__ = ("_cores_s", "_read_at", "_swapped")
 
     def __init__(self) -> None:
-        self._cores_s, self._read_at = 0.0, -_EVERY_S
+        self._cores_s, self._read_at, self._swapped = 0.0, -_EVERY_S, 0
 
     def read(self) -> Usage:
         """The counters as they are now."""
         used, now = getrusage(RUSAGE_SELF), perf_counter()
         if now - self._read_at >= _EVERY_S:
-            self._cores_s, self._read_at = _work_of_cores(), now
+            self._cores_s, self._swapped, self._read_at = _work_of_cores(), _swapped(), now
         cpu_s = used.ru_utime + used.ru_stime
-        return Usage(cpu_s, self._cores_s, used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB)
+        faults, preemptions, peak = used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB
+        return Usage(cpu_s, self._cores_s, faults, preemptions, peak, self._swapped)
+
+
+def counted_cores() -> int:
+    """Cores that this process may run on, whose work `UsageMeter` counts; 0 if not known."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 def _work_of_cores() -> float:
@@ -70,3 +78,13 @@ def _work_of_cores() -> float:
     except (OSError, ValueError):
         return 0.0
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _swapped() -> int:
+    """Bytes of this process that are swapped out; 0 where the system does not say."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            line = next((line for line in file if line.startswith("VmSwap:")), "VmSwap: 0")
+        return int(line.split()[1]) * _KIB
+    except (OSError, ValueError):
+        return 0

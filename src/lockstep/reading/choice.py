@@ -12,11 +12,13 @@ from lockstep.errors import ConfigError
 from lockstep.parsing import shown
 from lockstep.reading.listing import Summary
 
-_CONDITION = re.compile(r"([^<>=!~]+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*)", re.DOTALL)
+_CONDITION = re.compile(r"([^<>=!~]+?)\s*(<=|>=|!=|==|=|<|>|~)\s*(.*)", re.DOTALL)
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le,
     ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
+
+_ORDERS = ("<", "<=", ">", ">=")
 
 
 def chosen(runs: Iterable[Summary], conditions: Sequence[str], order: str = "") -> list[Summary]:
@@ -30,7 +32,7 @@ def chosen(runs: Iterable[Summary], conditions: Sequence[str], order: str = "") 
             come last. Without, by when they were started.
 
     Raises:
-        ConfigError: one is no condition.
+        ConfigError: one is no condition, or compares a number with a word.
     """
     tests = [_condition(text) for text in conditions]
     left = [run for run in runs if all(test(run) for test in tests)]
@@ -59,6 +61,7 @@ def _condition(text: str) -> Callable[[Summary], bool]:
             "val/loss<0.3"
         )
     key, sign, wanted = match.groups()
+    sign = "=" if sign == "==" else sign
 
     def holds(run: Summary) -> bool:
         value = run.value(key)
@@ -72,6 +75,11 @@ def _condition(text: str) -> Callable[[Summary], bool]:
         one, other = _as_number(value), _as_number(wanted)
         if one is not None and other is not None:
             return _COMPARED[sign](one, other)
+        if one is not None and sign in _ORDERS:
+            raise ConfigError(
+                f"--where {shown(text)}: {key} is a number ({value} in {run.path}), and "
+                f"{shown(wanted)} is none"
+            )
         return _COMPARED[sign](str(value).lower(), wanted.lower())
 
     return holds

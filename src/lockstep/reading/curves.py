@@ -12,28 +12,40 @@ class Curve:
     Attributes:
         steps: int64.
         values: float64, as many.
+        origins: int64, as many: the first step that a value comes from. It is the step itself, but
+            for means over several steps, and for evaluations of older parameters.
     """
 
-    __slots__ = ("steps", "values")
+    __slots__ = ("origins", "steps", "values")
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.values = array("d")
+        self.origins = array("q")
 
-    def add(self, step: int, value: float) -> None:
-        """Append a value; what was there of this step or later ones comes again, so it goes."""
+    def add(self, step: int, value: float, origin: int | None = None) -> None:
+        """Append a value; what was there of this step or later ones comes again, so it goes.
+
+        Args:
+            step: of the value.
+            value: to append.
+            origin: the first step that it comes from; the step itself if left out.
+        """
         self.cut(step - 1)
         self.steps.append(step)
         self.values.append(value)
+        self.origins.append(step if origin is None else origin)
 
     def cut(self, last: int) -> None:
         """Remove what is of later steps."""
         while self.steps and self.steps[-1] > last:
             self.steps.pop()
             self.values.pop()
+            self.origins.pop()
 
-    def at(self, step: int) -> float | None:
-        """The value of a step; None if there is none."""
+    def at(self, step: int, origin: int | None = None) -> float | None:
+        """The value of a step; None if there is none, or if it comes from others than asked for."""
         place = bisect_left(self.steps, step)
         found = place < len(self.steps) and self.steps[place] == step
-        return self.values[place] if found else None
+        is_meant = found and origin in (None, self.origins[place])
+        return self.values[place] if is_meant else None

@@ -68,6 +68,37 @@ class TensorParting:
     last_equal: int | None
 
 
+@dataclass(frozen=True)
+class Partings:
+    """Where two runs part.
+
+    Attributes:
+        curves: where their curves do; None if they do not.
+        num_steps: how many steps have values that were compared.
+        tensors: where their checkpoints do; None if they do not.
+        num_checkpoints: how many pairs of checkpoints were compared.
+    """
+
+    curves: CurveParting | None
+    num_steps: int
+    tensors: TensorParting | None
+    num_checkpoints: int
+
+
+def partings(histories: tuple[History, History], runs: tuple[Path, Path]) -> Partings:
+    """Where two runs part.
+
+    Args:
+        histories: of both.
+        runs: their directories.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    one, other = (run / "checkpoints" for run in runs)
+    return Partings(*part_of_curves(*histories), *part_of_tensors(one, other))
+
+
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The dotted keys whose values are not the same in all configs, with these values."""
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -75,54 +106,58 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 
-def part_of_curves(one: History, other: History) -> CurveParting | None:
-    """Where curves that both runs have part for the first time; None if they do not.
+def part_of_curves(one: History, other: History) -> tuple[CurveParting | None, int]:
+    """Where curves that both runs have part for the first time.
 
-    Speed is left out. Values are compared to the bit; NaN equals NaN.
+    Speed is left out, and so are means over other steps, as those that were reported when one of
+    the runs was stopped. Values are compared to the bit; NaN equals NaN.
+
+    Returns:
+        Where they part, None if they do not; and how many steps have a value that was compared.
     """
     names = [n for n in one.curves if n in other.curves and n not in _OF_RANKS]
-    partings: list[tuple[int, str]] = []
+    partings: list[tuple[int, str, tuple[float, float]]] = []
     common: set[int] = set()
     for name in names:
-        theirs = other.curves[name]
-        for step, value in zip(one.curves[name].steps, one.curves[name].values, strict=True):
-            there = theirs.at(step)
+        ours, theirs = one.curves[name], other.curves[name]
+        for step, value, origin in zip(ours.steps, ours.values, ours.origins, strict=True):
+            there = theirs.at(step, origin)
             if there is None:
                 continue
             common.add(step)
             if repr(value) != repr(there):
-                partings.append((step, name))
+                partings.append((step, name, (value, there)))
                 break
     if not partings:
-        return None
+        return None, len(common)
     # A step's loss comes before its gradient.
-    step, name = min(partings, key=lambda parting: (parting[0], not parting[1].endswith("/loss")))
-    mine, there = one.curves[name].at(step), other.curves[name].at(step)
-    assert mine is not None
-    assert there is not None
+    step, name, values = min(partings, key=lambda one: (one[0], not one[1].endswith("/loss")))
     before = [known for known in common if known < step]
-    return CurveParting(name, step, (mine, there), max(before, default=None))
+    return CurveParting(name, step, values, max(before, default=None)), len(common)
 
 
-def part_of_tensors(one: Path, other: Path) -> TensorParting | None:
-    """The first tensor that differs in the checkpoints of two runs; None if all are equal.
+def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
+    """The first tensor that differs in the checkpoints of two runs.
 
     Args:
         one: folder of the checkpoints of a run.
         other: that of another run.
+
+    Returns:
+        It, None if all are equal; and how many pairs of checkpoints were compared.
 
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
     there = {folder.name for folder in folders(other)}
     last_equal: int | None = None
-    for folder in reversed(folders(one)):
-        if folder.name in there:
-            found = _part_of_step(folder, other / folder.name, last_equal)
-            if found is not None:
-                return found
-            last_equal = int(folder.name.rpartition("_")[2])
-    return None
+    common = [folder for folder in reversed(folders(one)) if folder.name in there]
+    for number, folder in enumerate(common):
+        found = _part_of_step(folder, other / folder.name, last_equal)
+        if found is not None:
+            return found, number + 1
+        last_equal = int(folder.name.rpartition("_")[2])
+    return None, len(common)
 
 
 def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParting | None:

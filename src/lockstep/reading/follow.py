@@ -13,6 +13,7 @@ from lockstep.parsing import parse_object
 from lockstep.reading.history import History
 
 EVENTS = "events.jsonl"
+IDENTITY = "run.json"
 
 
 class RunReader:
@@ -30,6 +31,7 @@ class RunReader:
     def _forget(self) -> None:
         self.history = History()
         self._offset, self._file_number = 0, 0
+        self._is_within = False  # a row that is too long, of which a part has been read
 
     def poll(self) -> bool:
         """Read what has been written since the last call; returns whether there was anything.
@@ -47,7 +49,9 @@ class RunReader:
                 file.seek(self._offset)
                 before = self._offset
                 # A last line that is not yet whole is read next time.
-                while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n"):
+                while (line := file.readline(MAX_TEXT_BYTES)).endswith(b"\n") or (
+                    len(line) == MAX_TEXT_BYTES
+                ):
                     self._take(line)
                     self._offset += len(line)
         except FileNotFoundError:
@@ -57,6 +61,15 @@ class RunReader:
         return self._offset != before
 
     def _take(self, line: bytes) -> None:
+        is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
+        if is_rest:
+            return
+        if self._is_within:
+            self.history.add_problem(
+                f"{EVENTS}: byte {self._offset}: a row of more than {MAX_TEXT_BYTES:,} bytes is "
+                "left out"
+            )
+            return
         try:
             row = parse_object(line)
         except ValueError as error:
@@ -72,7 +85,7 @@ def read_run(run_dir: Path) -> History:
         RunDirectoryError: there are none, or they cannot be read at all.
     """
     reader = RunReader(run_dir)
-    if not reader.poll() and not (run_dir / EVENTS).exists():
+    if not reader.poll() and not any((run_dir / name).exists() for name in (EVENTS, IDENTITY)):
         raise RunDirectoryError(f"{run_dir}: is no run directory (no {EVENTS})")
     return reader.history
 

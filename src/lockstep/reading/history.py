@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.engine.events import (
+    Evaluated,
     Event,
     Failed,
     Finished,
@@ -21,14 +22,18 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
+from lockstep.parsing import shown
 from lockstep.reading.curves import Curve
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
 """What a rank spends its time with."""
 _MOST_PROBLEMS = 20
+_END_OF_TIME = 1e11
+"""Unix time that no clock shows."""
+_MOST_STEPS = 2**62
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """A process that takes part, or has.
 
@@ -44,7 +49,9 @@ class Process:
         faults: page faults that had to read from a disk.
         preemptions: how often it had to leave a core to another process.
         peak_bytes: the most memory that it has had.
-        num_microbatches: how many it computes now.
+        swapped_bytes: the most memory of it that was swapped out at a report.
+        num_microbatches: how many it computes in a step now.
+        num_computed: how many it has computed in the steps that were reported.
     """
 
     joined: Joined
@@ -58,10 +65,13 @@ class Process:
     faults: int = 0
     preemptions: int = 0
     peak_bytes: int = 0
+    swapped_bytes: int = 0
     num_microbatches: float = 0.0
+    num_computed: float = 0.0
 
-    def add(self, times: RankTimes) -> None:
-        """Count in what it has spent since the last report."""
+    def add(self, times: RankTimes, num_steps: int) -> None:
+        """Count in what it has spent in the steps since the last report."""
+        self.num_computed += num_steps * self.num_microbatches
         for kind in KINDS:
             self.seconds[kind] += getattr(times, kind)
         self.cpu_s += times.cpu_s
@@ -69,6 +79,7 @@ class Process:
         self.faults += times.faults
         self.preemptions += times.preemptions
         self.peak_bytes = max(self.peak_bytes, times.peak_bytes)
+        self.swapped_bytes = max(self.swapped_bytes, times.swapped_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,6 @@ class History:
 
     Attributes:
         plan: how the newest sitting was started; None before the first.
-        first_plan: the same of the first sitting.
         started: Unix time of the first row.
         newest: Unix time of the newest row.
         step: steps that are committed.
@@ -98,6 +108,7 @@ class History:
         processes: all that have taken part in the newest sitting, in the order in which they came.
         happenings: in order.
         first_of_sitting: number of the first one of the newest sitting.
+        num_at_start: how many processes the newest sitting began with.
         num_steps: steps that the newest sitting has committed, as far as it has reported them.
         end: how the newest sitting has ended; None while it goes on, or if it was killed.
         problems: rows that cannot be read, each with its reason; the first ones.
@@ -106,15 +117,14 @@ class History:
 
     def __init__(self) -> None:
         self.plan: RunStarted | None = None
-        self.first_plan: RunStarted | None = None
         self.started = self.newest = 0.0
         self.step = 0
         self.curves: dict[str, Curve] = defaultdict(Curve)
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
-        self.first_of_sitting = self.num_steps = 0
-        self._newcomers: list[int] = []
+        self.first_of_sitting = self.num_steps = self.num_at_start = 0
+        self._newcomers: list[Process] = []
         self.problems: list[str] = []
         self.num_problems = 0
 
@@ -123,9 +133,13 @@ class History:
         try:
             event = event_from_row(row)
             time = float(row["time"])
-        except (RunDirectoryError, KeyError, TypeError, ValueError) as error:
+            if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
+                raise ValueError(f"time or step is out of range: {shown(row)}")
+            self._take(event, time)
+        except (RunDirectoryError, KeyError, TypeError, ValueError, OverflowError) as error:
             self.add_problem(str(error))
-            return
+
+    def _take(self, event: Event, time: float) -> None:
         self.started = self.started or time
         self.newest = time
         match event:
@@ -136,8 +150,9 @@ class History:
                 self._start(event)
             case Joined():
                 count = len(range(*event.microbatches))
-                self.processes.append(Process(event, time, event.rank, num_microbatches=count))
-                self._newcomers.append(event.rank)
+                newcomer = Process(event, time, event.rank, num_microbatches=count)
+                self.processes.append(newcomer)
+                self._newcomers.append(newcomer)
             case RankLost():
                 self._lose(event, time)
             case Recovered():
@@ -148,8 +163,10 @@ class History:
                         process.num_microbatches = event.microbatches[process.rank]
             case Finished() | Failed():
                 self.end = event
-            case _:
-                self._add_evaluation(event)
+            case Evaluated():
+                origin = event.step if event.model_step is None else event.model_step
+                for name, value in event.metrics.items():
+                    self.curves[f"{event.split}/{name}"].add(event.step, value, origin)
         self.step = max(self.step, event.step)
         self.happenings.append(Happening(time, event))
 
@@ -165,14 +182,16 @@ class History:
             self.problems.append(problem)
 
     def _start(self, plan: RunStarted) -> None:
-        self.first_plan = self.first_plan or plan
-        self.plan, self.end, self._newcomers = plan, None, []
+        joined, self._newcomers = self._newcomers, []
+        self.plan, self.end = plan, None
         if plan.continued:
             return
-        # Its ranks have said that they take part just before.
-        self.processes = self.processes[-plan.world_size :]
-        self.first_of_sitting = len(self.happenings) - len(self.processes)
-        self.num_steps = 0
+        # The ranks of a sitting say that they take part just before; a run that goes back to a
+        # checkpoint in the midst of one has those that it had.
+        if joined:
+            self.processes = joined
+            self.first_of_sitting = len(self.happenings) - len(joined)
+            self.num_steps, self.num_at_start = 0, len(joined)
         self.step = plan.step
         for curve in self.curves.values():
             curve.cut(plan.step)
@@ -180,21 +199,17 @@ class History:
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
         self.num_steps += done.num_steps
-        named = {"lr": done.lr, "grad_norm": done.grad_norm, "samples_per_s": done.samples_per_s}
-        named["compute_efficiency"] = done.compute_efficiency
-        metrics = {"loss": done.loss, **done.metrics}
-        for name, value in (named | {f"train/{k}": v for k, v in metrics.items()}).items():
+        for name, value in (("lr", done.lr), ("grad_norm", done.grad_norm)):
             self.curves[name].add(step, value)
+        means = {f"train/{name}": value for name, value in done.metrics.items()}
+        means |= {"train/loss": done.loss, "samples_per_s": done.samples_per_s}
+        means["compute_efficiency"] = done.compute_efficiency
+        for name, value in means.items():
+            self.curves[name].add(step, value, step - done.num_steps + 1)
         by_rank = {process.rank: process for process in self.living}
         for times in done.ranks:
             if times.rank in by_rank:
-                by_rank[times.rank].add(times)
-
-    def _add_evaluation(self, event: Event) -> None:
-        split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})
-        if split is not None:
-            for name, value in metrics.items():
-                self.curves[f"{split}/{name}"].add(event.step, value)
+                by_rank[times.rank].add(times, done.num_steps)
 
     def _lose(self, event: RankLost, time: float) -> None:
         for process in self.processes:
@@ -205,8 +220,9 @@ class History:
         """Survivors keep their order, and take the numbers that newcomers have left them."""
         living = sorted(self.living, key=lambda process: process.rank)
         new, self._newcomers = self._newcomers, []
-        survivors = [p for p in living if not (p.joined.rank in new and p.joined.step > 0)]
-        free = (rank for rank in range(world_size) if rank not in new)
+        survivors = [process for process in living if process not in new]
+        taken = {process.rank for process in new}
+        free = (rank for rank in range(world_size) if rank not in taken)
         for process, rank in zip(survivors, free, strict=False):
             process.rank = rank
         for process in living:  # nobody says who computes which of them now

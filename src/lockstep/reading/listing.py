@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,20 +17,28 @@ from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.files import open_to_read, read_text
 from lockstep.observe import read_result
 from lockstep.parsing import flattened, parse_object, parse_yaml
-from lockstep.reading.follow import EVENTS, is_claimed
+from lockstep.reading.follow import EVENTS, IDENTITY, is_claimed
 from lockstep.reading.tags import TAGS, read_tags
 
 T = TypeVar("T")
-_IDENTITY = "run.json"
 _RESULT = "result.json"
-SOURCES = (EVENTS, _IDENTITY, _RESULT, TAGS)
+SOURCES = (EVENTS, IDENTITY, _RESULT, TAGS)
 """Names of the files of a run that its summary is made of."""
 _DEPTH = 4
 """Levels of folders in which runs are looked for."""
-_BLOCK = 1 << 17
-"""Bytes at the beginning and at the end of a file of events that are read."""
+_BLOCK = 1 << 22
+"""Bytes at the beginning and at the end of a file of events that are looked through."""
+_MOST_ROWS = 64
+"""So many of the newest rows of each kind are read."""
+_KINDS = ("RunStarted", "Joined", "Recovered", "StepDone", "Evaluated")
+_ROW = re.compile(rb'"event": "(\w+)"')
+_NAMED_WITHIN = 200
+"""The first bytes of a row, in which it says what it is."""
 _FRESH_S = 30.0
-"""A run that has written within this time goes on, though no lock can be seen: on another host."""
+"""A run on another host, whose lock may not be seen, goes on if it has written within this time."""
+_BEYOND = 1e15
+_GAPS = 4.0
+"""Or within so many times the longest time between two of its reports."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for folder in folders:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise RunDirectoryError(f"{folder}: is no folder")
         found |= dict.fromkeys(_runs_in(folder, _DEPTH))
     return list(found)
@@ -97,7 +108,7 @@ def find_runs(folders: Iterable[Path]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory."""
-    return (folder / _IDENTITY).is_file() or (folder / EVENTS).is_file()
+    return any(os.path.isfile(folder / name) for name in (IDENTITY, EVENTS))
 
 
 def _runs_in(folder: Path, depth: int) -> Iterator[Path]:
@@ -128,30 +139,30 @@ def summarise(run_dir: Path) -> Summary:
     """What the small files of a run and both ends of its events tell; never raises."""
     problems: list[str] = []
     nothing: dict[str, Any] = {}
-    no_rows: list[dict[str, Any]] = []
     identity = _tried(
-        problems, _IDENTITY, lambda: parse_object(read_text(run_dir / _IDENTITY)), nothing
+        problems, IDENTITY, lambda: parse_object(read_text(run_dir / IDENTITY)), nothing
     )
-    first, last = _tried(problems, EVENTS, lambda: _ends(run_dir / EVENTS), (no_rows, no_rows))
+    rows = _tried(problems, EVENTS, lambda: _rows_at_both_ends(run_dir / EVENTS), _Rows())
     result = _tried(problems, "", lambda: _result(run_dir), nothing)
-    plan, done = _newest(first + last, "RunStarted"), _newest(last, "StepDone")
+    plan, done = rows.newest("RunStarted"), rows.newest("StepDone")
     if is_claimed(run_dir):
         state = "running" if plan else "new"
     elif result:
         state = str(result["status"])
     else:
-        state = "new" if not plan else "running" if _is_fresh(run_dir) else "killed"
+        state = "new" if not plan else "running" if rows.may_go_on() else "killed"
+    group = max((plan, rows.newest("Recovered")), key=lambda row: _number(row.get("time")))
     return Summary(
         path=run_dir,
         task=str(identity.get("task") or plan.get("task") or ""),
         state=state,
-        step=int(_number(result.get("step") or done.get("step") or plan.get("step"))),
-        total_steps=int(_number(plan.get("total_steps"))),
-        ranks=int(_number(result.get("world_size") or plan.get("world_size"))),
-        started=_number(first[0].get("time")) if first else 0.0,
-        newest=_number(last[-1].get("time")) if last else 0.0,
+        step=_count(result.get("step") or done.get("step") or plan.get("step")),
+        total_steps=_count(plan.get("total_steps")),
+        ranks=_count(result.get("world_size") or group.get("world_size")),
+        started=rows.first_time,
+        newest=rows.last_time,
         sha256=str(result.get("params_sha256") or ""),
-        metrics=_metrics(last) | result.get("metrics", {}),
+        metrics=_metrics(rows) | result.get("metrics", {}),
         tags=read_tags(run_dir),
         problems=tuple(problems),
     )
@@ -172,62 +183,99 @@ def _result(run_dir: Path) -> dict[str, Any]:
     return read_result(run_dir) if (run_dir / _RESULT).exists() else {}
 
 
-def _is_fresh(run_dir: Path) -> bool:
-    try:
-        return time.time() - (run_dir / EVENTS).stat().st_mtime < _FRESH_S
-    except OSError:
-        return False
+@dataclass
+class _Rows:
+    """Some rows of a file of events.
+
+    Attributes:
+        by_kind: the newest ones of each kind that a summary needs, in their order.
+        first_time: Unix time of the first row; 0.0 if there is none.
+        last_time: of the newest row.
+    """
+
+    by_kind: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    first_time: float = 0.0
+    last_time: float = 0.0
+
+    def newest(self, kind: str) -> dict[str, Any]:
+        """The newest row of a kind; empty if there is none."""
+        return self.by_kind.get(kind, [{}])[-1]
+
+    def may_go_on(self) -> bool:
+        """Whether a run that nobody here seems to have claimed may go on on another host."""
+        if self.newest("Joined").get("host") == socket.gethostname():
+            return False
+        times = [_number(row.get("time")) for row in self.by_kind.get("StepDone", [])]
+        gap = max((after - before for before, after in pairwise(times)), default=0.0)
+        return time.time() - self.last_time < max(_FRESH_S, _GAPS * gap)
 
 
-def _ends(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows at the beginning and at the end of a file of events; what is no row is left out."""
+def _rows_at_both_ends(path: Path) -> _Rows:
+    """What the first and the last rows of a file of events tell; what is no row is left out."""
+    found = _Rows()
     try:
         with open_to_read(path) as file:
             head = file.read(_BLOCK)
             size = os.fstat(file.fileno()).st_size
-            if size <= _BLOCK:
-                return (rows := _rows(head)), rows
-            file.seek(size - _BLOCK)
-            tail = file.read(_BLOCK)
+            if size > _BLOCK:
+                file.seek(max(_BLOCK, size - _BLOCK))
+                tail = file.read(_BLOCK).partition(b"\n")[2]
+            else:
+                tail = b""
     except FileNotFoundError:
-        return [], []
-    return _rows(head), _rows(tail.partition(b"\n")[2])
+        return found
+    lines = head.splitlines() + tail.splitlines()
+    by_kind: dict[str, list[bytes]] = {kind: [] for kind in _KINDS}
+    for line in lines:
+        match = _ROW.search(line, 0, _NAMED_WITHIN)
+        if match is not None:
+            by_kind.get(match[1].decode(), []).append(line)
+    for kind, some in by_kind.items():
+        rows = [row for line in some[-_MOST_ROWS:] if (row := _row(line))]
+        found.by_kind |= {kind: rows} if rows else {}
+    found.first_time = next((t for line in lines if (t := _time(line))), 0.0)
+    found.last_time = next((t for line in reversed(lines) if (t := _time(line))), 0.0)
+    return found
 
 
-def _rows(block: bytes) -> list[dict[str, Any]]:
-    rows = []
-    for line in block.split(b"\n"):
-        try:
-            rows.append(parse_object(line))
-        except ValueError:
-            continue
-    return rows
+def _row(line: bytes) -> dict[str, Any]:
+    """The row of a line; empty if it is none."""
+    try:
+        return parse_object(line)
+    except ValueError:
+        return {}
 
 
-def _newest(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-    return next((row for row in reversed(rows) if row.get("event") == kind), {})
+def _time(line: bytes) -> float:
+    return _number(_row(line).get("time"))
 
 
-def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+def _metrics(rows: _Rows) -> dict[str, float]:
     """The newest metrics in some rows, by "split/name"."""
     metrics: dict[str, float] = {}
-    for row in rows:
-        values = row.get("metrics")
-        if row.get("event") == "StepDone":
-            metrics["train/loss"] = _number(row.get("loss"))
-            split = "train"
-        elif row.get("event") == "Evaluated":
-            split = str(row.get("split"))
-        else:
-            continue
-        if isinstance(values, dict):
-            metrics |= {f"{split}/{name}": _number(value) for name, value in values.items()}
+    for kind in ("StepDone", "Evaluated"):
+        for row in rows.by_kind.get(kind, []):
+            split = "train" if kind == "StepDone" else str(row.get("split"))
+            values = row.get("metrics")
+            named = values if isinstance(values, dict) else {}
+            named = named | ({"loss": row.get("loss")} if kind == "StepDone" else {})
+            metrics |= {f"{split}/{name}": _real(value) for name, value in named.items()}
     return metrics
 
 
-def _number(value: Any) -> float:
-    """A number of a row, of which some are strings; 0.0 for anything else."""
+def _real(value: Any) -> float:
+    """A number of a row, of which those that are not finite are strings; 0.0 for anything else."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0.0
+
+
+def _number(value: Any) -> float:
+    """A finite number of a row that no clock or counter is beyond; 0.0 for anything else."""
+    number = _real(value)
+    return number if abs(number) < _BEYOND else 0.0
+
+
+def _count(value: Any) -> int:
+    return int(_number(value))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import RunDirectoryError
-from lockstep.reading.listing import is_run
+from lockstep.reading.listing import is_run, summarise
 
 _OWN = (
     "checkpoints", "config.yaml", "events.jsonl", "metrics.csv", "profile", "ranks.log",
@@ -30,6 +30,11 @@ def remove_run(run_dir: Path) -> list[str]:
         raise RunDirectoryError(f"{run_dir}: is a link; remove the run directory it points to")
     if not is_run(run_dir):
         raise RunDirectoryError(f"{run_dir}: is no run directory; nothing was removed")
+    if summarise(run_dir).state == "running":
+        raise RunDirectoryError(
+            f"{run_dir}: is trained in, or was a moment ago on another host; nothing was removed"
+        )
+    run_dir = run_dir.resolve()
     directory = RunDirectory(run_dir)
     directory.lock()
     try:

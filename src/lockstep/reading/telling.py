@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.observe import text
-from lockstep.reading.differences import CurveParting, TensorParting
+from lockstep.reading.differences import Partings
 
 
 def letter(number: int) -> str:
@@ -13,24 +13,24 @@ def letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"run {number + 1}"
 
 
-def lines_of_partings(
-    pair: str, curves: CurveParting | None, tensors: TensorParting | None
-) -> Iterator[str]:
+def lines_of_partings(pair: str, found: Partings) -> Iterator[str]:
     """Where two runs part.
 
     Args:
         pair: what they are called.
-        curves: where their curves part.
-        tensors: where their checkpoints do.
+        found: where they do.
     """
+    curves, tensors = found.curves, found.tensors
     if curves is None:
-        yield f"{pair}: no curve differs where both have a value"
+        steps = text.count(found.num_steps, "step")
+        yield f"{pair}: no curve differs in the {steps} at which both have values of the same steps"
     else:
         one, other = curves.values
         known = "" if curves.last_equal is None else f"; equal up to step {curves.last_equal:,}"
         yield f"{pair} part at step {curves.step:,}: {curves.name} {one!r}, {other!r}{known}"
     if tensors is None:
-        yield f"{pair}: no checkpoint that both have differs"
+        pairs = text.count(found.num_checkpoints, "checkpoint")
+        yield f"{pair}: none of the {pairs} that both have differs"
         return
     known = "" if tensors.last_equal is None else f"; equal in that of step {tensors.last_equal:,}"
     yield f"{pair} differ in the checkpoint of step {tensors.step:,}{known}"

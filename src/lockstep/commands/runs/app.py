@@ -73,11 +73,12 @@ def compare(
     Exits with 1 if two runs of one config part.
     """
     from lockstep.commands.runs.comparing import compared
+    from lockstep.observe.layout import printable
 
     if len(runs) < 2:
         raise RunDirectoryError("compare needs two run directories at least")
     lines, differ = compared(runs)
-    print("\n".join(lines))
+    print("\n".join(map(printable, lines)))
     if differ:
         raise typer.Exit(1)
 
@@ -91,13 +92,15 @@ def tag(
     ] = None,
 ) -> None:
     """Put words on a run, to find it by; without any, print those that it has."""
+    from lockstep.observe.layout import printable
     from lockstep.reading.listing import is_run
     from lockstep.reading.tags import change_tags, read_tags
 
     if not is_run(run):
         raise RunDirectoryError(f"{run}: is no run directory")
     changes = tags or remove
-    print(*(change_tags(run, tags or [], remove or []) if changes else read_tags(run)))
+    there = change_tags(run, tags or [], remove or []) if changes else read_tags(run)
+    print(*map(printable, there))
 
 
 @app.command()
@@ -106,6 +109,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs: their checkpoints, events and results, and nothing else that is there."""
+    from lockstep.observe.layout import printable
     from lockstep.reading.listing import is_run
     from lockstep.reading.removal import remove_run
 
@@ -117,4 +121,4 @@ def remove(
     for run in runs:
         left = remove_run(run)
         kept = f"; kept what Lockstep has not written: {', '.join(left)}" if left else ""
-        print(f"removed {run}{kept}")
+        print(printable(f"removed {run}{kept}"))

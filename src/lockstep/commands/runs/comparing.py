@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.observe import text
-from lockstep.reading.differences import config_differences, part_of_curves, part_of_tensors
+from lockstep.reading.differences import Partings, config_differences, partings
 from lockstep.reading.follow import read_run
 from lockstep.reading.listing import Summary, summarise
 from lockstep.reading.telling import letter, lines_of_partings
@@ -19,7 +19,7 @@ def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
 
     Returns:
         The lines, and whether two runs that should be equal are not: equal configs as far as these
-        can change the result, and unequal curves or parameters.
+        can change the result, and unequal curves or parameters where both have some.
 
     Raises:
         RunDirectoryError: one of them cannot be read.
@@ -33,24 +33,26 @@ def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
     hashes = [history.plan.config_hash if history.plan else "" for history in histories]
     for number in range(1, len(runs)):
         pair = f"{letter(0)} and {letter(number)}"
-        curves = part_of_curves(histories[0], histories[number])
-        tensors = part_of_tensors(runs[0] / "checkpoints", runs[number] / "checkpoints")
-        lines += ["", *lines_of_partings(pair, curves, tensors)]
+        found = partings((histories[0], histories[number]), (runs[0], runs[number]))
+        lines += ["", *lines_of_partings(pair, found)]
         if hashes[0] == hashes[number] and summaries[0].task == summaries[number].task:
-            parted = curves is not None or tensors is not None or _ends_differ(summaries, number)
-            differ = differ or parted
-            lines.append(
-                f"{pair} have one config, so they should be equal: "
-                + ("they are not" if parted else "they are")
-            )
+            verdict = _verdict(found, summaries[0], summaries[number])
+            differ = differ or verdict is False
+            said = {
+                True: "they are",
+                False: "they are not",
+                None: "they have nothing in common yet",
+            }
+            lines.append(f"{pair} have one config, so they should be equal: {said[verdict]}")
     return lines, differ
 
 
-def _ends_differ(summaries: Sequence[Summary], number: int) -> bool:
-    one, other = summaries[0], summaries[number]
-    return bool(one.sha256 and other.sha256 and one.step == other.step) and (
-        one.sha256 != other.sha256
-    )
+def _verdict(found: Partings, one: Summary, other: Summary) -> bool | None:
+    """Whether two runs of one config are equal; None if nothing could be compared."""
+    have_ended = bool(one.sha256 and other.sha256) and one.step == other.step
+    if found.curves or found.tensors or (have_ended and one.sha256 != other.sha256):
+        return False
+    return True if have_ended or found.num_steps or found.num_checkpoints else None
 
 
 def _configs(summaries: Sequence[Summary]) -> Iterator[str]:

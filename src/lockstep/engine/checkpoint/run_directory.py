@@ -157,6 +157,10 @@ class RunDirectory:
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
                 )
+        # Of earlier sittings: a process of this one with the same slot may die of something else.
+        for report in self.path.glob(f"{_HANG_REPORT}*.json"):
+            with suppress(OSError):
+                report.unlink()
         try:
             listing.bring_back(self.checkpoints)
         except OSError as error:

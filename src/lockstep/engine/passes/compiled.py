@@ -13,7 +13,7 @@ def compile_by_shape() -> None:
     Else a kernel for any size, or none, takes over after the first few shapes, rounds otherwise,
     and ranks meet shapes in different orders. Who compiles with `dynamic=True` asks for that.
     """
-    dynamo = sys.modules.get("torch._dynamo")  # only what is compiled has imported it
+    dynamo = sys.modules.get("torch._dynamo")  # the first optimizer has imported it
     if dynamo is not None:
         dynamo.config.automatic_dynamic_shapes = False
         dynamo.config.recompile_limit = _MANY

@@ -25,6 +25,8 @@ _SAID = {
     "RunDirectoryError": ("run_directory", "the run directory could not be used"),
     "EnvironError": ("environment", "the machine does not give what the run needs"),
 }
+_HANG = 0.3
+"""A hang weighs this at the least, however short it was."""
 _ADVICE = {
     "not_finite": "lower lr, set clip_norm, or look at the data of that step",
     "divergence": "suspect the memory or the processor of the rank that is named; run "
@@ -42,7 +44,8 @@ def endings(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "killed",
             1.0,
-            f"all processes ended without a word at step {facts.history.step:,}",
+            "all processes ended without a word; "
+            f"{text.count(facts.history.step, 'step')} had been reported",
             ["there is no result, and no error"],
             "look for the out-of-memory killer in `dmesg`, or a time limit of the batch system; "
             "`lockstep resume` goes on",
@@ -61,7 +64,7 @@ def _failure(end: Failed, step: int) -> Cause:
     first = end.message.strip().splitlines() or [""]
     shown = [first[0], *first[-1:]] if len(first) > 1 else first
     advice = _ADVICE.get(name, "read the message; `lockstep resume` goes on once that is mended")
-    return Cause(name, 1.0, f"{said} at step {step:,}", shown, advice)
+    return Cause(name, 1.0, f"{said}; {text.count(step, 'step')} had been reported", shown, advice)
 
 
 def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
@@ -74,13 +77,16 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
     if count > 1:
         evidence.append(f"{count} processes hung altogether")
     waited = facts.config.get("hang_timeout_s")
+    is_known = isinstance(waited, (int, float)) and waited > 0
+    part = min(0.95, float(waited or 0.0) / facts.seconds) if is_known else None
     return Cause(
         "hang",
-        min(0.95, max(0.3, float(waited or 0.0) / facts.seconds)),
+        max(_HANG, part or 0.0),
         f"rank {lost.rank} (slot {lost.slot}) hung, and all others waited for it",
         evidence,
         "look at that line; hang_timeout_s says how long others wait",
         explains=("lost_ranks", "latency", "bandwidth", "slow_rank"),
+        lost=part,
     )
 
 
@@ -89,7 +95,7 @@ def _losses(facts: Facts, killed: list[RankLost]) -> Cause:
     spent = sum(one.seconds for one in recovered)
     ranks = ", ".join(f"rank {one.rank} at step {one.step:,}" for one in killed[:4])
     more = f" and {len(killed) - 4} more" if len(killed) > 4 else ""
-    fewer = 1.0 - len(facts.history.living) / max(1, len(facts.history.processes))
+    fewer = 1.0 - len(facts.history.living) / max(1, facts.history.num_at_start)
     return Cause(
         "lost_ranks",
         min(0.9, max(spent / facts.seconds, fewer)),
@@ -97,4 +103,5 @@ def _losses(facts: Facts, killed: list[RankLost]) -> Cause:
         [f"{ranks}{more}", f"going on took {spent:.2f} s altogether"],
         "look for the out-of-memory killer in `dmesg`; --replace has new processes step in",
         explains=("imbalance",),
+        lost=min(1.0, spent / facts.seconds),
     )

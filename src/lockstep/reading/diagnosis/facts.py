@@ -68,6 +68,11 @@ class Facts:
         others = [p.seconds[kind] / self.seconds for p in self.workers if p is not one]
         return one, one.seconds[kind] / self.seconds, median(others) if others else 0.0
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all ranks compute on cores of their hosts."""
+        return all(process.joined.device == "cpu" for process in self.history.living)
+
     @cached_property
     def hosts(self) -> dict[str, tuple[int, int]]:
         """Threads of all ranks, and cores that they may use, by host; where both are known."""

@@ -7,7 +7,7 @@ from statistics import median
 
 from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced
 from lockstep.observe import text
-from lockstep.reading.diagnosis.cause import Cause, percent
+from lockstep.reading.diagnosis.cause import Cause, measured, percent
 from lockstep.reading.diagnosis.facts import Facts
 
 _SLOWER = 1.3
@@ -16,6 +16,8 @@ _FULL, _OTHERS = 0.85, 0.15
 """Parts of the cores that must be at work, and that others must have, to count as busy."""
 _FAULTED = 20.0
 """Page faults from the disk in a second that mean that memory is short."""
+_SWAPPED = 0.02
+"""The part of its memory that a rank must have swapped out before that counts."""
 _SLOW_DISK = 50e6
 """Bytes in a second below which a disk is named."""
 _SMALL = 4e6
@@ -38,8 +40,8 @@ def slowness(facts: Facts) -> Iterator[Cause]:
 
 
 def _crowded(facts: Facts) -> Cause | None:
-    """More threads than cores."""
-    for host, (threads, cores) in facts.hosts.items():
+    """More threads than cores; threads of a GPU's rank hardly compute."""
+    for host, (threads, cores) in facts.hosts.items() if facts.on_cpu else ():
         if threads > cores:
             ranks = sum(p.joined.host == host for p in facts.history.living)
             return Cause(
@@ -61,10 +63,17 @@ def _busy(facts: Facts) -> Cause | None:
         return None  # these compute beside their rank, and are no others
     for host, (_, cores) in facts.hosts.items():
         ranks = [p for p in facts.workers if p.joined.host == host]
+        counted = [p.joined.counted_cores for p in ranks]
         if not ranks or not all(p.cores_s for p in ranks):
             continue
-        # Ranks that may run on the same cores all see the same work there.
-        worked = max(p.cores_s for p in ranks) / facts.seconds
+        # Ranks that may run on the same cores all see the same work there; ranks that are bound to
+        # cores of their own each see some of it. Else it is other people's cores that were counted.
+        if set(counted) == {cores}:
+            worked = max(p.cores_s for p in ranks) / facts.seconds
+        elif sum(counted) == cores:
+            worked = sum(p.cores_s for p in ranks) / facts.seconds
+        else:
+            continue
         own = sum(p.cpu_s for p in ranks) / facts.seconds
         others = worked - own
         if worked > _FULL * cores and others > _OTHERS * cores:
@@ -72,23 +81,25 @@ def _busy(facts: Facts) -> Cause | None:
                 "busy",
                 min(0.9, others / cores),
                 f"other processes compute on the cores of {host}",
-                [f"of {text.count(cores, 'core')} they have {others:.1f}, the ranks {own:.1f}"],
+                [f"of {text.count(cores, 'core')} they have {others:.1f}, the ranks {own:.1f}",
+                 f"ranks had to leave a core {sum(p.preemptions for p in ranks):,} times"],
                 "end them, or ask for cores of your own (`srun --exclusive`)",
                 explains=("latency", "bandwidth", "slow_rank"),
-            )
+            )  # fmt: skip
     return None
 
 
 def _memory(facts: Facts) -> Cause | None:
-    faults = max(facts.workers, key=lambda p: p.faults)
-    if faults.faults / facts.seconds < _FAULTED:
+    worst = max(facts.workers, key=lambda p: p.faults)
+    # A page of a file that is mapped comes from the disk too, with nothing swapped out.
+    if worst.faults / facts.seconds < _FAULTED or worst.swapped_bytes < _SWAPPED * worst.peak_bytes:
         return None
     return Cause(
         "memory",
-        min(0.9, faults.faults * _FAULT_S / facts.seconds),
-        f"memory of rank {faults.rank} is swapped out and in",
-        [f"{faults.faults:,} page faults read from the disk; the most that it had are "
-         f"{text.size(faults.peak_bytes)}"],
+        min(0.9, worst.faults * _FAULT_S / facts.seconds),
+        f"memory of rank {worst.rank} is swapped out and in",
+        [f"{worst.faults:,} page faults read from the disk; {text.size(worst.swapped_bytes)} were "
+         f"swapped out, and the most that it had in memory are {text.size(worst.peak_bytes)}"],
         "raise num_microbatches, set activation_checkpointing or sharding, or start fewer ranks "
         "on each host",
         explains=("slow_rank", "busy"),
@@ -96,7 +107,8 @@ def _memory(facts: Facts) -> Cause | None:
 
 
 def _slow_rank(facts: Facts) -> Cause | None:
-    each = {p.rank: p.seconds["compute_s"] / p.num_microbatches for p in facts.workers}
+    workers = [p for p in facts.workers if p.num_computed]
+    each = {p.rank: p.seconds["compute_s"] / p.num_computed for p in workers}
     if len(each) < 2:
         return None
     slow = max(each, key=each.__getitem__)
@@ -115,7 +127,7 @@ def _slow_rank(facts: Facts) -> Cause | None:
             "something in the loss, or for a core"
         )
     every = facts.config.get("balance_every")
-    return Cause(
+    return measured(
         "slow_rank",
         lost,
         f"rank {slow} on {process.joined.host} computes {each[slow] / others:.1f}x slower than the "
@@ -140,7 +152,7 @@ def _imbalance(facts: Facts) -> Cause | None:
         f"ranks have {min(counts):g} to {most:g} microbatches"
     )  # fmt: skip
     number = facts.config.get("num_microbatches")
-    return Cause(
+    return measured(
         "imbalance",
         lost,
         f"{what}, and all wait for those that have most",
@@ -153,7 +165,7 @@ def _data(facts: Facts) -> Cause | None:
     process, share, others = facts.worst("data_s")
     of_one = len(facts.workers) > 1 and others < share / 3
     workers = facts.config.get("data.num_workers")
-    return Cause(
+    return measured(
         "data",
         share,
         f"rank {process.rank} waits for its data" if of_one else "ranks wait for data",
@@ -168,7 +180,7 @@ def _evaluation(facts: Facts) -> Cause:
     done = facts.events(Evaluated)
     spent = sum(event.seconds for event in done)
     every = facts.config.get("eval_every")
-    return Cause(
+    return measured(
         "evaluation",
         spent / facts.seconds,
         "evaluations take much of the time",
@@ -189,7 +201,7 @@ def _checkpoints(facts: Facts) -> Cause:
         f"writing took {write:.1f} s, {text.size(rate)} a second",
     ]
     every = facts.config.get("checkpoint.every")
-    return Cause(
+    return measured(
         "disk" if is_disk else "checkpoints",
         max(share, stall / facts.seconds),
         "the disk takes checkpoints slowly" if is_disk else "checkpoints take much of the time",
@@ -208,7 +220,7 @@ def _exchange(facts: Facts) -> Cause | None:
     gradients = 4.0 * facts.history.plan.num_parameters
     compute = facts.share("compute_s") * facts.seconds / facts.history.num_steps
     is_small = gradients < _SMALL
-    return Cause(
+    return measured(
         "latency" if is_small else "bandwidth",
         least / facts.seconds,
         "steps are so short that their messages take much of the time"
@@ -222,6 +234,8 @@ def _exchange(facts: Facts) -> Cause | None:
 
 
 def _idle(facts: Facts) -> Cause | None:
+    if not facts.on_cpu or facts.config.get("data.num_workers"):
+        return None  # a GPU computes, or processes that fetch data do
     for host, (threads, cores) in facts.hosts.items():
         if threads < cores:
             return Cause(

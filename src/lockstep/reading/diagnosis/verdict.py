@@ -12,7 +12,7 @@ from lockstep.reading.history import History
 from lockstep.reading.listing import Summary
 
 _LEAST = 0.15
-"""A cause that has cost less of the time is not worth a word."""
+"""A cause that weighs less is not worth a word."""
 
 
 def causes(summary: Summary, history: History) -> list[Cause]:
@@ -23,10 +23,10 @@ def causes(summary: Summary, history: History) -> list[Cause]:
         history: what its events tell.
     """
     facts = Facts(history, summary.config, summary.state)
-    found = [c for c in (*endings(facts), *slowness(facts)) if c.lost >= _LEAST]
+    found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
     explained = {name for cause in found for name in cause.explains}
     left = [cause for cause in found if cause.name not in explained]
-    return sorted(left, key=lambda cause: cause.lost, reverse=True)
+    return sorted(left, key=lambda cause: cause.weight, reverse=True)
 
 
 def told(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator[str]:
@@ -35,7 +35,7 @@ def told(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator
         yield _healthy(summary, history)
         return
     for number, cause in enumerate(found):
-        cost = "" if cause.lost >= 1.0 else f" ({percent(cause.lost)} of the time)"
+        cost = "" if cause.lost is None else f" ({percent(cause.lost)} of the time)"
         yield f"{cause.sentence}{cost}"
         yield from (f"  {line}" for line in cause.evidence)
         yield f"  -> {cause.advice}"

@@ -14,16 +14,12 @@ from lockstep.engine.events import (
     Failed,
     Finished,
     Improved,
-    Rebalanced,
-    Recovered,
-    Resumed,
     RunStarted,
-    Warned,
 )
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
 from lockstep.reading.diagnosis.verdict import causes, told
-from lockstep.reading.differences import config_differences, part_of_curves, part_of_tensors
+from lockstep.reading.differences import config_differences, partings
 from lockstep.reading.follow import read_run
 from lockstep.reading.history import KINDS, Happening, History
 from lockstep.reading.listing import Summary, summarise
@@ -110,14 +106,13 @@ def _side_by_side(
     ]
     yield Grid(["result", *letters], rows)
     for number in range(1, len(summaries)):
-        curves = part_of_curves(histories[0], histories[number])
         try:
-            tensors = part_of_tensors(run_dirs[0] / "checkpoints", run_dirs[number] / "checkpoints")
+            runs = (run_dirs[0], run_dirs[number])
+            parted = partings((histories[0], histories[number]), runs)
         except CheckpointError as error:
             yield Paragraph(str(error))
             continue
-        pair = f"{letter(0)} and {letter(number)}"
-        yield Listing(list(lines_of_partings(pair, curves, tensors)))
+        yield Listing(list(lines_of_partings(f"{letter(0)} and {letter(number)}", parted)))
 
 
 def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
@@ -127,7 +122,7 @@ def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
         yield Heading("Processes", level)
         yield Grid(
             ["slot", "rank", "host", "pid", "device", "microbatches", "lost",
-             *(kind.removesuffix("_s") for kind in KINDS)],
+             *text.KINDS_OF_WORK],
             list(_processes(history)),
         )  # fmt: skip
     saved = [h.event for h in history.happenings if isinstance(h.event, Checkpointed)]
@@ -167,11 +162,8 @@ def _processes(history: History) -> Iterator[list[str]]:
 
 def _is_told(happening: Happening) -> bool:
     """Whether an event is told in words; the rest is in curves and tables."""
-    kinds = (Recovered, Rebalanced, Resumed, Warned, Failed)
-    is_other = not isinstance(
-        happening.event, (Evaluated, Improved, Checkpointed, RunStarted, Finished)
-    )
-    return isinstance(happening.event, kinds) or is_other
+    shown_elsewhere = (Evaluated, Improved, Checkpointed, RunStarted, Finished)
+    return not isinstance(happening.event, shown_elsewhere)
 
 
 def _environment(summary: Summary, level: int) -> Iterator[Block]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.engine.events import Checkpointed, Evaluated, Recovered, RunStarted
+from lockstep.observe import text
 from lockstep.observe.layout import printable
 from lockstep.reading.curves import Curve
 from lockstep.reading.history import KINDS, History
@@ -17,7 +18,6 @@ _EXTRA = "report"
 _MOST_POINTS = 2000
 _MOST_RANKS = 64
 _MOST_CURVES = 24
-_NAMES = ("compute", "exchange", "data", "checkpoints")
 _COLOURS = ("#3b76af", "#c9823a", "#5a9e6f", "#9a6fb0")
 _OTHERS = ("samples_per_s", "compute_efficiency", "grad_norm", "lr")
 
@@ -159,7 +159,7 @@ def _split(history: History) -> Any:
     figure.suptitle(None)
     axes = figure.add_subplot(1, 1, 1)
     left = [0.0] * len(processes)
-    for kind, name, colour in zip(KINDS, _NAMES, _COLOURS, strict=True):
+    for kind, name, colour in zip(KINDS, text.KINDS_OF_WORK, _COLOURS, strict=True):
         shares = [100 * p.seconds[kind] / sum(p.seconds.values()) for p in processes]
         axes.barh(range(len(processes)), shares, left=left, color=colour, label=name, height=0.7)
         left = [before + share for before, share in zip(left, shares, strict=True)]
