@@ -100,29 +100,31 @@ def _percent(part: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--launcher", choices=("local", "mpi"), default="local")
+    parser.add_argument(
+        "--launchers", default="local,mpi", help="of ranks, where there are several"
+    )
     parser.add_argument("--only", help="just the case of this name, printed")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))
     facts["command"] = command("diagnosis")
     facts["cores"] = str(usable_cores())
     cases = [case for case in CASES if args.only in (None, case.name)]
-    section = scoreboard(cases, args.launcher)
+    sections = [scoreboard(cases, launcher) for launcher in args.launchers.split(",")]
     text = page(
-        "Diagnosis", "diagnosis", facts, [section], "Each run is made once, one after the other."
+        "Diagnosis", "diagnosis", facts, sections, "Each run is made once, one after the other."
     )
     if args.only:
         print(text)
         return
-    write(DOCS, "diagnosis", text, facts, [section])
+    write(DOCS, "diagnosis", text, facts, sections)
 
 
 def scoreboard(cases: list[Case], launcher: str) -> Section:
     """Each case trained, and what is said of it."""
     section = Section(
-        "Injected causes",
-        f"Each cause is injected into a run of its own (launcher {launcher}); `lockstep diagnose` "
-        "then reads the run directory. The first cause that it names counts.",
+        f"Injected causes, launcher {launcher}",
+        "Each cause is injected into a run of its own; `lockstep diagnose` then reads the run "
+        "directory. The first cause that it names counts.",
         ("injected", "named first", "of the time", "right", "others", "time of the diagnosis"),
     )
     seconds, right = [], 0
@@ -160,8 +162,6 @@ def diagnosed(case: Case, launcher: str) -> tuple[list[dict[str, object]], float
             env=os.environ | to_env(case.faults, Path(folder) / "faults"),
             capture_output=True, check=False, timeout=240,
         )  # fmt: skip
-        if case.cause == "killed":  # or it would be taken for one on another host
-            os.utime(run_dir / "events.jsonl", (1, 1))
         began = time.perf_counter()
         said = subprocess.run(
             [*lockstep, "diagnose", run_dir, "--json"], capture_output=True, text=True, check=True
