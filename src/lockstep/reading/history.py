@@ -45,6 +45,7 @@ class Process:
         preemptions: how often it had to leave a core to another process.
         peak_bytes: the most memory that it has had.
         num_microbatches: how many it computes now.
+        reported: Unix time of the newest report of what it has done; 0.0 before the first.
     """
 
     joined: Joined
@@ -59,6 +60,7 @@ class Process:
     preemptions: int = 0
     peak_bytes: int = 0
     num_microbatches: float = 0.0
+    reported: float = 0.0
 
     def add(self, times: RankTimes) -> None:
         """Count in what it has spent since the last report."""
@@ -189,6 +191,7 @@ class History:
         for times in done.ranks:
             if times.rank in by_rank:
                 by_rank[times.rank].add(times)
+                by_rank[times.rank].reported = self.newest
 
     def _add_evaluation(self, event: Event) -> None:
         split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})

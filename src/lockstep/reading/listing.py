@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.files import open_to_read, read_text
-from lockstep.observe import read_result
+from lockstep.observe import event_from_row, read_result
+from lockstep.observe.pace import Pace
 from lockstep.parsing import flattened, parse_object, parse_yaml
 from lockstep.reading.follow import EVENTS, is_claimed
 from lockstep.reading.tags import TAGS, read_tags
@@ -26,6 +27,8 @@ _DEPTH = 4
 """Levels of folders in which runs are looked for."""
 _BLOCK = 1 << 17
 """Bytes at the beginning and at the end of a file of events that are read."""
+_NUM_TIMED = 40
+"""The newest reports and evaluations that the time left is told by."""
 _FRESH_S = 30.0
 """A run that has written within this time goes on, though no lock can be seen: on another host."""
 
@@ -48,6 +51,8 @@ class Summary:
         metrics: newest ones, by "split/name".
         tags: words that people have put on it.
         problems: what cannot be read.
+        left_s: seconds to the last step, as of the newest event; None if they are not known.
+        config_hash: of what can change the result; empty if it is not known.
     """
 
     path: Path
@@ -62,6 +67,8 @@ class Summary:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    left_s: float | None = None
+    config_hash: str = ""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -154,6 +161,8 @@ def summarise(run_dir: Path) -> Summary:
         metrics=_metrics(last) | result.get("metrics", {}),
         tags=read_tags(run_dir),
         problems=tuple(problems),
+        left_s=_left_s(plan, last) if state == "running" else None,
+        config_hash=str(identity.get("config_hash") or ""),
     )
 
 
@@ -206,6 +215,19 @@ def _rows(block: bytes) -> list[dict[str, Any]]:
 
 def _newest(rows: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     return next((row for row in reversed(rows) if row.get("event") == kind), {})
+
+
+def _left_s(plan: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Seconds to the last step, by the newest rows of a sitting."""
+    first = max((n for n, row in enumerate(rows) if row.get("event") == "RunStarted"), default=0)
+    timed = [row for row in rows[first:] if row.get("event") in ("StepDone", "Evaluated")]
+    pace = Pace()
+    try:
+        for row in (plan, *timed[-_NUM_TIMED:]):
+            pace.take(event_from_row(row))
+    except RunDirectoryError:
+        return None
+    return pace.left_s()
 
 
 def _metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
