@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -57,9 +58,10 @@ class Actions:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Do what waits, for as long as there is time."""
+        end = time.monotonic() + timeout_s
         with suppress(queue.Full):
-            self._waiting.put_nowait(None)
-        self._thread.join(timeout_s)
+            self._waiting.put(None, timeout=timeout_s)
+        self._thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:

@@ -106,18 +106,19 @@ def _silence(condition: Condition, run: Watched, look: Look) -> Iterator[Finding
 def _rank_lost(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:
     history = run.history
     asked = history.plan.world_size if history.plan else 0
-    is_short = run.summary.state == "running" and len(history.living) < asked
-    for process in history.processes:
-        if process.until is None:
+    missing = max(0, asked - len(history.living)) if run.summary.state == "running" else 0
+    lost = sorted((process.until, n) for n, process in enumerate(history.processes) if process.until)
+    for number, (until, place) in enumerate(reversed(lost)):
+        is_replaced = number >= missing  # the newest losses are those that are still felt
+        if is_replaced and until < look.since:
             continue
-        if is_short or process.until >= look.since:
-            why = process.reason.partition(";")[0]
-            slot = process.joined.slot
-            message = (
-                f"slot {slot} (rank {process.joined.rank} on {process.joined.host}) is lost"
-                f"{why and f': it {why}'}; {len(history.living)} of {text.count(asked, 'rank')}"
-            )
-            yield Finding(f"{slot} {process.since}", run, message, is_past=not is_short)
+        process = history.processes[place]
+        slot, why = process.joined.slot, process.reason.partition(";")[0]
+        message = (
+            f"slot {slot} (rank {process.joined.rank} on {process.joined.host}) is lost"
+            f"{why and f': it {why}'}; {len(history.living)} of {text.count(asked, 'rank')}"
+        )
+        yield Finding(f"{slot} {process.since}", run, message, is_past=is_replaced)
 
 
 def _few_ranks(condition: Condition, run: Watched, look: Look) -> Iterator[Finding]:

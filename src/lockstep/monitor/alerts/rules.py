@@ -188,9 +188,11 @@ def read_rules(path: Path) -> Rules:
 def _explained(problem: Any, source: str) -> str:
     """One of pydantic's errors as a line; of an unknown key also which ones there are."""
     place = problem["loc"]
+    key = ".".join(map(str, place))
+    if problem["type"] == "missing":
+        return f"{source}: {key}: is missing"
     if problem["type"] != "extra_forbidden":
         return explain(Rules, problem, source)
-    key = ".".join(map(str, place))
     return f"{source}: {key}: is no key; there are {', '.join(_section_at(place).model_fields)}"
 
 
