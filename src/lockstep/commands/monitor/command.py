@@ -181,8 +181,6 @@ def _alarms(
 
 def _serve(options: Options, session: Session | None) -> None:
     """Serve the page; exporter and alerts look by themselves, for the page has its own reader."""
-    if importlib.util.find_spec("lockstep.monitor.web") is None:
-        raise ConfigError("--web: this version of lockstep has no page; leave it out")
     with ending_at_interrupt():
         serve = importlib.import_module("lockstep.monitor.web.server").serve
     if session is not None:

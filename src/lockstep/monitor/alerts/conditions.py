@@ -107,7 +107,9 @@ def _rank_lost(condition: Condition, run: Watched, look: Look) -> Iterator[Findi
     history = run.history
     asked = history.plan.world_size if history.plan else 0
     missing = max(0, asked - len(history.living)) if run.summary.state == "running" else 0
-    lost = sorted((process.until, n) for n, process in enumerate(history.processes) if process.until)
+    lost = sorted(
+        (process.until, n) for n, process in enumerate(history.processes) if process.until
+    )
     for number, (until, place) in enumerate(reversed(lost)):
         is_replaced = number >= missing  # the newest losses are those that are still felt
         if is_replaced and until < look.since:

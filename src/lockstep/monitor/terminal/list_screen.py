@@ -39,7 +39,7 @@ class ListScreen(Refreshing):
     CSS = """
     ListScreen > #title { height: auto; }
     ListScreen > DataTable { height: 1fr; }
-    ListScreen > #problem { height: auto; color: $text-error; }
+    ListScreen > #problem { height: auto; }
     ListScreen > #filter { display: none; }
     ListScreen > #filter.asked { display: block; }
     """
@@ -123,7 +123,7 @@ class ListScreen(Refreshing):
         try:
             runs = chosen(summaries, self._conditions, order)
         except ConfigError as error:
-            self.put("problem", Text(telling.shown(str(error).removeprefix("--where "))))
+            self.put("problem", Text(telling.shown(str(error).removeprefix("--where ")), style="red"))
             return chosen(summaries, [], order)
         self.put("problem", Text())
         return runs
