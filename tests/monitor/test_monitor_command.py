@@ -94,9 +94,14 @@ def test_the_dashboard_is_written(here, tmp_path):
 
 def test_what_is_not_installed_is_named_with_what_to_do(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "textual", None)
     ended = here("monitor", "--prometheus", "0")
     assert ended.returncode == 2
-    assert 'pip install "lockstep-train[monitor]"' in ended.stderr
+    assert 'needs prometheus_client: pip install "lockstep-train[monitor]"' in ended.stderr
+    monkeypatch.setattr("lockstep.commands.monitor.command._is_terminal", lambda: True)
+    ended = here("monitor")
+    assert ended.returncode == 2
+    assert 'needs textual: pip install "lockstep-train[monitor]"' in ended.stderr
 
 
 def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_path, monkeypatch):

@@ -245,6 +245,18 @@ def test_the_diagnosis_and_the_alerts_of_a_run_are_shown(tmp_path):
     on_screen([folder], drive, alerts=lambda: [alert], notes=notes)
 
 
+def test_a_hundred_alerts_leave_room_for_the_list(tmp_path):
+    folder = run_in(tmp_path / "run", *START, done(3, 2.0))
+    on = [Alert(f"rule{n}", "on", str(folder), "t", 3, "slow", 1.0, 2.0) for n in range(100)]
+
+    async def drive(app, pilot):
+        assert "rule99" in shown(app)
+        assert "and 95 older alerts" in shown(app)
+        assert any("killed" in line for line in drawn(app))
+
+    on_screen([tmp_path], drive, size=(80, 24), alerts=lambda: on)
+
+
 def test_what_ends_the_looking_ends_the_screen_and_is_told(tmp_path):
     def broken(watch, changed):
         raise RuntimeError("a listener's own fault")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 import os
 import signal
@@ -129,7 +129,8 @@ def _watch(options: Options) -> Watch:
 def _run(options: Options, rules: Rules | None, watch: Watch, opened: ExitStack) -> None:
     has_screen = not options.web and _is_terminal()
     if has_screen:
-        _need_textual()
+        with ending_at_interrupt():
+            _need_textual()
     notes = Notes() if has_screen else None
     tell = notes if notes is not None else _print
     listeners: list[Listener] = []
@@ -219,11 +220,13 @@ def _is_terminal() -> bool:
 
 
 def _need_textual() -> None:
-    if importlib.util.find_spec("textual") is None:
+    try:
+        importlib.import_module("textual")
+    except ImportError:
         raise ConfigError(
             'the screen needs textual: pip install "lockstep-train[monitor]"; without it there is '
             "lockstep monitor --once"
-        )
+        ) from None
 
 
 def _print(line: str) -> None:

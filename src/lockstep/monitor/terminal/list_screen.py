@@ -27,6 +27,7 @@ ORDERS = ("-started", "-newest", "name", "state", "-step", "train/loss", "val/lo
 _COLUMNS = ("run", "state", "steps", "progress", "left", "loss", "ranks", "tags")
 _BAR = 10
 _MOST_NOTES = 3
+_MOST_ALERTS = 5
 
 
 class ListScreen(Refreshing):
@@ -65,11 +66,10 @@ class ListScreen(Refreshing):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Name the columns, and draw."""
+        """Name the columns; the base class's handler, which comes after this one, draws."""
         for name in _COLUMNS:
             self._table.add_column(name, key=name)
         self._table.focus()
-        super().on_mount()
 
     def draw(self) -> None:
         """Title and rows."""
@@ -123,7 +123,9 @@ class ListScreen(Refreshing):
         try:
             runs = chosen(summaries, self._conditions, order)
         except ConfigError as error:
-            self.put("problem", Text(telling.shown(str(error).removeprefix("--where ")), style="red"))
+            self.put(
+                "problem", Text(telling.shown(str(error).removeprefix("--where ")), style="red")
+            )
             return chosen(summaries, [], order)
         self.put("problem", Text())
         return runs
@@ -138,8 +140,12 @@ class ListScreen(Refreshing):
             parts.append(f"{len(runs)} with {telling.shown(' '.join(self._conditions))}")
         parts.append(f"by {ORDERS[self._order]}")
         title = Text("  ".join(parts), style="bold")
-        for alert in self._session.alerts():
+        on = self._session.alerts()
+        for alert in on[-_MOST_ALERTS:]:
             title.append(f"\n{telling.shown(alert.told())}", style="yellow")
+        if len(on) > _MOST_ALERTS:
+            others = text.count(len(on) - _MOST_ALERTS, "older alert")
+            title.append(f"\nand {others}", style="yellow")
         for note in list(self._session.notes.lines)[-_MOST_NOTES:]:
             title.append(f"\n{telling.shown(note)}", style="not bold dim")
         return title

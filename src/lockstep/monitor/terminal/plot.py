@@ -46,7 +46,9 @@ def plot(
     if not len(points) or height < _LEAST_HEIGHT:
         return ["no values that can be drawn"[:width]] + [""] * (height - 1)
     least, most = float(points.min()), float(points.max())
-    labels = [number(most), number(least)] if least < most else [number(most)]
+    labels = [number(most), number(least)]
+    if least == most or height == _LEAST_HEIGHT:
+        labels = labels[:1]
     margin = max(map(len, labels)) + 1
     if width - margin < _LEAST_WIDTH:
         margin, labels = 0, []
