@@ -158,7 +158,7 @@ def test_a_hundred_runs_are_listed_and_opened(tmp_path):
     async def drive(app, pilot):
         assert len(table(app)) == 100
         assert "100 runs, 0 running" in shown(app)
-        await pilot.press("s", "s", "enter")
+        await pilot.press("s", "s", "o")
         await until(app, pilot, lambda: "newest 0" in shown(app))
         assert sum(run.is_open for run in app.session.watch.runs.values()) == 1
 

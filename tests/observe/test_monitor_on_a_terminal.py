@@ -43,7 +43,10 @@ def driven(terminal: Pty, steps: Iterator[tuple[bytes, Callable[[], None]]]) -> 
     return terminal.output(meanwhile).decode()
 
 
-@pytest.mark.parametrize("by", ["q", "ctrl+c", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "by",
+    ["ctrl+c", "SIGTERM", *(pytest.param(by, marks=pytest.mark.slow) for by in ("q", "SIGINT"))],
+)
 def test_a_run_is_opened_followed_and_left_and_the_terminal_is_as_before(
     tmp_path: Path, by: str
 ) -> None:

@@ -144,7 +144,7 @@ def _run(options: Options, rules: Rules | None, watch: Watch, opened: ExitStack)
         listeners.append(Log(_print))
     session = Session(watch, listeners, options.interval_s, alerts, notes)
     if options.web:
-        _serve(options, session if listeners else None)
+        _serve(options, watch, session if listeners else None)
     elif notes is not None:
         with ending_at_interrupt():
             from lockstep.monitor.terminal.app import show
@@ -180,14 +180,15 @@ def _alarms(
     return alarms, lambda: alarms.on
 
 
-def _serve(options: Options, session: Session | None) -> None:
-    """Serve the page; exporter and alerts look by themselves, for the page has its own reader."""
+def _serve(options: Options, watch: Watch, session: Session | None) -> None:
+    """Serve the page; where exporter or alerts go along, each has a reader of its own."""
     with ending_at_interrupt():
         serve = importlib.import_module("lockstep.monitor.web.server").serve
     if session is not None:
         Looker(session, failed=_raise_in_main).start()
+        watch = _watch(options)
     port = _WEB_PORT if options.port is None else options.port
-    serve(_watch(options), options.host or _LOOPBACK, port, options.token, _print)
+    serve(watch, options.host or _LOOPBACK, port, options.token, _print)
 
 
 def _raise_in_main(error: BaseException) -> None:

@@ -45,7 +45,7 @@ class ListScreen(Refreshing):
     ListScreen > #filter.asked { display: block; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "open"),
+        Binding("o", "open", "open"),
         Binding("slash", "filter", "filter"),
         Binding("s", "sort", "sort"),
         Binding("escape", "leave", "leave filter", show=False),
