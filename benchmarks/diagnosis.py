@@ -100,9 +100,7 @@ def _percent(part: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--launchers", default="local,mpi", help="of several ranks"
-    )
+    parser.add_argument("--launchers", default="local,mpi", help="of several ranks")
     parser.add_argument("--only", help="just the case of this name, printed")
     args = parser.parse_args()
     facts = machine(("torch", "mpi4py"))

@@ -25,7 +25,13 @@ FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
     "mkdocs.yml", "pyproject.toml",
 )  # fmt: skip
-LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*_cache", "runs")
+LEFTOVERS = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.pyc", ".*_cache")
+
+
+def leftovers(folder: str, names: list[str]) -> set[str]:
+    """What others have left in a folder, among them the runs of examples."""
+    runs = set() if Path(folder).is_relative_to(ROOT / "src") else {"runs"} & {*names}
+    return LEFTOVERS(folder, names) | runs
 
 
 def build(kind: str, tree: Path, out: Path) -> Path:
@@ -47,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str],
     folder = tmp_path_factory.mktemp("packaging")
     tree = folder / "tree"
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, tree / name, ignore=LEFTOVERS)
+        shutil.copytree(ROOT / name, tree / name, ignore=leftovers)
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
     expected = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}

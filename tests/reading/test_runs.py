@@ -14,7 +14,7 @@ from tests.conftest import environment
 from tests.reading.test_histories import PLAN, done, joined, written
 
 from lockstep.errors import ConfigError, RunDirectoryError
-from lockstep.reading import listing
+from lockstep.reading import newest_rows
 from lockstep.reading.choice import chosen
 from lockstep.reading.follow import EVENTS, is_claimed
 from lockstep.reading.listing import Summary, find_runs, summarise
@@ -54,19 +54,22 @@ def test_states_are_told_apart(tmp_path):
     assert ended.metrics == {"train/loss": 1.0, "val/loss": 0.25}
     # On another host: for half a minute, or for some times as long as between two reports.
     now = time.time()
-    assert summarise(run_in(tmp_path / "fresh", PLAN, {**done(3, 2.0), "time": now - 9})).state == (
-        "running"
-    )
-    slow = [{**done(n, 2.0), "time": now - 1000 + 300 * n} for n in range(1, 4)]
-    assert summarise(run_in(tmp_path / "slow", PLAN, *slow)).state == "running"
+    slow = [{**done(n, 2.0), "time": 300.0 * n} for n in range(1, 4)]
+    for name, rows, ages in (("fresh", [done(3, 2.0)], (9, 40)), ("slow", slow, (900, 1300))):
+        run = run_in(tmp_path / name, PLAN, *rows)
+        for age, state in zip(ages, ("running", "killed"), strict=True):
+            os.utime(run / EVENTS, (now - age, now - age))
+            assert summarise(run).state == state
     # Here, the lock says it.
     own = {**joined(0), "host": socket.gethostname()}
-    rows = [own, PLAN, {**done(3, 2.0), "time": now}]
-    assert summarise(run_in(tmp_path / "here", *rows)).state == "killed"
+    run = run_in(tmp_path / "here", own, PLAN, done(3, 2.0))
+    os.utime(run / EVENTS, (now, now))
+    assert summarise(run).state == "killed"
 
 
 def test_a_run_that_goes_on_elsewhere_is_not_removed(tmp_path):
-    folder = run_in(tmp_path / "run", PLAN, {**done(3, 2.0), "time": time.time()})
+    folder = run_in(tmp_path / "run", PLAN, done(3, 2.0))
+    os.utime(folder / EVENTS, (time.time(), time.time()))
     with pytest.raises(RunDirectoryError, match="was a moment ago on another host"):
         remove_run(folder)
     assert (folder / EVENTS).exists()
@@ -127,7 +130,7 @@ def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
     rows = [*map(joined, range(500)), PLAN, *(done(step, float(step)) for step in range(1, 5000))]
     folder = run_in(tmp_path / "run", *rows[:4500], evaluated, large, lost, *rows[4500:])
     size = (folder / EVENTS).stat().st_size
-    monkeypatch.setattr(listing, "_BLOCK", size // 3)
+    monkeypatch.setattr(newest_rows, "_BLOCK", size // 3)
     run = summarise(folder)
     assert (run.step, run.total_steps, run.metrics["train/loss"]) == (4999, 9, 4999.0)
     assert (run.metrics["val/loss"], run.metrics["large/loss"], run.ranks) == (4.0, 4.0, 2)

@@ -45,7 +45,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": training.train, "resume": training.resume, "eval": training.evaluate,
     "export": training.export, "verify": proving.verify, "chaos": proving.chaos,
     "slurm": machines.slurm, "doctor": machines.doctor, "report": seeing.report,
-    "diagnose": seeing.diagnose,
+    "diagnose": seeing.diagnose, "monitor": seeing.monitor,
 }  # fmt: skip
 
 for _name, _command in _COMMANDS.items():

@@ -38,3 +38,58 @@ def diagnose(
         from lockstep.commands import diagnose as command
     for line in command.diagnose(run_dir, as_json):
         print(line)
+
+
+def monitor(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR]...", help="Run directories, or folders with runs; runs."),
+    ] = None,
+    web: Annotated[bool, typer.Option("--web", help="Serve a page for browsers.")] = False,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen at; this machine only if left out."),
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", help="Port of the page.")] = None,
+    token: Annotated[str | None, typer.Option("--token", help="What the page asks for.")] = None,
+    prometheus: Annotated[
+        int | None, typer.Option("--prometheus", metavar="PORT", help="Listen for Prometheus.")
+    ] = None,
+    alerts: Annotated[
+        Path | None, typer.Option("--alerts", metavar="FILE", help="Rules of alerts, in YAML.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Say only what the rules would watch.")
+    ] = False,
+    grafana: Annotated[
+        Path | None,
+        typer.Option("--grafana", metavar="FILE", help="Write a dashboard for Grafana only."),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", help="Between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print what is known, and end.")] = False,
+) -> None:
+    """Watch runs while they go on: on the terminal, in a browser, by Prometheus, by alerts.
+
+    It reads run directories, so it costs the ranks nothing. Where there is no terminal it prints
+    a line for each event.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands.monitor.command import Options
+        from lockstep.commands.monitor.command import monitor as command
+    command(
+        Options(
+            folders=folders or (),
+            web=web,
+            host=host,
+            port=port,
+            token=token,
+            prometheus=prometheus,
+            alerts=alerts,
+            check=check,
+            grafana=grafana,
+            interval_s=interval,
+            once=once,
+        )
+    )

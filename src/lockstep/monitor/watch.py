@@ -68,31 +68,36 @@ class Watch:
     """Runs in folders, found again at each look: one may come, and one may go.
 
     Attributes:
+        folders: run directories, or folders with such.
         runs: by their folders.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], may_come: bool = False) -> None:
         """Look for the first time.
 
         Args:
             folders: run directories, or folders with such.
+            may_come: whether a folder need not be there yet.
 
         Raises:
             RunDirectoryError: a folder is not there.
         """
-        self._folders = folders
-        self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(folders)}
+        self.folders = folders
+        there = self._there() if may_come else folders
+        self.runs: dict[Path, Watched] = {path: Watched(path) for path in find_runs(there)}
 
     def poll(self) -> list[Watched]:
         """Look again; returns those that are new or may have changed."""
-        folders = [folder for folder in self._folders if folder.is_dir()]
-        found = dict.fromkeys(find_runs(folders))
+        found = dict.fromkeys(find_runs(self._there()))
         self.runs = {path: run for path, run in self.runs.items() if path in found}
         changed = [run for run in self.runs.values() if run.poll()]
         for path in found:
             if path not in self.runs:
                 changed.append(self.runs.setdefault(path, Watched(path)))
         return changed
+
+    def _there(self) -> list[Path]:
+        return [folder for folder in self.folders if folder.is_dir()]
 
 
 def _signature(path: Path) -> tuple[tuple[int, int, int], ...]:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES, open_regular, open_to_read
@@ -30,7 +31,7 @@ class RunReader:
 
     def _forget(self) -> None:
         self.history = History()
-        self._offset, self._file_number = 0, 0
+        self._offset, self._file_number, self._newest = 0, 0, b""
         self._is_within = False  # a row that is too long, of which a part has been read
 
     def poll(self) -> bool:
@@ -43,7 +44,7 @@ class RunReader:
         try:
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._file_number or status.st_size < self._offset:
+                if status.st_ino != self._file_number or not self._is_continued(file):
                     self._forget()
                     self._file_number = status.st_ino
                 file.seek(self._offset)
@@ -54,11 +55,17 @@ class RunReader:
                 ):
                     self._take(line)
                     self._offset += len(line)
+                    self._newest = line
         except FileNotFoundError:
             return False
         except OSError as error:
             raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
         return self._offset != before
+
+    def _is_continued(self, file: BinaryIO) -> bool:
+        """Whether the newest row is where it was: numbers of removed files are given again."""
+        file.seek(self._offset - len(self._newest))
+        return file.read(len(self._newest)) == self._newest
 
     def _take(self, line: bytes) -> None:
         is_rest, self._is_within = self._is_within, not line.endswith(b"\n")

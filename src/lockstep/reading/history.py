@@ -52,6 +52,7 @@ class Process:
         swapped_bytes: the most memory of it that was swapped out at a report.
         num_microbatches: how many it computes in a step now.
         num_computed: how many it has computed in the steps that were reported.
+        reported: Unix time of the newest report of what it has done; 0.0 before the first.
     """
 
     joined: Joined
@@ -68,6 +69,7 @@ class Process:
     swapped_bytes: int = 0
     num_microbatches: float = 0.0
     num_computed: float = 0.0
+    reported: float = 0.0
 
     def add(self, times: RankTimes, num_steps: int) -> None:
         """Count in what it has spent in the steps since the last report."""
@@ -210,6 +212,7 @@ class History:
         for times in done.ranks:
             if times.rank in by_rank:
                 by_rank[times.rank].add(times, done.num_steps)
+                by_rank[times.rank].reported = self.newest
 
     def _lose(self, event: RankLost, time: float) -> None:
         for process in self.processes:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RunDirectoryError
-from lockstep.files import open_to_read, read_text
-from lockstep.observe import read_result
+from lockstep.files import read_text
+from lockstep.observe import event_from_row, read_result
+from lockstep.observe.pace import Pace
 from lockstep.parsing import flattened, parse_object, parse_yaml
 from lockstep.reading.follow import EVENTS, IDENTITY, is_claimed
+from lockstep.reading.newest_rows import NewestRows, count, number, real, rows_at_both_ends
 from lockstep.reading.tags import TAGS, read_tags
 
 T = TypeVar("T")
@@ -26,19 +24,8 @@ SOURCES = (EVENTS, IDENTITY, _RESULT, TAGS)
 """Names of the files of a run that its summary is made of."""
 _DEPTH = 4
 """Levels of folders in which runs are looked for."""
-_BLOCK = 1 << 22
-"""Bytes at the beginning and at the end of a file of events that are looked through."""
-_MOST_ROWS = 64
-"""So many of the newest rows of each kind are read."""
-_KINDS = ("RunStarted", "Joined", "Recovered", "StepDone", "Evaluated")
-_ROW = re.compile(rb'"event": "(\w+)"')
-_NAMED_WITHIN = 200
-"""The first bytes of a row, in which it says what it is."""
-_FRESH_S = 30.0
-"""A run on another host, whose lock may not be seen, goes on if it has written within this time."""
-_BEYOND = 1e15
-_GAPS = 4.0
-"""Or within so many times the longest time between two of its reports."""
+_NUM_TIMED = 40
+"""The newest reports and evaluations that the time left is told by."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,8 @@ class Summary:
         metrics: newest ones, by "split/name".
         tags: words that people have put on it.
         problems: what cannot be read.
+        left_s: seconds to the last step, as of the newest event; None if they are not known.
+        config_hash: of what can change the result; empty if it is not known.
     """
 
     path: Path
@@ -73,6 +62,8 @@ class Summary:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
+    left_s: float | None = None
+    config_hash: str = ""
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -142,7 +133,7 @@ def summarise(run_dir: Path) -> Summary:
     identity = _tried(
         problems, IDENTITY, lambda: parse_object(read_text(run_dir / IDENTITY)), nothing
     )
-    rows = _tried(problems, EVENTS, lambda: _rows_at_both_ends(run_dir / EVENTS), _Rows())
+    rows = _tried(problems, EVENTS, lambda: rows_at_both_ends(run_dir / EVENTS), NewestRows())
     result = _tried(problems, "", lambda: _result(run_dir), nothing)
     plan, done = rows.newest("RunStarted"), rows.newest("StepDone")
     if is_claimed(run_dir):
@@ -151,20 +142,22 @@ def summarise(run_dir: Path) -> Summary:
         state = str(result["status"])
     else:
         state = "new" if not plan else "running" if rows.may_go_on() else "killed"
-    group = max((plan, rows.newest("Recovered")), key=lambda row: _number(row.get("time")))
+    group = max((plan, rows.newest("Recovered")), key=lambda row: number(row.get("time")))
     return Summary(
         path=run_dir,
         task=str(identity.get("task") or plan.get("task") or ""),
         state=state,
-        step=_count(result.get("step") or done.get("step") or plan.get("step")),
-        total_steps=_count(plan.get("total_steps")),
-        ranks=_count(result.get("world_size") or group.get("world_size")),
+        step=count(result.get("step") or done.get("step") or plan.get("step")),
+        total_steps=count(plan.get("total_steps")),
+        ranks=count(result.get("world_size") or group.get("world_size")),
         started=rows.first_time,
         newest=rows.last_time,
         sha256=str(result.get("params_sha256") or ""),
         metrics=_metrics(rows) | result.get("metrics", {}),
         tags=read_tags(run_dir),
         problems=tuple(problems),
+        left_s=_left_s(rows) if state == "running" else None,
+        config_hash=str(identity.get("config_hash") or ""),
     )
 
 
@@ -183,74 +176,23 @@ def _result(run_dir: Path) -> dict[str, Any]:
     return read_result(run_dir) if (run_dir / _RESULT).exists() else {}
 
 
-@dataclass
-class _Rows:
-    """Some rows of a file of events.
-
-    Attributes:
-        by_kind: the newest ones of each kind that a summary needs, in their order.
-        first_time: Unix time of the first row; 0.0 if there is none.
-        last_time: of the newest row.
-    """
-
-    by_kind: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    first_time: float = 0.0
-    last_time: float = 0.0
-
-    def newest(self, kind: str) -> dict[str, Any]:
-        """The newest row of a kind; empty if there is none."""
-        return self.by_kind.get(kind, [{}])[-1]
-
-    def may_go_on(self) -> bool:
-        """Whether a run that nobody here seems to have claimed may go on on another host."""
-        if self.newest("Joined").get("host") == socket.gethostname():
-            return False
-        times = [_number(row.get("time")) for row in self.by_kind.get("StepDone", [])]
-        gap = max((after - before for before, after in pairwise(times)), default=0.0)
-        return time.time() - self.last_time < max(_FRESH_S, _GAPS * gap)
-
-
-def _rows_at_both_ends(path: Path) -> _Rows:
-    """What the first and the last rows of a file of events tell; what is no row is left out."""
-    found = _Rows()
+def _left_s(rows: NewestRows) -> float | None:
+    """Seconds to the last step, by the newest rows of a sitting."""
+    plan = rows.newest("RunStarted")
+    both = rows.by_kind.get("StepDone", []) + rows.by_kind.get("Evaluated", [])
+    timed = sorted((number(row.get("time")), n) for n, row in enumerate(both))
+    since = number(plan.get("time"))
+    newest = [both[n] for time, n in timed if time >= since][-_NUM_TIMED:]
+    pace = Pace()
     try:
-        with open_to_read(path) as file:
-            head = file.read(_BLOCK)
-            size = os.fstat(file.fileno()).st_size
-            if size > _BLOCK:
-                file.seek(max(_BLOCK, size - _BLOCK))
-                tail = file.read(_BLOCK).partition(b"\n")[2]
-            else:
-                tail = b""
-    except FileNotFoundError:
-        return found
-    lines = head.splitlines() + tail.splitlines()
-    by_kind: dict[str, list[bytes]] = {kind: [] for kind in _KINDS}
-    for line in lines:
-        match = _ROW.search(line, 0, _NAMED_WITHIN)
-        if match is not None:
-            by_kind.get(match[1].decode(), []).append(line)
-    for kind, some in by_kind.items():
-        rows = [row for line in some[-_MOST_ROWS:] if (row := _row(line))]
-        found.by_kind |= {kind: rows} if rows else {}
-    found.first_time = next((t for line in lines if (t := _time(line))), 0.0)
-    found.last_time = next((t for line in reversed(lines) if (t := _time(line))), 0.0)
-    return found
+        for row in (plan, *newest):
+            pace.take(event_from_row(row))
+    except RunDirectoryError:
+        return None
+    return pace.left_s()
 
 
-def _row(line: bytes) -> dict[str, Any]:
-    """The row of a line; empty if it is none."""
-    try:
-        return parse_object(line)
-    except ValueError:
-        return {}
-
-
-def _time(line: bytes) -> float:
-    return _number(_row(line).get("time"))
-
-
-def _metrics(rows: _Rows) -> dict[str, float]:
+def _metrics(rows: NewestRows) -> dict[str, float]:
     """The newest metrics in some rows, by "split/name"."""
     metrics: dict[str, float] = {}
     for kind in ("StepDone", "Evaluated"):
@@ -259,23 +201,5 @@ def _metrics(rows: _Rows) -> dict[str, float]:
             values = row.get("metrics")
             named = values if isinstance(values, dict) else {}
             named = named | ({"loss": row.get("loss")} if kind == "StepDone" else {})
-            metrics |= {f"{split}/{name}": _real(value) for name, value in named.items()}
+            metrics |= {f"{split}/{name}": real(value) for name, value in named.items()}
     return metrics
-
-
-def _real(value: Any) -> float:
-    """A number of a row, of which those that are not finite are strings; 0.0 for anything else."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return 0.0
-
-
-def _number(value: Any) -> float:
-    """A finite number of a row that no clock or counter is beyond; 0.0 for anything else."""
-    number = _real(value)
-    return number if abs(number) < _BEYOND else 0.0
-
-
-def _count(value: Any) -> int:
-    return int(_number(value))

@@ -1,0 +1,1 @@
+"""`lockstep monitor`: runs watched while they go on."""

@@ -1,0 +1,1 @@
+"""Rules that watch runs, and what is done when one holds."""

@@ -1,0 +1,1 @@
+"""Runs on a terminal: a list of them, and a screen for each."""
