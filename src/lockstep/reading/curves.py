@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
 
 
 class Curve:
@@ -37,3 +40,30 @@ class Curve:
         place = bisect_left(self.steps, step)
         found = place < len(self.steps) and self.steps[place] == step
         return self.values[place] if found else None
+
+
+class CurveStore(Protocol):
+    """Takes the values of a run as they come."""
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step, by the names of their curves."""
+
+    def cut(self, last: int) -> None:
+        """Remove what is of later steps, of all curves."""
+
+
+class Curves(defaultdict[str, Curve]):
+    """A store that keeps every value: curves by name."""
+
+    def __init__(self) -> None:
+        super().__init__(Curve)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Append the values of a step."""
+        for name, value in values.items():
+            self[name].add(step, value)
+
+    def cut(self, last: int) -> None:
+        """Remove what is of later steps, of all curves."""
+        for curve in self.values():
+            curve.cut(last)

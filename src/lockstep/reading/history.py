@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
-from lockstep.reading.curves import Curve
+from lockstep.reading.curves import Curves, CurveStore
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
 """What a rank spends its time with."""
@@ -87,6 +86,10 @@ class Happening:
 class History:
     """A run, as far as its rows have been read.
 
+    Args:
+        store: takes the values of curves, for runs too large for keeping them all; `curves` stays
+            empty then.
+
     Attributes:
         plan: how the newest sitting was started; None before the first.
         first_plan: the same of the first sitting.
@@ -104,12 +107,13 @@ class History:
         num_problems: how many there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: CurveStore | None = None) -> None:
         self.plan: RunStarted | None = None
         self.first_plan: RunStarted | None = None
         self.started = self.newest = 0.0
         self.step = 0
-        self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.curves = Curves()
+        self._store: CurveStore = self.curves if store is None else store
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
@@ -126,6 +130,15 @@ class History:
         except (RunDirectoryError, KeyError, TypeError, ValueError) as error:
             self.add_problem(str(error))
             return
+        self.add_event(event, time)
+
+    def add_event(self, event: Event, time: float) -> None:
+        """Take the next event.
+
+        Args:
+            event: what has happened.
+            time: of it, in Unix seconds.
+        """
         self.started = self.started or time
         self.newest = time
         match event:
@@ -174,17 +187,13 @@ class History:
         self.first_of_sitting = len(self.happenings) - len(self.processes)
         self.num_steps = 0
         self.step = plan.step
-        for curve in self.curves.values():
-            curve.cut(plan.step)
+        self._store.cut(plan.step)
 
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
         self.num_steps += done.num_steps
-        named = {"lr": done.lr, "grad_norm": done.grad_norm, "samples_per_s": done.samples_per_s}
-        named["compute_efficiency"] = done.compute_efficiency
-        metrics = {"loss": done.loss, **done.metrics}
-        for name, value in (named | {f"train/{k}": v for k, v in metrics.items()}).items():
-            self.curves[name].add(step, value)
+        metrics = {f"train/{name}": value for name, value in done.metrics.items()}
+        self._store.add(step, step_values(done) | metrics)
         by_rank = {process.rank: process for process in self.living}
         for times in done.ranks:
             if times.rank in by_rank:
@@ -193,8 +202,8 @@ class History:
     def _add_evaluation(self, event: Event) -> None:
         split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})
         if split is not None:
-            for name, value in metrics.items():
-                self.curves[f"{split}/{name}"].add(event.step, value)
+            values = {f"{split}/{name}": value for name, value in metrics.items()}
+            self._store.add(event.step, values)
 
     def _lose(self, event: RankLost, time: float) -> None:
         for process in self.processes:
@@ -211,3 +220,14 @@ class History:
             process.rank = rank
         for process in living:  # nobody says who computes which of them now
             process.num_microbatches = self.plan.num_microbatches / world_size if self.plan else 0.0
+
+
+def step_values(done: StepDone) -> dict[str, float]:
+    """What a report of steps says beside its metrics, by the names of the curves."""
+    return {
+        "lr": done.lr,
+        "grad_norm": done.grad_norm,
+        "samples_per_s": done.samples_per_s,
+        "compute_efficiency": done.compute_efficiency,
+        "train/loss": done.loss,
+    }
