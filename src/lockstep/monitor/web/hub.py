@@ -22,6 +22,8 @@ _PAUSE_S = 0.002
 """Seconds that a run is read in one go, and that others then have."""
 _TELL_S = 0.5
 """Seconds between two notices about a run that is still being read."""
+_QUIET_S = 0.15
+"""Seconds after a question in which nothing is read in the background: another one may follow."""
 _FIRST_S = 0.15
 """Seconds that a run is read before it is first shown."""
 _PULSE_S = 10.0
@@ -61,6 +63,7 @@ class Hub:
         self._ended = threading.Event()
         self._awake = threading.Event()
         self._num_clients = 0
+        self._asked = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
@@ -88,6 +91,7 @@ class Hub:
 
     def open(self, path: Path) -> LargeRun:
         """What the events of a run tell, kept up to date from now on."""
+        self._asked = time.monotonic()
         with self._lock:
             opened = self._opened.get(path)
             if opened is not None:
@@ -96,6 +100,7 @@ class Hub:
             opened = self._opened[path] = Opened(path, self._parse)
             self._close_others(path)
         opened.run.advance(_FIRST_S)
+        self._asked = time.monotonic()
         return opened.run
 
     async def changes(self) -> AsyncIterator[dict[str, Any]]:
@@ -131,6 +136,9 @@ class Hub:
             if time.monotonic() >= next_look:
                 self._look()
                 next_look = time.monotonic() + _LOOK_S
+            if (left := self._asked + _QUIET_S - time.monotonic()) > 0:
+                self._ended.wait(left)
+                continue
             is_busy = self._read_on()
             self._ended.wait(_PAUSE_S if is_busy else max(0.0, next_look - time.monotonic()))
 
@@ -138,13 +146,14 @@ class Hub:
         before = set(self._watch.runs)
         changed = self._watch.poll()
         with self._lock:
-            for path in before - set(self._watch.runs):
+            gone = before - set(self._watch.runs)
+            for path in gone:
                 self._opened.pop(path, None)
-            paths = {run.path for run in changed}
+            paths = gone | {run.path for run in changed}
             for path, opened in list(self._opened.items()):
                 if opened.run.is_whole and opened.run.advance(_SLICE_S):
                     paths.add(path)
-            is_other = bool(changed) or before != set(self._watch.runs)
+            is_other = bool(changed or gone)
         if is_other or paths:
             self._tell(paths, is_other)
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lockstep.engine.checkpoint.listing import folder_name
@@ -39,6 +40,9 @@ _MOST_ODD = 100
 _LONGEST_NAME = 200
 _LONGEST_TEXT = 4000
 _MOST_PROCESSES = 256
+_NOT_YET: Mapping[str, Any] = MappingProxyType(
+    {"causes": (), "healthy": "Not judged yet: the events are still being read."}
+)
 
 
 def in_list(number: str, summary: Summary) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def in_whole(number: str, summary: Summary, run: LargeRun) -> dict[str, Any]:
         "newest": max(summary.newest, history.newest),
         "plan": _plan(history.plan),
         "end": _end(history.end),
-        "diagnosis": _diagnosis(summary, history),
+        "diagnosis": _diagnosis(summary, history) if run.is_whole else dict(_NOT_YET),
         "reading": {
             "offset": run.offset, "size": run.size, "is_whole": run.is_whole,
             "sampled_of": run.sampled_of,

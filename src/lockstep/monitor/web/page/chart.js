@@ -48,7 +48,7 @@ export class Chart {
       this.plot = new uPlot(this.options(shown, isLog), data, this.place);
       this.rescale();
     }
-    this.say(null);
+    this.say(this.plot.cursor.idx);
   }
 
   options(shown, isLog) {
