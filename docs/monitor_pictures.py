@@ -41,7 +41,7 @@ def draw(browser: Browser, url: str) -> None:
     for name, _ in _RUNS:
         page.get_by_label(f"choose {name}").check()
     page.screenshot(path=FOLDER / "monitor_list.png")
-    page.set_viewport_size({"width": 1280, "height": 1150})
+    page.set_viewport_size({"width": 1280, "height": 860})
     page.locator("#together").click()
     page.wait_for_selector(".chart canvas")
     page.locator("#curves").scroll_into_view_if_needed()

@@ -17,7 +17,15 @@ from lockstep.parsing import parse_object
 from lockstep.reading.envelopes import Envelope, Row, Sheet, joined, merged, of_points
 from lockstep.reading.follow import EVENTS
 from lockstep.reading.history import History
-from lockstep.reading.taking import Parse, Taker, lines, survivors, without_arrays
+from lockstep.reading.taking import (
+    Parse,
+    Taker,
+    lines,
+    points,
+    skip_line,
+    survivors,
+    without_arrays,
+)
 
 _MOST_SHEETS = 64
 _SAMPLES = 256
@@ -144,7 +152,7 @@ class LargeRun:
             if not is_fine and end - start <= _MOST_READ_AGAIN:
                 if id(sheet) not in again:
                     again[id(sheet)] = self._read_again(key, start, end)
-                part = _points(again[id(sheet)], name)
+                part = points(again[id(sheet)], name)
             part = part if part is not None else sheet.envelope(name, buckets)
             parts += [part] if part is not None else []
         is_exact = True
@@ -199,7 +207,7 @@ class LargeRun:
                 self._take(line)
             else:
                 self._add_problem(f"a line of more than {MAX_TEXT_BYTES:,} bytes")
-                self.offset += _skip_line(file)
+                self.offset += skip_line(file)
             self.offset += len(line)
         self._list_names()
         return self.offset != before or self._is_at_end != was_at_end
@@ -287,29 +295,3 @@ class _Cutter:
 
 def _nothing(start: int, end: int, last: int) -> Iterable[Row]:
     return ()
-
-
-def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of a line, in bounded memory; how many bytes that were."""
-    count = 0
-    while rest := file.readline(MAX_TEXT_BYTES):
-        count += len(rest)
-        if rest.endswith(b"\n"):
-            break
-    return count
-
-
-def _points(rows: list[Row], name: str) -> Envelope | None:
-    """A curve in some rows, value by value; None if it is in none."""
-    steps: list[int] = []
-    values: list[float] = []
-    names: Sequence[str] = ()
-    place = -1
-    for row in rows:
-        if row.names is not names:
-            names = row.names
-            place = names.index(name) if name in names else -1
-        if place >= 0:
-            steps.append(row.step)
-            values.append(float(row.values[place]))
-    return of_points(steps, values) if steps else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, BinaryIO
@@ -13,7 +13,7 @@ from lockstep.engine.events import Evaluated, Event, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES
 from lockstep.observe import event_from_row
-from lockstep.reading.envelopes import Row
+from lockstep.reading.envelopes import Envelope, Row
 from lockstep.reading.history import step_values
 
 Parse = Callable[[bytes], Any]
@@ -136,3 +136,29 @@ def survivors(file: BinaryIO, taker: Taker, sheet: str, start: int, end: int) ->
 def without_arrays(event: Event) -> Event:
     """The event without metrics of more than one number, which may be large."""
     return replace(event, arrays={}) if isinstance(event, Evaluated) else event
+
+
+def skip_line(file: BinaryIO) -> int:
+    """Read to the end of a line, in bounded memory; how many bytes that were."""
+    count = 0
+    while rest := file.readline(MAX_TEXT_BYTES):
+        count += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return count
+
+
+def points(rows: list[Row], name: str) -> Envelope | None:
+    """A curve in some rows, value by value; None if it is in none."""
+    steps: list[int] = []
+    values: list[float] = []
+    names: Sequence[str] = ()
+    place = -1
+    for row in rows:
+        if row.names is not names:
+            names = row.names
+            place = names.index(name) if name in names else -1
+        if place >= 0:
+            steps.append(row.step)
+            values.append(float(row.values[place]))
+    return of_points(steps, values) if steps else None

@@ -24,7 +24,7 @@ _TELL_S = 0.5
 """Seconds between two notices about a run that is still being read."""
 _QUIET_S = 0.15
 """Seconds after a question in which nothing is read in the background: another one may follow."""
-_FIRST_S = 0.15
+_FIRST_S = 0.1
 """Seconds that a run is read before it is first shown."""
 _PULSE_S = 10.0
 _MOST_BYTES = 512 << 20

@@ -6,7 +6,7 @@ import { attach } from "./gestures.js";
 import { ask } from "./net.js";
 import { spliced } from "./series.js";
 
-const POINTS = 1000;
+const POINTS = 500;
 const DEEPER_MS = 120;
 
 export class Charts {

@@ -38,7 +38,7 @@ export class Changes {
   take(change) {
     this.expect();
     this.onState(true);
-    const isOther = this.boot !== change.boot;
+    const isOther = this.boot !== "" && this.boot !== change.boot;
     this.boot = change.boot;
     this.onChange({ list: change.list || isOther, runs: change.runs, all: isOther });
   }
