@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import tempfile
 from pathlib import Path
 
 import orjson
@@ -39,11 +39,9 @@ SITTINGS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=
 @settings(max_examples=30)
 @given(SITTINGS, st.sampled_from([4, 2048]), st.sampled_from([parse_object, orjson.loads]))
 def test_curves_are_those_of_a_history_that_keeps_all(sittings, most, parse):
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(envelopes, "MOST_BUCKETS", most)
-        folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"lockstep-large-{os.getpid()}"
-        folder.mkdir(exist_ok=True)
-        (folder / "events.jsonl").unlink(missing_ok=True)
+        folder = Path(name)
         step = 0
         for back, steps in sittings:
             start = max(0, step - back)

@@ -13,7 +13,7 @@ from lockstep.engine.events import Evaluated, Event, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES
 from lockstep.observe import event_from_row
-from lockstep.reading.envelopes import Envelope, Row
+from lockstep.reading.envelopes import Envelope, Row, of_points
 from lockstep.reading.history import step_values
 
 Parse = Callable[[bytes], Any]
