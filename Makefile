@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures bench clean
+.PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
 
 venv: .venv/.installed
 
@@ -64,6 +64,10 @@ docs-tables: venv
 # The pictures of docs/architecture.md, from the import graph and the page's own listings.
 docs-pictures: venv
 	$(BIN)/python docs/pictures.py
+
+# Pictures of the monitor's page, by the system's Chromium.
+docs-screens: venv
+	$(BIN)/python docs/monitor_pictures.py
 
 bench: venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"

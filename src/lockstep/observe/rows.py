@@ -82,6 +82,11 @@ def _decode(hint: Any, value: Any) -> Any:
         TypeError: a value is of another type.
         ValueError: a text is no number.
     """
+    origin, args, form, is_plain = _parts(hint)
+    if is_plain:
+        if not isinstance(value, form):
+            raise TypeError(f"{shown(value)} is not a {getattr(hint, '__name__', hint)}")
+        return hint(value) if hint in (float, int) else value
     if isinstance(hint, type) and is_dataclass(hint):
         given = {
             field.name: _decode(kind, value[field.name])
@@ -91,8 +96,6 @@ def _decode(hint: Any, value: Any) -> Any:
         return hint(**given)
     if hint is Any:
         return _numbers(value)
-    origin, args = get_origin(hint), get_args(hint)
-    form = _FORMS.get(origin or hint)
     if form is not None and not isinstance(value, form):
         raise TypeError(f"{shown(value)} is not a {getattr(hint, '__name__', hint)}")
     if origin is tuple:
@@ -125,6 +128,16 @@ _FORMS: Mapping[Any, Any] = MappingProxyType(
     }
 )
 """The types that JSON has for a type; numbers that are not finite are strings."""
+
+
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...], Any, bool]:
+    """What a type is made of, what JSON has for it, and whether it is a single value.
+
+    Cached, for most of the time of reading a row goes into this.
+    """
+    origin, form = get_origin(hint), _FORMS.get(get_origin(hint) or hint)
+    return origin, get_args(hint), form, origin is None and hint in (str, bool, int, float)
 
 
 @cache

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
 
 
 class Curve:
@@ -49,3 +52,36 @@ class Curve:
         found = place < len(self.steps) and self.steps[place] == step
         is_meant = found and origin in (None, self.origins[place])
         return self.values[place] if is_meant else None
+
+
+class CurveStore(Protocol):
+    """Takes the values of a run as they come."""
+
+    def add(self, step: int, values: Mapping[str, float], origin: int | None = None) -> None:
+        """Take values, by the names of their curves.
+
+        Args:
+            step: of the values.
+            values: by name.
+            origin: the first step that they come from; the step itself if left out.
+        """
+
+    def cut(self, last: int) -> None:
+        """Remove what is of later steps, of all curves."""
+
+
+class Curves(defaultdict[str, Curve]):
+    """A store that keeps every value: curves by name."""
+
+    def __init__(self) -> None:
+        super().__init__(Curve)
+
+    def add(self, step: int, values: Mapping[str, float], origin: int | None = None) -> None:
+        """Append the values of a step."""
+        for name, value in values.items():
+            self[name].add(step, value, origin)
+
+    def cut(self, last: int) -> None:
+        """Remove what is of later steps, of all curves."""
+        for curve in self.values():
+            curve.cut(last)

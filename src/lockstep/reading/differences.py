@@ -1,8 +1,8 @@
-"""Where two runs differ: in their configs, in their curves, and in their checkpoints."""
+"""Where two runs differ: in their curves, and in their checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,13 +97,6 @@ def partings(histories: tuple[History, History], runs: tuple[Path, Path]) -> Par
     """
     one, other = (run / "checkpoints" for run in runs)
     return Partings(*part_of_curves(*histories), *part_of_tensors(one, other))
-
-
-def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The dotted keys whose values are not the same in all configs, with these values."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    found = {key: [config.get(key) for config in configs] for key in keys}
-    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 
 def part_of_curves(one: History, other: History) -> tuple[CurveParting | None, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,11 +21,12 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
-from lockstep.parsing import shown
-from lockstep.reading.curves import Curve
+from lockstep.reading.curves import Curves, CurveStore
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
 """What a rank spends its time with."""
+_OF_ONE_STEP = ("lr", "grad_norm")
+"""What a report says of its last step, and not as a mean over all of them."""
 _MOST_PROBLEMS = 20
 _END_OF_TIME = 1e11
 """Unix time that no clock shows."""
@@ -100,6 +100,10 @@ class Happening:
 class History:
     """A run, as far as its rows have been read.
 
+    Args:
+        store: takes the values of curves, for runs too large for keeping them all; `curves` stays
+            empty then.
+
     Attributes:
         plan: how the newest sitting was started; None before the first.
         started: Unix time of the first row.
@@ -117,11 +121,12 @@ class History:
         num_problems: how many there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: CurveStore | None = None) -> None:
         self.plan: RunStarted | None = None
         self.started = self.newest = 0.0
         self.step = 0
-        self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.curves = Curves()
+        self._store: CurveStore = self.curves if store is None else store
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
@@ -133,13 +138,25 @@ class History:
     def add(self, row: Mapping[str, Any]) -> None:
         """Take the next row; one that is not understood is a problem, and no error."""
         try:
-            event = event_from_row(row)
-            time = float(row["time"])
-            if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
-                raise ValueError(f"time or step is out of range: {shown(row)}")
-            self._take(event, time)
+            event, time = event_from_row(row), float(row["time"])
         except (RunDirectoryError, KeyError, TypeError, ValueError, OverflowError) as error:
             self.add_problem(str(error))
+        else:
+            self.add_event(event, time)
+
+    def add_event(self, event: Event, time: float) -> None:
+        """Take the next event; one that cannot be is a problem, and no error.
+
+        Args:
+            event: what has happened.
+            time: of it, in Unix seconds.
+        """
+        try:
+            if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
+                raise ValueError(f"time {time} or step {event.step} is out of range")
+            self._take(event, time)
+        except (TypeError, ValueError, OverflowError) as error:
+            self.add_problem(f"event {type(event).__name__}: {error}")
 
     def _take(self, event: Event, time: float) -> None:
         self.started = self.started or time
@@ -167,8 +184,8 @@ class History:
                 self.end = event
             case Evaluated():
                 origin = event.step if event.model_step is None else event.model_step
-                for name, value in event.metrics.items():
-                    self.curves[f"{event.split}/{name}"].add(event.step, value, origin)
+                values = {f"{event.split}/{name}": value for name, value in event.metrics.items()}
+                self._store.add(event.step, values, origin)
         self.step = max(self.step, event.step)
         self.happenings.append(Happening(time, event))
 
@@ -195,19 +212,15 @@ class History:
             self.first_of_sitting = len(self.happenings) - len(joined)
             self.num_steps, self.num_at_start = 0, len(joined)
         self.step = plan.step
-        for curve in self.curves.values():
-            curve.cut(plan.step)
+        self._store.cut(plan.step)
 
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
         self.num_steps += done.num_steps
-        for name, value in (("lr", done.lr), ("grad_norm", done.grad_norm)):
-            self.curves[name].add(step, value)
-        means = {f"train/{name}": value for name, value in done.metrics.items()}
-        means |= {"train/loss": done.loss, "samples_per_s": done.samples_per_s}
-        means["compute_efficiency"] = done.compute_efficiency
-        for name, value in means.items():
-            self.curves[name].add(step, value, step - done.num_steps + 1)
+        metrics = {f"train/{name}": value for name, value in done.metrics.items()}
+        means = step_values(done) | metrics
+        self._store.add(step, {name: means.pop(name) for name in _OF_ONE_STEP})
+        self._store.add(step, means, step - done.num_steps + 1)
         by_rank = {process.rank: process for process in self.living}
         for times in done.ranks:
             if times.rank in by_rank:
@@ -230,3 +243,14 @@ class History:
             process.rank = rank
         for process in living:  # nobody says who computes which of them now
             process.num_microbatches = self.plan.num_microbatches / world_size if self.plan else 0.0
+
+
+def step_values(done: StepDone) -> dict[str, float]:
+    """What a report of steps says beside its metrics, by the names of the curves."""
+    return {
+        "lr": done.lr,
+        "grad_norm": done.grad_norm,
+        "samples_per_s": done.samples_per_s,
+        "compute_efficiency": done.compute_efficiency,
+        "train/loss": done.loss,
+    }

@@ -183,7 +183,7 @@ def _alarms(
 def _serve(options: Options, watch: Watch, session: Session | None) -> None:
     """Serve the page; where exporter or alerts go along, each has a reader of its own."""
     with ending_at_interrupt():
-        serve = importlib.import_module("lockstep.monitor.web.server").serve
+        from lockstep.monitor.web.server import serve
     if session is not None:
         Looker(session, failed=_raise_in_main).start()
         watch = _watch(options)

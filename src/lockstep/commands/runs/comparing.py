@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lockstep.observe import text
-from lockstep.reading.differences import Partings, config_differences, partings
+from lockstep.reading.configs import config_differences
+from lockstep.reading.differences import Partings, partings
 from lockstep.reading.follow import read_run
 from lockstep.reading.listing import Summary, summarise
 from lockstep.reading.telling import letter, lines_of_partings

@@ -18,8 +18,9 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
+from lockstep.reading.configs import config_differences
 from lockstep.reading.diagnosis.verdict import causes, told
-from lockstep.reading.differences import config_differences, partings
+from lockstep.reading.differences import partings
 from lockstep.reading.follow import read_run
 from lockstep.reading.history import KINDS, Happening, History
 from lockstep.reading.listing import Summary, summarise

@@ -1,0 +1,163 @@
+"""A run of any size is told as one that is kept whole, and nothing in its file is an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from run_files import PLAN, append, begin, done, joined
+
+from lockstep.parsing import parse_object
+from lockstep.reading import envelopes, large
+from lockstep.reading.follow import read_run
+from lockstep.reading.large import LargeRun
+
+ALL = (0, 1 << 40)
+
+
+def read(run: LargeRun) -> LargeRun:
+    while run.advance(1.0) or not run.is_whole:
+        pass
+    return run
+
+
+def points(run: LargeRun, name: str, first: int = 0, last: int = 1 << 40) -> dict[int, float]:
+    envelope, is_exact = run.curve(name, first, last, 4096)
+    assert is_exact
+    return dict(zip(envelope.step.tolist(), envelope.value.tolist(), strict=True))
+
+
+SITTINGS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=5)
+
+
+@settings(max_examples=30)
+@given(SITTINGS, st.sampled_from([4, 2048]), st.sampled_from([parse_object, orjson.loads]))
+def test_curves_are_those_of_a_history_that_keeps_all(sittings, most, parse):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
+        patch.setattr(envelopes, "MOST_BUCKETS", most)
+        folder = Path(name)
+        step = 0
+        for back, steps in sittings:
+            start = max(0, step - back)
+            append(folder, [*map(joined, range(3)), {**PLAN, "step": start}])
+            step = start + steps
+            append(folder, [done(s, s * 0.5, a=-s) for s in range(start + 1, step + 1)])
+            val = {"event": "Evaluated", "split": "val", "metrics": {"loss": step}, "seconds": 1.0}
+            append(folder, [{**val, "step": step}])
+        run, history = read(LargeRun(folder, parse)), read_run(folder)
+        assert set(run.names) == set(history.curves)
+        for name, curve in history.curves.items():
+            # Ranges of a step each are read again from the file, whatever the envelopes hold.
+            truth = dict(zip(curve.steps, curve.values, strict=True))
+            found = {s: v for t in truth for s, v in points(run, name, t, t).items() if s == t}
+            assert found == truth
+        assert (run.history.step, run.history.num_steps) == (history.step, history.num_steps)
+
+
+def test_a_spike_is_never_lost_and_zoom_is_exact(tmp_path):
+    rows = [done(s, 1.0 if s != 5003 else 77.0) for s in range(1, 10_001)]
+    append(tmp_path, [PLAN, *rows])
+    run = read(LargeRun(tmp_path, orjson.loads))
+    coarse, _ = run.curve("train/loss", *ALL, 500)
+    assert len(coarse.step) <= 500
+    assert coarse.high.max() == 77.0
+    fine = points(run, "train/loss", 5000, 5006)
+    assert {s: v for s, v in fine.items() if 5000 <= s <= 5006} == dict.fromkeys(
+        range(5000, 5007), 1.0
+    ) | {5003: 77.0}
+
+
+def test_a_sample_of_rows_is_there_at_once_and_gives_way_to_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(large, "_SMALL", 1000)
+    append(tmp_path, [PLAN, *(done(s, float(s)) for s in range(1, 3001))])
+    run = LargeRun(tmp_path, orjson.loads)
+    run.advance(0.0)
+    envelope, is_exact = run.curve("train/loss", *ALL, 4096)
+    assert not is_exact
+    assert 200 < len(envelope.step) <= 256
+    assert envelope.step[-1] > 2900
+    assert list(envelope.step) == list(envelope.value)
+    run.advance(0.02)
+    assert not run.is_whole
+    assert 5 < run.sampled_of < 20
+    partial, _ = run.curve("train/loss", *ALL, 4096)
+    assert list(partial.step) == list(partial.value)
+    assert partial.step[-1] > 2900
+    read(run)
+    assert run.sampled_of == 1
+    assert points(run, "train/loss") == {s: float(s) for s in range(1, 3001)}
+
+
+def test_damaged_rows_are_said_and_passed_over(tmp_path):
+    append(tmp_path, [PLAN, done(1, 1.0)])
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "StepDone", "step": 2\n\x00\xff\xfe\n[1, 2]\n"text"\n\n')
+        file.write(b'{"event": "Unheard", "step": 3, "time": 1}\n' + b"[" * 100_000 + b"\n")
+        for wrong in ({"metrics": {"a": [1]}}, {"metrics": 3}, {"step": 1 << 70}, {"step": -1}):
+            row = {"time": 5.0, **done(4, 1.0), **wrong}
+            file.write(json.dumps(row).encode() + b"\n")
+        row = {"time": "x", **done(4, 1.0), "loss": "much"}
+        file.write(json.dumps(row).encode() + b"\n")
+    append(tmp_path, [done(5, "NaN", a="Infinity"), done(6, 0.5, a=1)])
+    run = read(LargeRun(tmp_path, orjson.loads))
+    assert run.history.num_problems == 12
+    found = points(run, "train/loss")
+    assert {step: v for step, v in found.items() if v == v} == {1: 1.0, 6: 0.5}
+    assert math.isnan(found[5])
+    assert points(run, "train/a") == {5: math.inf, 6: 1.0}
+
+
+def test_a_line_without_end_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(large, "MAX_TEXT_BYTES", 5000)
+    append(tmp_path, [PLAN, done(1, 1.0)])
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write("x" * 17_000 + "\n")
+    append(tmp_path, [done(2, 2.0)])
+    run = read(LargeRun(tmp_path))
+    assert points(run, "train/loss") == {1: 1.0, 2: 2.0}
+    assert "more than 5,000 bytes" in run.history.problems[0]
+
+
+def test_a_file_that_is_replaced_cut_off_or_gone_is_told(tmp_path):
+    events = tmp_path / "events.jsonl"
+    begin(tmp_path, 5)
+    run = read(LargeRun(tmp_path))
+    generation = run.generation
+    other = tmp_path / "other"
+    append(other, [PLAN, done(1, 9.0)])
+    (other / "events.jsonl").replace(events)
+    assert points(read(run), "train/loss") == {1: 9.0}
+    assert run.generation > generation
+    text = events.read_text()
+    events.write_text(text[: len(text) // 2])
+    assert points(read(run), "train/loss") == {}
+    events.write_text(text)
+    assert points(read(run), "train/loss") == {1: 9.0}
+    events.unlink()
+    assert run.advance(1.0)
+    assert run.problem == "events.jsonl: is gone"
+    assert points(run, "train/loss") == {1: 9.0}
+    events.mkdir()
+    run.advance(1.0)
+    assert "cannot be read" in run.problem
+
+
+def test_the_newest_row_is_waited_for_until_it_is_whole(tmp_path):
+    begin(tmp_path, 3)
+    run = read(LargeRun(tmp_path))
+    line = json.dumps({"time": 1.0, **done(4, 4.0)})
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(line[:50])
+    read(run)
+    assert 4 not in points(run, "train/loss")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write(line[50:] + "\n")
+    read(run)
+    assert points(run, "train/loss")[4] == 4.0
+    assert run.history.num_problems == 0
