@@ -63,7 +63,8 @@ def _figure(profile: Profile) -> Any:
             _draw(measurement, colour, latency, speed)
         _label(latency, f"{_SCOPES[scope]}: median time, and fits (thin)", "µs")
         _label(speed, f"{_SCOPES[scope]}: bus bandwidth", "GB/s")
-        speed.legend(fontsize=7, ncols=2)
+        if of:
+            speed.legend(fontsize=7, ncols=2)
     return figure
 
 

@@ -11,6 +11,8 @@ from lockstep.planning.profile.profile import Measurement, Profile, Scope
 from lockstep.planning.profile.sizes import size_text
 
 _UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_ONE = 0.9995
+"""What rounds to 1 with three digits."""
 _MEANT = {
     "inside": "inside a host",
     "between": "between hosts, one rank of each",
@@ -50,8 +52,9 @@ def skipped_lines(profile: Profile) -> Iterator[str]:
 
 def time_text(seconds: float) -> str:
     """A time in the unit that suits it, with three digits."""
-    unit, scale = next((u for u in _UNITS if seconds * u[1] >= 1), _UNITS[-1])
-    return f"{seconds * scale:.3g} {unit}"
+    unit, scale = next((u for u in _UNITS if seconds * u[1] >= _ONE), _UNITS[-1])
+    value = seconds * scale
+    return f"{value:.3g} {unit}" if value < 1000 * _ONE else f"{value:.0f} {unit}"
 
 
 def speed_text(bytes_per_s: float) -> str:
