@@ -20,7 +20,7 @@ _SETTLED = 0.03
 """Greatest relative difference between the medians of the first and the second half."""
 _BLOCK_S = 0.05
 _LARGEST_BLOCK = 100
-_SHORT_S = 0.01
+_SHORT_S = 0.05
 _MORE_WARM_UPS = 4
 
 
@@ -72,7 +72,8 @@ class Meter:
         began_s = self.elapsed_s
         estimate_s = self._block(timed, 1)[0]
         if estimate_s < _SHORT_S:
-            estimate_s = statistics.median(self._block(timed, _MORE_WARM_UPS))
+            # The least, which no other process has made longer.
+            estimate_s = min(self._block(timed, _MORE_WARM_UPS))
         seconds: list[float] = []
         while True:
             left_s = began_s + allowed_s - self.elapsed_s
@@ -81,7 +82,7 @@ class Meter:
             seconds += self._block(timed, count)
             if self.elapsed_s >= began_s + allowed_s or _is_settled(seconds):
                 return seconds
-            estimate_s = statistics.median(seconds)
+            estimate_s = min(seconds)
 
     def _block(self, timed: Timed, count: int) -> list[float]:
         """The times of some calls: for each, the greatest of all ranks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.comm.transport import Transport
-from lockstep.commands.comm_profile.engine_calls import ENGINE_CALLS, Call
+from lockstep.commands.comm_profile.engine_calls import ENGINE_CALLS, Call, filled
 from lockstep.commands.comm_profile.meter import LEAST, Meter, Timed
 from lockstep.commands.comm_profile.peers import Group
 from lockstep.commands.comm_profile.torch_calls import TORCH_CALLS
@@ -100,7 +100,7 @@ class Profiler:
             transport: transport of this rank's part of the group.
             torch_group: the same for `torch.distributed`; None leaves its operations out.
         """
-        line = None if self._world.rank in group.idle else _line(transport)
+        line = None if self._world.rank in group.idle else _line(transport, self._device)
         layers = ("lockstep",) if torch_group is None else ("lockstep", "torch")
         found = {one.key: _Found(one) for one in OPERATIONS.values() if one.layer in layers}
         for num_bytes in (0, *self._sizes):
@@ -161,11 +161,12 @@ class Profiler:
         return ENGINE_CALLS[operation.name](transport, num_bytes, self._device)
 
 
-def _line(transport: Transport) -> Callable[[], object]:
+def _line(transport: Transport, device: torch.device) -> Callable[[], object]:
     """A function in which a rank waits until all of its group have come.
 
     Not the transport's barrier: that of Lockstep's own launcher goes by way of its supervisor,
     which lets ranks go one after the other.
     """
-    own, everyone = torch.zeros(1, dtype=torch.uint8), [1] * transport.size
-    return lambda: transport.gather_host(own, everyone)
+    everyone, counts = filled(transport.size, device), [1] * transport.size
+    own = everyone[transport.rank : transport.rank + 1]
+    return lambda: transport.all_gather(own, everyone, counts)
