@@ -70,6 +70,7 @@ class Profiler:
 
     Attributes:
         doing: what is being measured, for messages.
+        unmeasured: for each operation of which no size could be measured, a line that says so.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Profiler:
         num_groups: int,
     ) -> None:
         self.doing = "the start"
+        self.unmeasured: list[str] = []
         self._world, self._device = world, device
         self._sizes, self._seconds, self._memory_bytes = sizes, seconds, memory_bytes
         self._meter = Meter(world, device)
@@ -107,6 +109,11 @@ class Profiler:
             for one in found.values():
                 if num_bytes in self._sizes_of(one.operation):
                     self._add(one, group, num_bytes, self._timed(one, transport, torch_group, line))
+        self.unmeasured += [
+            f"{key}: nothing was measured, for want of {one.skipped[0].reason}"
+            for key, one in found.items()
+            if one.skipped and not one.points
+        ]
         return [one.measurement(group) for one in found.values() if one.points]
 
     def _sizes_of(self, operation: Operation) -> list[int]:

@@ -179,7 +179,7 @@ class Measuring:
             hosts=hosts,
             versions=versions(transport.name),
             seconds=time.time() - began,
-            warnings=tuple(warnings_of(hosts)),
+            warnings=(*warnings_of(hosts), *self._profiler.unmeasured),
             measurements=tuple(found),
         )
 
