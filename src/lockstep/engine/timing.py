@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import NamedTuple
 
+from lockstep.comm.traffic import Traffic
 from lockstep.engine.usage import UsageMeter
 
 
@@ -17,6 +18,9 @@ class Times(NamedTuple):
         faults: page faults that had to read from a disk.
         preemptions: how often it had to leave a core to somebody else.
         peak_bytes: the most memory that it has had so far.
+        num_calls: collectives, and messages sent or received; see `Traffic`.
+        sent_bytes: bytes for other ranks.
+        received_bytes: bytes from other ranks.
     """
 
     compute_s: float = 0.0
@@ -28,6 +32,14 @@ class Times(NamedTuple):
     faults: float = 0.0
     preemptions: float = 0.0
     peak_bytes: float = 0.0
+    num_calls: float = 0.0
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+    def plus(self, other: Times) -> Times:
+        """Both together; of the peaks, the greater one."""
+        both = Times(*(one + more for one, more in zip(self, other, strict=True)))
+        return both._replace(peak_bytes=max(self.peak_bytes, other.peak_bytes))
 
     def since(self, before: Times) -> Times:
         """What was spent since `before`; the peak stays what it is."""
@@ -43,11 +55,16 @@ class Stopwatch:
         communication_s: seconds in collectives, waiting for slower ranks included.
         data_s: seconds of waiting for batches.
         checkpoint_s: seconds in which training stood still for checkpoints.
+
+    Args:
+        traffic: counters of the transport of all ranks.
     """
 
     __slots__ = (
         "_before",
+        "_before_traffic",
         "_meter",
+        "_traffic",
         "checkpoint_s",
         "communication_s",
         "compute_s",
@@ -55,8 +72,9 @@ class Stopwatch:
         "now",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None = None) -> None:
         self.now = perf_counter()
+        self._traffic = traffic or Traffic()
         self._meter = UsageMeter()
         self.restart()
 
@@ -64,6 +82,8 @@ class Stopwatch:
         """Set all sums to zero."""
         self.compute_s = self.communication_s = self.data_s = self.checkpoint_s = 0.0
         self._before = self._meter.read()
+        traffic = self._traffic
+        self._before_traffic = (traffic.num_calls, traffic.sent_bytes, traffic.received_bytes)
 
     def start(self) -> None:
         """Begin to measure: the next `lap` counts from here."""
@@ -76,13 +96,20 @@ class Stopwatch:
         return self.now - before
 
     def times(self) -> Times:
-        """All four sums, and what the process has used meanwhile."""
-        kinds = Times(self.compute_s, self.communication_s, self.data_s, self.checkpoint_s)
+        """All four sums, and what the process has used and said meanwhile."""
         now, before = self._meter.read(), self._before
-        return kinds._replace(
-            cpu_s=now.cpu_s - before.cpu_s,
-            cores_s=now.cores_s - before.cores_s,
-            faults=now.faults - before.faults,
-            preemptions=now.preemptions - before.preemptions,
-            peak_bytes=now.peak_bytes,
+        traffic, (num_calls, sent_bytes, received_bytes) = self._traffic, self._before_traffic
+        return Times(
+            self.compute_s,
+            self.communication_s,
+            self.data_s,
+            self.checkpoint_s,
+            now.cpu_s - before.cpu_s,
+            now.cores_s - before.cores_s,
+            now.faults - before.faults,
+            now.preemptions - before.preemptions,
+            now.peak_bytes,
+            traffic.num_calls - num_calls,
+            traffic.sent_bytes - sent_bytes,
+            traffic.received_bytes - received_bytes,
         )

@@ -61,11 +61,11 @@ def _busy(facts: Facts) -> Cause | None:
         return None  # these compute beside their rank, and are no others
     for host, (_, cores) in facts.hosts.items():
         ranks = [p for p in facts.workers if p.joined.host == host]
-        if not ranks or not all(p.cores_s for p in ranks):
+        if not ranks or not all(p.times.cores_s for p in ranks):
             continue
         # Ranks that may run on the same cores all see the same work there.
-        worked = max(p.cores_s for p in ranks) / facts.seconds
-        own = sum(p.cpu_s for p in ranks) / facts.seconds
+        worked = max(p.times.cores_s for p in ranks) / facts.seconds
+        own = sum(p.times.cpu_s for p in ranks) / facts.seconds
         others = worked - own
         if worked > _FULL * cores and others > _OTHERS * cores:
             return Cause(
@@ -80,15 +80,15 @@ def _busy(facts: Facts) -> Cause | None:
 
 
 def _memory(facts: Facts) -> Cause | None:
-    faults = max(facts.workers, key=lambda p: p.faults)
-    if faults.faults / facts.seconds < _FAULTED:
+    faults = max(facts.workers, key=lambda p: p.times.faults)
+    if faults.times.faults / facts.seconds < _FAULTED:
         return None
     return Cause(
         "memory",
-        min(0.9, faults.faults * _FAULT_S / facts.seconds),
+        min(0.9, faults.times.faults * _FAULT_S / facts.seconds),
         f"memory of rank {faults.rank} is swapped out and in",
-        [f"{faults.faults:,} page faults read from the disk; the most that it had are "
-         f"{text.size(faults.peak_bytes)}"],
+        [f"{faults.times.faults:,.0f} page faults read from the disk; the most that it had are "
+         f"{text.size(faults.times.peak_bytes)}"],
         "raise num_microbatches, set activation_checkpointing or sharding, or start fewer ranks "
         "on each host",
         explains=("slow_rank", "busy"),
@@ -109,9 +109,9 @@ def _slow_rank(facts: Facts) -> Cause | None:
     waits = max(p.seconds["communication_s"] for p in facts.workers if p.rank != slow)
     evidence = [f"the others wait up to {percent(waits / facts.seconds)} of the time"]
     total = sum(process.seconds.values())
-    if process.cpu_s < 0.6 * process.seconds["compute_s"]:
+    if process.times.cpu_s < 0.6 * process.seconds["compute_s"]:
         evidence.append(
-            f"its threads computed for {process.cpu_s:.1f} of {total:.1f} s: it waits for "
+            f"its threads computed for {process.times.cpu_s:.1f} of {total:.1f} s: it waits for "
             "something in the loss, or for a core"
         )
     every = facts.config.get("balance_every")
