@@ -90,7 +90,10 @@ def test_quiet_is_one_line(lockstep, tmp_path, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
 def test_what_each_rank_does_is_shown_on_demand(lockstep, num_ranks):
-    spent = r"^step 2: rank (\d+): compute \d+%  exchange \d+%  data \d+%  checkpoint \d+%$"
+    spent = r"^step 2: rank (\d+): compute \d+%  exchange \d+%  data \d+%  checkpoint \d+%"
+    if num_ranks == "2":
+        spent += r"  sent \d+\.\d KiB  received \d+\.\d KiB  in \d+ calls"
+    spent += "$"
     arguments = ("-n", num_ranks, "--per-rank", "steps=4", "log_every=2")
     done = lockstep("train", target(), "--run-dir", "r", "stop_at_step=2", *arguments)
     assert done.returncode == 0, done.stderr

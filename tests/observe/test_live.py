@@ -160,6 +160,15 @@ def test_plain_lines_of_ranks_on_demand() -> None:
     assert "exchange" not in "".join(Shown()(*events).lines)
 
 
+def test_plain_lines_of_ranks_say_what_was_exchanged() -> None:
+    talks = replace(rank_times(0), num_calls=12, sent_bytes=2048, received_bytes=3 << 20)
+    events = [run_started(world_size=1), joined(0), step_done(3, ranks=(talks,))]
+    assert Shown(per_rank=True)(*events).lines[BANNER + 1] == (
+        "step 3: rank 0: compute 62%  exchange 26%  data 13%  checkpoint 0%  "
+        "sent 2.0 KiB  received 3.0 MiB  in 12 calls"
+    )
+
+
 def long_run(num_evaluations: int) -> list[Event]:
     events: list[Event] = [run_started(world_size=1, total_steps=num_evaluations), joined(0)]
     for step in range(1, num_evaluations + 1):

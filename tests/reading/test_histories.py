@@ -160,6 +160,18 @@ def test_what_cannot_be_is_a_problem(tmp_path, row):
     assert (history.num_problems, history.step) == (1, 5)
 
 
+def test_what_ranks_have_spent_adds_up_also_in_old_files(tmp_path):
+    rows = [done(1, 3.0, 2), done(2, 2.0, 2)]
+    for row, peak in zip(rows, (500, 400), strict=True):
+        row["ranks"][0] |= {"faults": 3, "peak_bytes": peak, "num_calls": 2, "sent_bytes": 10,
+                            "received_bytes": 30, "cpu_s": 0.5}  # fmt: skip
+    written(tmp_path, [*map(joined, range(2)), {**PLAN, "world_size": 2}, *rows])
+    talks, silent = (process.times for process in read_run(tmp_path).processes)
+    assert (talks.num_calls, talks.sent_bytes, talks.received_bytes) == (4, 20, 60)
+    assert (talks.faults, talks.peak_bytes, talks.cpu_s) == (6, 500, 1.0)
+    assert (silent.compute_s, silent.num_calls, silent.sent_bytes) == (4.0, 0, 0)
+
+
 def test_a_reader_goes_on_where_it_was(tmp_path):
     reader = RunReader(tmp_path)
     assert not reader.poll()

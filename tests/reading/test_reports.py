@@ -79,6 +79,15 @@ def test_a_page_loads_nothing_and_shows_text_as_text(runs, count):
     assert as_html(report_of(runs[:count])) == page
 
 
+def test_what_processes_have_said_is_in_their_table(tmp_path):
+    row = done(1, 2.0, 1)
+    row["ranks"][0] |= {"num_calls": 1200, "sent_bytes": 2048, "received_bytes": 3 << 20}
+    run = run_in(tmp_path / "run", joined(0), {**PLAN, "world_size": 1}, row)
+    text = as_markdown(report_of([run]), "figures")
+    assert "sent | received | calls |" in text
+    assert "2.0 KiB | 3.0 MiB | 1,200 |" in text
+
+
 def test_markdown_has_its_pictures_beside_it(runs, tmp_path):
     blocks = list(report_of(runs))
     text = as_markdown(blocks, "figures of it")

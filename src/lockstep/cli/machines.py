@@ -1,4 +1,4 @@
-"""Subcommands about machines: SLURM scripts, and what is missing here."""
+"""Subcommands about machines: SLURM scripts, what is missing here, and what messages cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Overrides, RunDir, Target, leave
+from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, leave
+from lockstep.commands.waiting import importing
 from lockstep.launchers.rank.early import ending_at_interrupt
 
 
@@ -74,3 +75,30 @@ def doctor(
         )
     console.print(command.render(checks))
     leave(command.exit_code(checks))
+
+
+def comm_profile(
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="Number of ranks to start; 2.")
+    ] = None,
+    launcher: LauncherOption = None,
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="FIRST:LAST in steps of four, or sizes with commas.")
+    ] = "1KB:256MB",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure.")] = 60.0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    json: Annotated[Path | None, typer.Option("--json", help="A file for the profile.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="A picture: FILE.svg or FILE.png.")
+    ] = None,
+) -> None:
+    """Measure what collectives and messages cost, by size, with a line through each.
+
+    In ranks of mpirun, torchrun or srun, these are measured.
+    """
+    with importing():
+        from rich.console import Console
+
+        from lockstep.commands.comm_profile import command
+    options = command.Options(ranks, launcher, sizes, seconds, device, json, plot)
+    leave(command.comm_profile(options, Console()))

@@ -44,8 +44,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": training.recipes, "config": training.config, "init": training.init,
     "train": training.train, "resume": training.resume, "eval": training.evaluate,
     "export": training.export, "verify": proving.verify, "chaos": proving.chaos,
-    "slurm": machines.slurm, "doctor": machines.doctor, "report": seeing.report,
-    "diagnose": seeing.diagnose, "monitor": seeing.monitor,
+    "slurm": machines.slurm, "doctor": machines.doctor,
+    "comm-profile": machines.comm_profile, "report": seeing.report, "diagnose": seeing.diagnose,
+    "monitor": seeing.monitor,
 }  # fmt: skip
 
 for _name, _command in _COMMANDS.items():

@@ -30,6 +30,7 @@ class BorrowedGroup(GroupTransport):
     @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
+        self.traffic.add(0, 0)
         dist.barrier(self.group)
 
     def close(self) -> None:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.comm.traffic import Traffic
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -102,6 +104,7 @@ class Transport(ABC):
         can_regroup: whether the group can go on without ranks that die.
         failures: kinds of exception that a collective raises when a rank is lost.
         observer: object that is told when this process begins and ends to wait for others.
+        traffic: how much it has said, here and in the subgroups.
     """
 
     name: str
@@ -112,6 +115,7 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self.observer: Observer = _Nobody()
+        self.traffic = Traffic()
 
     @abstractmethod
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
@@ -249,6 +253,15 @@ class Transport(ABC):
         out = torch.empty(sum(counts), dtype=own.dtype)
         self.all_gather(own, out, counts)
         return out
+
+
+def count_broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
+    """Count in a broadcast."""
+    num_bytes = tensor.numel() * tensor.itemsize
+    if transport.rank == root:
+        transport.traffic.add(num_bytes * (transport.size - 1), 0)
+    else:
+        transport.traffic.add(0, num_bytes)
 
 
 class LocalTransport(Transport):

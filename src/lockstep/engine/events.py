@@ -83,6 +83,12 @@ class RankTimes:
     """The most memory that it has had so far."""
     swapped_bytes: int = 0
     """Memory that is swapped out at the moment."""
+    num_calls: int = 0
+    """Collectives that it has taken part in, and messages that it has sent or received."""
+    sent_bytes: int = 0
+    """Bytes that it has given to other ranks; what an all-gather gives to each of them counts."""
+    received_bytes: int = 0
+    """Bytes that it has got from other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

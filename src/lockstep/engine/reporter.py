@@ -28,6 +28,12 @@ from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
 from lockstep.engine.usage import counted_cores
 
+_COUNTS = (
+    "faults", "preemptions", "peak_bytes", "swapped_bytes", "num_calls", "sent_bytes",
+    "received_bytes",
+)  # fmt: skip
+"""Fields of `Times` that are whole numbers."""
+
 
 class Reporter:
     """Adds up what steps did, and emits it every `config.log_every` steps."""
@@ -251,8 +257,5 @@ class Reporter:
 
 def _rank_times(rank: int, times: Times) -> RankTimes:
     """What a rank has spent; numbers that count things have travelled as float64."""
-    return RankTimes(
-        rank, times.compute_s, times.communication_s, times.data_s, times.checkpoint_s, times.cpu_s,
-        times.cores_s, int(times.faults), int(times.preemptions), int(times.peak_bytes),
-        int(times.swapped_bytes),
-    )  # fmt: skip
+    counts = {name: int(getattr(times, name)) for name in _COUNTS}
+    return RankTimes(rank, **times._asdict() | counts)

@@ -194,7 +194,7 @@ def _add_ranks(samples: Samples, history: History, own: tuple[str, str], is_runn
         is_living = is_running and process.until is None
         at_host = (*labels, shown(process.joined.host))
         up[at_host] = float(is_living)
-        memory[labels] = float(process.peak_bytes)
+        memory[labels] = float(process.times.peak_bytes)
         batches[labels] = float(process.num_microbatches) if is_living else 0.0
     samples["lockstep_rank_up"] = up
     samples["lockstep_rank_peak_memory_bytes"] = memory

@@ -103,7 +103,7 @@ def rank_rows(history: History, is_running: bool, looks: Looks) -> list[RankRow]
                 num_microbatches=process.num_microbatches,
                 recent=looks.recent(process),
                 all=_parts([process.seconds[kind] for kind in KINDS]),
-                peak_bytes=process.peak_bytes,
+                peak_bytes=int(process.times.peak_bytes),
                 reported=process.reported,
                 reason=process.reason.partition(";")[0],
             )

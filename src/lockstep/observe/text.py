@@ -178,7 +178,15 @@ def shares(times: RankTimes) -> list[str]:
 def rank_times(step: int, times: RankTimes) -> str:
     """One line for what a rank has done with its time."""
     parts = "  ".join(map(" ".join, zip(KINDS_OF_WORK, shares(times), strict=True)))
-    return f"step {step:,}: rank {times.rank}: {parts}"
+    return f"step {step:,}: rank {times.rank}: {parts}{said(times)}"
+
+
+def said(times: RankTimes) -> str:
+    """What a rank has said to others, behind its shares; empty where there is nobody."""
+    if not times.num_calls:
+        return ""
+    bytes_of = f"sent {size(times.sent_bytes)}  received {size(times.received_bytes)}"
+    return f"  {bytes_of}  in {count(times.num_calls, 'call')}"
 
 
 def line(event: Event) -> str:

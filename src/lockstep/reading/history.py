@@ -19,6 +19,7 @@ from lockstep.engine.events import (
     RunStarted,
     StepDone,
 )
+from lockstep.engine.timing import Times
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
 from lockstep.reading.curves import Curves, CurveStore
@@ -43,13 +44,7 @@ class Process:
         rank: its number now; ranks are numbered anew when one is lost.
         until: Unix time at which it was lost; None if it was not.
         reason: why its watchdog ended it; empty if it did not.
-        seconds: what it has spent its time with, by kind.
-        cpu_s: seconds that its threads have computed.
-        cores_s: seconds that anybody has computed on the cores that it may run on.
-        faults: page faults that had to read from a disk.
-        preemptions: how often it had to leave a core to another process.
-        peak_bytes: the most memory that it has had.
-        swapped_bytes: the most memory of it that was swapped out at a report.
+        times: what it has spent.
         num_microbatches: how many it computes in a step now.
         num_computed: how many it has computed in the steps that were reported.
         reported: Unix time of the newest report of what it has done; 0.0 before the first.
@@ -60,13 +55,7 @@ class Process:
     rank: int
     until: float | None = None
     reason: str = ""
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    cpu_s: float = 0.0
-    cores_s: float = 0.0
-    faults: int = 0
-    preemptions: int = 0
-    peak_bytes: int = 0
-    swapped_bytes: int = 0
+    times: Times = field(default_factory=Times)
     num_microbatches: float = 0.0
     num_computed: float = 0.0
     reported: float = 0.0
@@ -74,14 +63,12 @@ class Process:
     def add(self, times: RankTimes, num_steps: int) -> None:
         """Count in what it has spent in the steps since the last report."""
         self.num_computed += num_steps * self.num_microbatches
-        for kind in KINDS:
-            self.seconds[kind] += getattr(times, kind)
-        self.cpu_s += times.cpu_s
-        self.cores_s += times.cores_s
-        self.faults += times.faults
-        self.preemptions += times.preemptions
-        self.peak_bytes = max(self.peak_bytes, times.peak_bytes)
-        self.swapped_bytes = max(self.swapped_bytes, times.swapped_bytes)
+        self.times = self.times.plus(Times(*(getattr(times, name) for name in Times._fields)))
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What it has spent its time with, by kind."""
+        return {kind: getattr(self.times, kind) for kind in KINDS}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.traffic import Traffic
 from lockstep.engine.step.header import STOP_REASONS, Header, num_values
 from lockstep.engine.timing import Stopwatch, Times
 
@@ -39,6 +40,27 @@ def test_times_since() -> None:
     assert Times(1, 0, 0, 0, 9, 5, 8, 7, 6).since(Times(0, 0, 0, 0, 1, 1, 2, 3, 4)) == Times(
         1, 0, 0, 0, 8, 4, 6, 4, 6
     )
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1 << 40)] * len(Times._fields)), max_size=5))
+def test_times_add_up_and_the_greatest_peak_stays(rows: list[tuple[int, ...]]) -> None:
+    total = Times()
+    for row in rows:
+        total = total.plus(Times(*row))
+    for number, name in enumerate(Times._fields):
+        column = [row[number] for row in rows]
+        assert getattr(total, name) == (max if name == "peak_bytes" else sum)([0, *column])
+
+
+def test_a_stopwatch_knows_what_was_said() -> None:
+    traffic = Traffic()
+    traffic.add(5, 6)
+    watch = Stopwatch(traffic)
+    traffic.add(10, 20)
+    times = watch.times()
+    assert (times.num_calls, times.sent_bytes, times.received_bytes) == (1, 10, 20)
+    watch.restart()
+    assert watch.times().num_calls == 0
 
 
 def test_a_stopwatch_knows_what_the_process_has_used() -> None:

@@ -47,20 +47,20 @@ def test_a_run_that_cannot_have_its_memory_is_told_what_would_do(monkeypatch) ->
     model, flat = parts()
     adam = optim.Adam(model.parameters())
     config = TrainConfig(num_microbatches=8)
-    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
     with pytest.raises(ConfigError) as caught:
         memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
     message = str(caught.value)
     assert "memory: a rank needs at least 0.03 GiB" in message
     assert "and has 0.01 GiB (ulimit -v 9)" in message
     assert "sharding=parameters optimizer.buddy=false needs 0.01 GiB on each of 3 ranks" in message
-    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 24 * MIB)]))
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 24 * MIB)]))
     memory.check_memory(config, model, flat, adam, 1, can_regroup=True)
 
 
 def test_tables_that_do_not_fit_are_refused(monkeypatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(memory, "_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 8 * MIB)]))
     memory.check_table_memory({}, 1, False, cpu)
     memory.check_table_memory({"t": 16 * MIB}, 4, True, cpu)
     with pytest.raises(ConfigError) as caught:
@@ -71,7 +71,7 @@ def test_tables_that_do_not_fit_are_refused(monkeypatch) -> None:
 
 
 def test_this_process_has_limits() -> None:
-    limits = dict(memory._limits())
+    limits = dict(memory.memory_limits())
     assert limits["the host's memory"] > 0
 
 

@@ -153,6 +153,7 @@ class ElasticTransport(GroupTransport):
         super().abort(exit_code)
 
     def _agree(self) -> None:
+        self.traffic.add(0, 0)
         if not self._is_alone:
             self._supervision.agree()
 

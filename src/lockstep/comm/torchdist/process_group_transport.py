@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.torchdist.store import meet_at
-from lockstep.comm.transport import Sending, Transport, collective, offsets
+from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
 
 class GroupTransport(Transport):
@@ -34,7 +34,8 @@ class GroupTransport(Transport):
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
-        longest = max(counts)
+        longest, num_own, size = max(counts), own.numel(), out.itemsize
+        self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         if min(counts) == longest:
             self._finish(self.group._allgather_base(out, own))
             return
@@ -57,12 +58,15 @@ class GroupTransport(Transport):
         recv_counts: Sequence[int],
     ) -> None:
         """See `Transport.all_to_all`."""
+        size, to_self = send.itemsize, send_counts[self.rank]
+        self.traffic.add((sum(send_counts) - to_self) * size, (recv.numel() - to_self) * size)
         own = _in_a_row(send, send_counts, send_offsets)
         self._finish(self.group.alltoall_base(recv, own, list(recv_counts), list(send_counts)))
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
+        count_broadcast(self, tensor, root)
         options = dist.BroadcastOptions()
         options.rootRank = root
         self._finish(self.group.broadcast([tensor], options))
@@ -70,6 +74,7 @@ class GroupTransport(Transport):
     @collective
     def send(self, tensor: Tensor, to: int) -> Sending:
         """See `Transport.send`."""
+        self.traffic.add(tensor.numel() * tensor.itemsize, 0)
         return Sending(self, self.group.send([tensor], to, 0), tensor)
 
     @collective
@@ -80,6 +85,7 @@ class GroupTransport(Transport):
     @collective
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
+        self.traffic.add(0, tensor.numel() * tensor.itemsize)
         self._finish_message(self.group.recv([tensor], source, 0))
 
     def gather_host(self, own: Tensor, counts: Sequence[int]) -> Tensor:
@@ -108,7 +114,7 @@ class Subgroup(GroupTransport):
             size: number of its ranks.
         """
         super().__init__(whole.name, whole.device)
-        self.observer = whole.observer
+        self.observer, self.traffic = whole.observer, whole.traffic
         self.group, self.rank, self.size = group, rank, size
 
     @collective
@@ -170,6 +176,7 @@ class ProcessGroupTransport(GroupTransport):
     @collective
     def barrier(self) -> None:
         """See `Transport.barrier`."""
+        self.traffic.add(0, 0)
         dist.barrier()
 
     @collective

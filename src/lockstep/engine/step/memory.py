@@ -106,7 +106,7 @@ def check_memory(
         sharding = "optimizer"
     needed = needs.of(sharding, num_ranks)
     # The parameters are there already.
-    limit, available = min(_limits(), key=lambda pair: pair[1])
+    limit, available = min(memory_limits(), key=lambda pair: pair[1])
     available += needs.parameters
     if needed <= available:
         return
@@ -145,7 +145,7 @@ def check_table_memory(
         return
     whole, copies = sum(num_bytes.values()), min(1 + with_buddy, num_ranks)
     needed = whole * copies // num_ranks
-    limit, available = min(_limits(), key=lambda pair: pair[1])
+    limit, available = min(memory_limits(), key=lambda pair: pair[1])
     if needed <= available:
         return
     number = -(-whole // max(available, 1))
@@ -179,7 +179,7 @@ def _num_states(optimizer: optim.Optimizer, group: Mapping[str, Any]) -> int:
     return int(isinstance(optimizer, (optim.Adagrad, optim.RMSprop)))
 
 
-def _limits() -> Iterator[tuple[str, int]]:
+def memory_limits() -> Iterator[tuple[str, int]]:
     """What this process may still take, by what limits it; more than there is without a limit."""
     page = resource.getpagesize()
     try:

@@ -89,7 +89,7 @@ class TrainStep:
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(places.world.traffic)
         self._constants = constants
         self._storage: BlockStorage | None = None
         if config.shards_gradients:

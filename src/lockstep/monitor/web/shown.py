@@ -204,7 +204,7 @@ def _processes(history: History, run: LargeRun) -> Iterator[dict[str, Any]]:
             "now": {kind: number_of(getattr(times, kind)) for kind in KINDS}
             if times is not None and is_living
             else None,
-            "peak_bytes": process.peak_bytes,
+            "peak_bytes": int(process.times.peak_bytes),
             "num_microbatches": number_of(process.num_microbatches) if is_living else 0,
         }  # fmt: skip
 

@@ -64,17 +64,17 @@ def _busy(facts: Facts) -> Cause | None:
     for host, (_, cores) in facts.hosts.items():
         ranks = [p for p in facts.workers if p.joined.host == host]
         counted = [p.joined.counted_cores for p in ranks]
-        if not ranks or not all(p.cores_s for p in ranks):
+        if not ranks or not all(p.times.cores_s for p in ranks):
             continue
         # Ranks that may run on the same cores all see the same work there; ranks that are bound to
         # cores of their own each see some of it. Else it is other people's cores that were counted.
         if set(counted) == {cores}:
-            worked = max(p.cores_s for p in ranks) / facts.seconds
+            worked = max(p.times.cores_s for p in ranks) / facts.seconds
         elif sum(counted) == cores:
-            worked = sum(p.cores_s for p in ranks) / facts.seconds
+            worked = sum(p.times.cores_s for p in ranks) / facts.seconds
         else:
             continue
-        own = sum(p.cpu_s for p in ranks) / facts.seconds
+        own = sum(p.times.cpu_s for p in ranks) / facts.seconds
         others = worked - own
         if worked > _FULL * cores and others > _OTHERS * cores:
             return Cause(
@@ -82,7 +82,7 @@ def _busy(facts: Facts) -> Cause | None:
                 min(0.9, others / cores),
                 f"other processes compute on the cores of {host}",
                 [f"of {text.count(cores, 'core')} they have {others:.1f}, the ranks {own:.1f}",
-                 f"ranks had to leave a core {sum(p.preemptions for p in ranks):,} times"],
+                 f"ranks had to leave a core {sum(p.times.preemptions for p in ranks):,.0f} times"],
                 "end them, or ask for cores of your own (`srun --exclusive`)",
                 explains=("latency", "bandwidth", "slow_rank"),
             )  # fmt: skip
@@ -90,16 +90,17 @@ def _busy(facts: Facts) -> Cause | None:
 
 
 def _memory(facts: Facts) -> Cause | None:
-    worst = max(facts.workers, key=lambda p: p.faults)
+    worst = max(facts.workers, key=lambda p: p.times.faults)
+    used = worst.times
     # A page of a file that is mapped comes from the disk too, with nothing swapped out.
-    if worst.faults / facts.seconds < _FAULTED or worst.swapped_bytes < _SWAPPED * worst.peak_bytes:
+    if used.faults / facts.seconds < _FAULTED or used.swapped_bytes < _SWAPPED * used.peak_bytes:
         return None
     return Cause(
         "memory",
-        min(0.9, worst.faults * _FAULT_S / facts.seconds),
+        min(0.9, used.faults * _FAULT_S / facts.seconds),
         f"memory of rank {worst.rank} is swapped out and in",
-        [f"{worst.faults:,} page faults read from the disk; {text.size(worst.swapped_bytes)} were "
-         f"swapped out, and the most that it had in memory are {text.size(worst.peak_bytes)}"],
+        [f"{used.faults:,.0f} page faults read from the disk; {text.size(used.swapped_bytes)} were "
+         f"swapped out, and the most that it had in memory are {text.size(used.peak_bytes)}"],
         "raise num_microbatches, set activation_checkpointing or sharding, or start fewer ranks "
         "on each host",
         explains=("slow_rank", "busy"),
@@ -121,9 +122,9 @@ def _slow_rank(facts: Facts) -> Cause | None:
     waits = max(p.seconds["communication_s"] for p in facts.workers if p.rank != slow)
     evidence = [f"the others wait up to {percent(waits / facts.seconds)} of the time"]
     total = sum(process.seconds.values())
-    if process.cpu_s < 0.6 * process.seconds["compute_s"]:
+    if process.times.cpu_s < 0.6 * process.seconds["compute_s"]:
         evidence.append(
-            f"its threads computed for {process.cpu_s:.1f} of {total:.1f} s: it waits for "
+            f"its threads computed for {process.times.cpu_s:.1f} of {total:.1f} s: it waits for "
             "something in the loss, or for a core"
         )
     every = facts.config.get("balance_every")

@@ -123,7 +123,7 @@ def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
         yield Heading("Processes", level)
         yield Grid(
             ["slot", "rank", "host", "pid", "device", "microbatches", "lost",
-             *text.KINDS_OF_WORK],
+             *text.KINDS_OF_WORK, "sent", "received", "calls"],
             list(_processes(history)),
         )  # fmt: skip
     saved = [h.event for h in history.happenings if isinstance(h.event, Checkpointed)]
@@ -158,6 +158,8 @@ def _processes(history: History) -> Iterator[list[str]]:
             str(joined.slot), str(process.rank), joined.host, str(joined.pid), joined.device,
             str(len(range(*joined.microbatches))), lost,
             *(f"{process.seconds[kind]:.2f} s" for kind in KINDS),
+            text.size(process.times.sent_bytes), text.size(process.times.received_bytes),
+            f"{process.times.num_calls:,.0f}",
         ]  # fmt: skip
 
 

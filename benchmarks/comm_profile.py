@@ -1,0 +1,134 @@
+"""`lockstep comm-profile` beside plain loops; writes `docs/benchmarks/comm-profile.md`.
+
+`--quick` shows that everything runs, and prints instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from typing import Literal
+
+from lockstep.planning.profile.profile import Layer, from_json
+from lockstep.planning.profile.sizes import parse_sizes, size_text
+from page import Section, command, duration, page, ratio, write
+from processes import Program, Result, Spread, alternate
+from run import DOCS, machine
+
+OURS, LOOPS = "comm_ranks.py", "comm_loops.py"
+NUM_RANKS = 2
+LOW, HIGH = 0.67, 1.5
+"""Between these, a ratio of times counts as the same: rounds of one program differ as much."""
+FROM_BYTES = 64 << 10
+"""Below this size, a call of Python's is a part of the time that is worth naming."""
+
+_QUIET = 0.5
+"""Busy processes, in the minute before, from which on times cannot be trusted."""
+
+Over = Literal["mpi", "gloo"]
+
+COUNTERPARTS: dict[Over, tuple[tuple[Layer, str, str], ...]] = {
+    "mpi": (
+        ("lockstep", "message", "message"),
+        ("lockstep", "all_gather", "all_gather"),
+        ("lockstep", "broadcast", "broadcast"),
+        ("torch", "all_reduce", "all_reduce"),
+    ),
+    "gloo": (
+        ("lockstep", "message", "message"),
+        ("lockstep", "all_gather", "all_gather"),
+        ("lockstep", "broadcast", "broadcast"),
+        ("torch", "all_reduce", "all_reduce"),
+        ("torch", "all_gather", "all_gather"),
+        ("torch", "broadcast", "broadcast"),
+        ("torch", "send_recv", "message"),
+    ),
+}
+"""For each operation of a profile, the loop that does the same."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each program runs")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each profile, about")
+    args = parser.parse_args()
+    sizes = parse_sizes("1KB,64KB" if args.quick else "1KB:16MB")
+    rounds, seconds = (1, 2.0) if args.quick else (args.rounds, args.seconds)
+    facts = machine(("torch", "mpi4py", "numpy"))
+    facts["command"] = command("comm_profile")
+    if os.getloadavg()[0] > _QUIET:
+        facts["note"] = "the machine was busy: to be made again when it is quiet"
+    overs: tuple[Over, ...] = ("mpi", "gloo")
+    sections = [compared(over, sizes, rounds, seconds) for over in overs]
+    text = page("Communication", "comm-profile", facts, sections)
+    if args.quick:
+        print(text)
+        return
+    write(DOCS, "comm-profile", text, facts, sections)
+
+
+def compared(over: Over, sizes: tuple[int, ...], rounds: int, seconds: float) -> Section:
+    """Both programs over one kind of connection."""
+    launcher: Literal["mpirun", "torchrun"] = "mpirun" if over == "mpi" else "torchrun"
+    request = json.dumps({"sizes": sizes, "seconds": seconds, "device": "cpu"})
+    listed = ",".join(map(str, sizes))
+    each = str(seconds / (4 * len(sizes)))
+    programs = [
+        Program("ours", OURS, (request,), launcher, NUM_RANKS),
+        Program(
+            "loops", LOOPS, ("--over", over, "--sizes", listed, "--seconds", each), launcher,
+            NUM_RANKS,
+        ),
+    ]  # fmt: skip
+    results = alternate(programs, rounds)
+    how = "mpi4py and NumPy arrays" if over == "mpi" else "`torch.distributed` under torchrun"
+    section = Section(
+        f"Over {over}",
+        f"Medians of the times of single calls, each that of its slowest rank, on {NUM_RANKS} "
+        f"ranks of one host: `lockstep comm-profile` beside loops that use nothing of Lockstep "
+        f"(`benchmarks/comm_loops.py`: {how}; ping-pong as `osu_latency`, collectives with a "
+        "barrier before each call as `osu_allreduce`). Small sizes show what a call of the "
+        "engine's transport costs in Python, some microseconds beside MPI's one or two. Over MPI, "
+        "`torch/all_reduce` goes through Lockstep's backend of `torch.distributed`, the loop "
+        "straight to MPI.",
+        ("operation", "size", "comm-profile", "loop", "comm-profile / loop"),
+        raw=dict(results),
+    )
+    worst: dict[str, list[float]] = {}
+    for layer, name, loop in COUNTERPARTS[over]:
+        for size in sizes:
+            ours = [of_profile(r, layer, name, size) for r in results["ours"]]
+            theirs = [float(r["median_s"][loop][str(size)]) for r in results["loops"]]
+            if None in ours:
+                continue
+            mine = [each for each in ours if each is not None]
+            quotient = Spread.of_ratios(mine, theirs)
+            is_backend = over == "mpi" and layer == "torch"
+            if size >= FROM_BYTES and not is_backend:
+                worst.setdefault(f"{layer}/{name}", []).append(quotient.median)
+            section.rows.append(
+                (f"{layer}/{name}", size_text(size), duration(Spread.of(mine)),
+                 duration(Spread.of(theirs)), ratio(quotient))
+            )  # fmt: skip
+    for key, quotients in worst.items():
+        middle = statistics.median(quotients)
+        section.at_most(
+            f"{key} from {size_text(FROM_BYTES)} on: median of comm-profile / loop within "
+            f"{LOW}–{HIGH}",
+            f"{middle:.2f} ({min(quotients):.2f}–{max(quotients):.2f})", LOW <= middle <= HIGH,
+        )  # fmt: skip
+    return section
+
+
+def of_profile(result: Result, layer: Layer, name: str, size: int) -> float | None:
+    """The median of one size of an operation, in seconds; None if it was skipped."""
+    found = from_json(json.dumps(result)).find(layer, name, "inside")
+    points = found.points if found else ()
+    return next((p.median_s for p in points if p.num_bytes == size), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`lockstep comm-profile`: what communication costs here, by operation and size."""

@@ -1,0 +1,113 @@
+"""A communication profile for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from lockstep.planning.profile.operations import OPERATIONS
+from lockstep.planning.profile.profile import Measurement, Profile, Scope
+from lockstep.planning.profile.sizes import size_text
+
+_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+_ONE = 0.9995
+"""What rounds to 1 with three digits."""
+_MEANT = {
+    "inside": "inside a host",
+    "between": "between hosts, one rank of each",
+    "all": "all ranks of all hosts",
+}
+
+
+def heading(profile: Profile) -> str:
+    """A line that says among whom a profile was measured."""
+    hosts = ", ".join(f"{h.name} ({len(h.ranks)} ranks, {h.cores} cores)" for h in profile.hosts)
+    carried = f"{profile.launcher}, {profile.transport}, {profile.device}"
+    return f"{profile.num_ranks} ranks ({carried}) on {hosts}"
+
+
+def tables(profile: Profile) -> Iterator[Table]:
+    """For each scope, a table of sizes and one of fits."""
+    scopes: list[Scope] = ["inside", "between", "all"]
+    for scope in scopes:
+        if of := [m for m in profile.measurements if m.scope == scope]:
+            yield _times(f"{_MEANT[scope]}, {of[0].num_ranks} ranks", of)
+            yield _fits(of)
+
+
+def skipped_lines(profile: Profile) -> Iterator[str]:
+    """Which sizes were not measured, and why."""
+    for measurement in profile.measurements:
+        for reason in ("time", "memory"):
+            sizes = [s.num_bytes for s in measurement.skipped if s.reason == reason]
+            if sizes:
+                key = f"{measurement.layer}/{measurement.operation}"
+                remedy = "raise --seconds" if reason == "time" else "the memory is too small"
+                yield (
+                    f"{key}, {_MEANT[measurement.scope]}: skipped from {size_text(sizes[0])} on "
+                    f"({remedy})"
+                )
+
+
+def time_text(seconds: float) -> str:
+    """A time in the unit that suits it, with three digits."""
+    unit, scale = next((u for u in _UNITS if seconds * u[1] >= _ONE), _UNITS[-1])
+    value = seconds * scale
+    return f"{value:.3g} {unit}" if value < 1000 * _ONE else f"{value:.0f} {unit}"
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """A bandwidth in GB/s or MB/s of powers of 1,000."""
+    if bytes_per_s >= 1e8:
+        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    return f"{bytes_per_s / 1e6:.2f} MB/s"
+
+
+def _times(title: str, measurements: list[Measurement]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("operation", no_wrap=True)
+    for name in ("size", "calls", "least", "median", "99 %", "algorithm", "bus"):
+        table.add_column(name, justify="right")
+    for measurement in measurements:
+        key = f"{measurement.layer}/{measurement.operation}"
+        for point in measurement.points:
+            has_size = point.num_bytes > 0
+            table.add_row(
+                key,
+                size_text(point.num_bytes) if has_size else "",
+                str(point.num_samples),
+                time_text(point.min_s),
+                time_text(point.median_s),
+                time_text(point.p99_s),
+                speed_text(point.algorithm_bytes_per_s) if has_size else "",
+                speed_text(point.bus_bytes_per_s) if has_size else "",
+            )
+            key = ""
+    return table
+
+
+def _fits(measurements: list[Measurement]) -> Table:
+    title = "seconds = α + β·bytes"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("operation", no_wrap=True)
+    for name in ("sizes", "α", "1/β", "bus", "worst"):
+        table.add_column(name, justify="right")
+    for measurement in measurements:
+        if measurement.fit is None:
+            continue
+        key = f"{measurement.layer}/{measurement.operation}"
+        factor = OPERATIONS[key].factor(measurement.num_ranks)
+        worst = f"{100 * measurement.fit.worst_residual:.0f} %"
+        for piece in measurement.fit.pieces:
+            speed = 1 / piece.beta_s_per_byte if piece.beta_s_per_byte else 0.0
+            table.add_row(
+                key,
+                f"{size_text(piece.first_bytes)}–{size_text(piece.last_bytes)}",
+                time_text(piece.alpha_s),
+                speed_text(speed) if speed else "∞",
+                speed_text(speed * factor) if speed else "∞",
+                worst,
+            )
+            key = worst = ""
+    return table

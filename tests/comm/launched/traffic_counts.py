@@ -1,0 +1,52 @@
+"""What two ranks count of each kind of call; prints a JSON line on each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+
+from lockstep.launchers.rank.environment import detect
+from lockstep.launchers.rank.join import open_transport
+
+transport = open_transport(detect(os.environ), torch.device("cpu"), 60.0)
+rank, traffic = transport.rank, transport.traffic
+found: dict[str, tuple[int, int, int]] = {}
+
+
+def counted(name, call):
+    before = traffic.num_calls, traffic.sent_bytes, traffic.received_bytes
+    call()
+    after = traffic.num_calls, traffic.sent_bytes, traffic.received_bytes
+    found[name] = tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+def message():
+    if rank == 0:
+        transport.send(torch.ones(7), 1).wait()
+    else:
+        transport.receive(torch.zeros(7), 0)
+
+
+counted("even", lambda: transport.all_gather(torch.ones(3), torch.zeros(6), [3, 3]))
+counted("uneven", lambda: transport.all_gather(torch.ones(rank + 1), torch.zeros(3), [1, 2]))
+received = [rank + 1] * 2
+counted(
+    "all_to_all",
+    lambda: transport.all_to_all(
+        torch.ones(3), [1, 2], [0, 1], torch.zeros(sum(received)), received
+    ),
+)
+counted("broadcast", lambda: transport.broadcast(torch.ones(5), 1))
+counted("message", message)
+counted("barrier", transport.barrier)
+counted("agree", transport.agree)
+part = transport.subgroup([[0, 1]])
+counted("subgroup", lambda: part.all_gather(torch.ones(3), torch.zeros(6), [3, 3]))
+sys.stdout.write(json.dumps({"rank": rank, "found": found}) + "\n")
+sys.stdout.flush()
+transport.barrier()
+part.close()
+transport.close()
