@@ -6,6 +6,7 @@ may become rank 0. In a run directory there are then:
 
     events.jsonl    every event, in order, over all sittings of the run
     metrics.csv     the curves, free of steps that a resumed run did again
+    logged/         pictures of `lockstep.log`
     tensorboard/    the curves for TensorBoard, if asked for
     result.json     how the run ended
 """
@@ -26,6 +27,7 @@ from lockstep.observe.jsonl import (
 )
 from lockstep.observe.metrics_csv import MetricsCsv
 from lockstep.observe.notebook import NotebookView, in_notebook
+from lockstep.observe.pictures import Pictures
 from lockstep.observe.quiet import QuietView
 from lockstep.observe.result import ResultJson, read_result
 from lockstep.observe.sink import Sink, Sinks
@@ -37,6 +39,7 @@ __all__ = [
     "EventsJsonl",
     "MetricsCsv",
     "NotebookView",
+    "Pictures",
     "QuietView",
     "ResultJson",
     "Sink",
@@ -85,6 +88,7 @@ def open_sinks(
             sinks.append(sink)
             undo.callback(sink.close)
 
+        add(Pictures(run_dir))  # first: the row of a picture names its file
         add(EventsJsonl(run_dir / "events.jsonl"))
         add(MetricsCsv(run_dir / "metrics.csv"))
         add(ResultJson(run_dir / "result.json"))

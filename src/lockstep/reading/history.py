@@ -12,6 +12,7 @@ from lockstep.engine.events import (
     Failed,
     Finished,
     Joined,
+    Logged,
     RankLost,
     RankTimes,
     Rebalanced,
@@ -21,11 +22,13 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
+from lockstep.parsing import shown
 from lockstep.reading.curves import Curve
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
 """What a rank spends its time with."""
 _MOST_PROBLEMS = 20
+_MOST_LOGGED = 100
 
 
 @dataclass
@@ -94,7 +97,9 @@ class History:
         newest: Unix time of the newest row.
         step: steps that are committed.
         curves: by name: `lr`, `grad_norm`, `samples_per_s`, `compute_efficiency`, and the metrics
-            as `split/name`, where `train` is what was trained on.
+            as `split/name`, where `train` is what was trained on, and `log` what was logged.
+        logged: texts, histograms and pictures that were logged, by name, ascending by step; the
+            newest few of each.
         processes: all that have taken part in the newest sitting, in the order in which they came.
         happenings: in order.
         first_of_sitting: number of the first one of the newest sitting.
@@ -110,6 +115,7 @@ class History:
         self.started = self.newest = 0.0
         self.step = 0
         self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.logged: dict[str, list[Logged]] = defaultdict(list)
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
@@ -131,6 +137,9 @@ class History:
         match event:
             case StepDone():
                 self._add_step(event)
+                return
+            case Logged():
+                self._add_logged(event)
                 return
             case RunStarted():
                 self._start(event)
@@ -176,6 +185,8 @@ class History:
         self.step = plan.step
         for curve in self.curves.values():
             curve.cut(plan.step)
+        for name, logged in self.logged.items():
+            self.logged[name] = [event for event in logged if event.step <= plan.step]
 
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
@@ -189,6 +200,16 @@ class History:
         for times in done.ranks:
             if times.rank in by_rank:
                 by_rank[times.rank].add(times)
+
+    def _add_logged(self, event: Logged) -> None:
+        if event.kind == "scalar":
+            if isinstance(event.value, (int, float)):
+                self.curves[f"log/{event.name}"].add(event.step, event.value)
+            else:
+                self.add_problem(f"event Logged: {shown(event.value)} is no number")
+            return
+        before = [logged for logged in self.logged[event.name] if logged.step < event.step]
+        self.logged[event.name] = [*before[1 - _MOST_LOGGED :], event]
 
     def _add_evaluation(self, event: Event) -> None:
         split, metrics = getattr(event, "split", None), getattr(event, "metrics", {})
