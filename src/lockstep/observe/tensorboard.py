@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
 from lockstep.errors import ConfigError
 from lockstep.observe.files import opening
+from lockstep.observe.scalars import scalars_of
 from lockstep.observe.sink import Sink
 
 
@@ -49,11 +50,8 @@ class TensorBoard(Sink):
         if isinstance(event, RunStarted):
             self.close()
             self._purge_step = event.step + 1
-        elif isinstance(event, StepDone):
-            self._write_scalars(event.step, _step_scalars(event))
-        elif isinstance(event, Evaluated):
-            values = {f"{event.split}/{k}": v for k, v in event.metrics.items()}
-            self._write_scalars(event.step, values)
+        elif isinstance(event, (StepDone, Evaluated)):
+            self._write_scalars(event.step, scalars_of(event))
         elif isinstance(event, Logged):
             self._write(lambda writer: _add_logged(writer, event))
         elif isinstance(event, (Finished, Failed)):
@@ -126,14 +124,3 @@ def _add_picture(writer: Any, tag: str, event: Logged) -> None:
     )
     summary = proto.Summary(value=[proto.Summary.Value(tag=tag, image=image)])
     writer.file_writer.add_summary(summary, event.step)
-
-
-def _step_scalars(event: StepDone) -> dict[str, float]:
-    return {
-        "train/loss": event.loss,
-        **{f"train/{name}": value for name, value in event.metrics.items()},
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "time/samples_per_s": event.samples_per_s,
-        "time/compute_efficiency": event.compute_efficiency,
-    }
