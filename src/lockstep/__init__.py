@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.data.random import generator, numpy_generator
     from lockstep.data.shards import Shards
     from lockstep.engine.hooks.hook import Hook, Run
+    from lockstep.engine.logs.log import log
     from lockstep.engine.optimizer.schedule import lr_factor
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
@@ -68,6 +69,7 @@ __all__ = [
     "hooks",
     "launch",
     "load",
+    "log",
     "lr_factor",
     "main",
     "nn",
@@ -103,6 +105,7 @@ _HOMES = {
     "generator": "lockstep.data.random",
     "launch": "lockstep.launching.launch",
     "load": "lockstep.loading",
+    "log": "lockstep.engine.logs.log",
     "lr_factor": "lockstep.engine.optimizer.schedule",
     "main": "lockstep.front",
     "numpy_generator": "lockstep.data.random",

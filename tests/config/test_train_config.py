@@ -37,6 +37,7 @@ NO_OUTCOME = {
     "mesh.shrink",
     "mesh.tp",
     "tensorboard",
+    "trackers",
     "bucket_bytes",
 }
 BASE = TrainConfig(optimizer={"momentum": 0.9}, num_shards=2)  # type: ignore[arg-type]
@@ -80,6 +81,8 @@ def another(annotation: Any, value: Any) -> Any:
     if value:
         return list(reversed(value))
     item = typing.get_args(annotation)[0]
+    if typing.get_origin(item) is Literal:
+        return list(typing.get_args(item))
     return [item().model_dump()] if issubclass(item, BaseModel) else ["layer.*"]
 
 

@@ -50,6 +50,8 @@ def test_curves_are_those_of_a_history_that_keeps_all(sittings, most, parse):
             append(folder, [done(s, s * 0.5, a=-s) for s in range(start + 1, step + 1)])
             val = {"event": "Evaluated", "split": "val", "metrics": {"loss": step}, "seconds": 1.0}
             append(folder, [{**val, "step": step}])
+            logged = {"event": "Logged", "name": "a/b", "kind": "scalar", "value": step / 4}
+            append(folder, [{**logged, "step": step}, {**logged, "name": "words", "kind": "text"}])
         run, history = read(LargeRun(folder, parse)), read_run(folder)
         assert set(run.names) == set(history.curves)
         for name, curve in history.curves.items():

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_events import evaluated, finished, joined, run_started, step_done
 
-from lockstep.engine.events import Event, Resumed
+from lockstep.engine.events import Event, Logged, Resumed
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import (
     EventsJsonl,
@@ -31,13 +31,18 @@ def kinds() -> list[type[Event]]:
 
 def events() -> st.SearchStrategy[Event]:
     arrays = st.dictionaries(st.text(), st.recursive(st.floats() | st.integers(), st.lists))
+    logged = st.builds(Logged, kind=st.just("x"), value=arrays, text=st.just(""), png=st.just(b""))
+    said = st.builds(Logged, kind=st.just("text"), value=st.none(), png=st.just(b""))
     return st.one_of(
+        logged,
+        said,
         *(
             st.builds(kind, arrays=arrays)
             if "arrays" in {field.name for field in fields(kind)}
             else st.from_type(kind)
             for kind in kinds()
-        )
+            if kind is not Logged
+        ),
     )
 
 

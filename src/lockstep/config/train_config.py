@@ -115,6 +115,12 @@ class TrainConfig(Section):
     and checkpoint."""
     tensorboard: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Write event files for TensorBoard."""
+    trackers: tuple[Literal["mlflow", "wandb", "trackio"], ...] = Field(
+        default=(), json_schema_extra=NO_OUTCOME
+    )
+    """Experiment trackers that get config, curves and pictures, each an extra of that name. They
+    write into the run directory, and nothing to the network, unless their own variables of the
+    environment say otherwise."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time."""
 
@@ -145,6 +151,13 @@ class TrainConfig(Section):
                 "after each microbatch, of which several are under way at a time here; set "
                 "mesh.interleave=1 or sharding=optimizer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> TrainConfig:
+        twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"trackers={list(self.trackers)}: {twice} comes twice")
         return self
 
     @property

@@ -143,6 +143,36 @@ class Improved(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logged(Event):
+    """What a task or a hook has logged by `lockstep.log`; of a name and step, the last one counts.
+
+    Attributes:
+        name: words with `/` between them.
+        kind: `scalar`, `text`, `histogram`, `image` or `figure`.
+        value: a scalar's number; a histogram's `min` and `max` of the finite values, `counts` of
+            as many bins of equal width in between as it has, `num_nan` and `num_inf`; of a picture
+            `path` in the run directory, `sha256`, `width` and `height` in pixels. None for text.
+        text: the text.
+        png: content of a picture's file; of events that were read, empty.
+    """
+
+    name: str
+    kind: str
+    value: Any = None
+    text: str = ""
+    png: bytes = field(default=b"", repr=False)
+
+
+def picture_path(name: str, step: int) -> str:
+    """Path in the run directory of a picture that was logged."""
+    return f"{PICTURES}/{name}/{step:08}.png"
+
+
+PICTURES = "logged"
+"""Folder in the run directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpointed(Event):
     """A checkpoint is complete on disk."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.config import TrainConfig, override
+from lockstep.config import TrainConfig, flattened, override
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
@@ -109,6 +109,8 @@ def _run(
             lambda: open_sinks(
                 directory.path,
                 tensorboard=config.tensorboard,
+                trackers=config.trackers,
+                params=flattened(config),
                 console=sitting.console,
                 quiet=sitting.quiet,
                 resumable=bool(sitting.target),

@@ -6,14 +6,18 @@ may become rank 0. In a run directory there are then:
 
     events.jsonl    every event, in order, over all sittings of the run
     metrics.csv     the curves, free of steps that a resumed run did again
+    logged/         pictures of `lockstep.log`
     tensorboard/    the curves for TensorBoard, if asked for
+    trackers/       what trackers keep that were asked for
     result.json     how the run ended
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from lockstep.observe.console import ConsoleView
 from lockstep.observe.event_hub import EventHub
@@ -26,10 +30,12 @@ from lockstep.observe.jsonl import (
 )
 from lockstep.observe.metrics_csv import MetricsCsv
 from lockstep.observe.notebook import NotebookView, in_notebook
+from lockstep.observe.pictures import Pictures
 from lockstep.observe.quiet import QuietView
 from lockstep.observe.result import ResultJson, read_result
 from lockstep.observe.sink import Sink, Sinks
 from lockstep.observe.tensorboard import TensorBoard
+from lockstep.observe.trackers.tracker_sink import TrackerSink
 
 __all__ = [
     "ConsoleView",
@@ -37,11 +43,13 @@ __all__ = [
     "EventsJsonl",
     "MetricsCsv",
     "NotebookView",
+    "Pictures",
     "QuietView",
     "ResultJson",
     "Sink",
     "Sinks",
     "TensorBoard",
+    "TrackerSink",
     "end_of_events",
     "event_from_row",
     "follow_events",
@@ -57,6 +65,8 @@ def open_sinks(
     *,
     tensorboard: bool,
     console: bool,
+    trackers: Sequence[str] = (),
+    params: Mapping[str, Any] | None = None,
     quiet: bool = False,
     resumable: bool = True,
     per_rank: bool = False,
@@ -70,13 +80,15 @@ def open_sinks(
         run_dir: path of the run directory; created if it is not there.
         tensorboard: whether to write TensorBoard event files.
         console: whether to show the run on standard output.
+        trackers: names of experiment trackers that get curves and pictures.
+        params: keys of the config with their values, for trackers.
         quiet: whether to show warnings and how the run ended only.
         resumable: whether `lockstep resume` can go on with the run.
         per_rank: whether the console shows with each report what each rank does with its time.
 
     Raises:
         RunDirectoryError: the directory or a file in it is not writable, or damaged.
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: TensorBoard or a tracker is asked for and not installed.
     """
     sinks: list[Sink] = []
     with ExitStack() as undo:
@@ -85,11 +97,14 @@ def open_sinks(
             sinks.append(sink)
             undo.callback(sink.close)
 
+        add(Pictures(run_dir))  # first: the row of a picture names its file
         add(EventsJsonl(run_dir / "events.jsonl"))
         add(MetricsCsv(run_dir / "metrics.csv"))
         add(ResultJson(run_dir / "result.json"))
         if tensorboard:
             add(TensorBoard(run_dir / "tensorboard"))
+        for name in trackers:
+            add(TrackerSink(name, run_dir, params or {}))
         if console:
             shown = view(quiet, resumable, per_rank)
             add(shown)

@@ -19,6 +19,7 @@ from lockstep.engine.events import (
     Finished,
     Improved,
     Joined,
+    Logged,
     RankLost,
     RunStarted,
     StepDone,
@@ -101,7 +102,9 @@ class ConsoleView(Sink):
         self._start_live()
 
     def __call__(self, event: Event) -> None:
-        """Show one event."""
+        """Show one event; what a task logs is for files."""
+        if isinstance(event, Logged):
+            return
         with self._lock:
             self._held.raise_late()
             self._take(event)

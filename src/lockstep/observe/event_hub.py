@@ -34,7 +34,8 @@ class EventHub:
             if isinstance(event, RunStarted) and not event.continued:
                 self._recent.clear()  # of a run that goes back, these are steps to be done again
             # Ranks are never more than one step apart.
-            self._recent = [e for e in self._recent if e.step >= event.step - 1]
+            if not self._recent or event.step != self._recent[-1].step:
+                self._recent = [e for e in self._recent if e.step >= event.step - 1]
             self._recent.append(event)
             return
         self._sinks(event)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -28,6 +27,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "StepDone": (),
     "Evaluated": ("split",),
     "Improved": ("metric",),
+    "Logged": ("name", "value", "text"),
     "Warned": ("message",),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
@@ -39,6 +39,7 @@ that tell one from another."""
 _ADVICE = "remove the line, or move the file away: the run can go on without it"
 
 _NUM_KEYS = 256
+"""Keys that are remembered; more where two steps have more events than that."""
 _TAIL_BYTES = 1 << 18
 
 _Key: TypeAlias = "tuple[Any, ...]"
@@ -62,20 +63,29 @@ class EventsJsonl(Sink):
         with opening(path):
             self._file = AppendFile(path)
         self._clock = clock
-        self._written: deque[_Key] = deque(maxlen=_NUM_KEYS)
+        self._written: dict[_Key, None] = {}
 
     def __call__(self, event: Event) -> None:
         """Append the event's row, once."""
         if isinstance(event, RunStarted):
             self._written.clear()
             if event.continued:
-                self._written.extend(_keys_of_sitting(_tail(self._file.path)))
+                self._written.update(dict.fromkeys(_keys_of_sitting(_tail(self._file.path))))
         key = _key(type(event).__name__, vars(event))
         if key in self._written:
             return
         if key is not None:
-            self._written.append(key)
+            self._remember(key)
         self._file.append(dumps(row_of(event, self._clock())).encode() + b"\n")
+
+    def _remember(self, key: _Key) -> None:
+        """Note what is written; what is many, and older than a step, is forgotten."""
+        newest = next(reversed(self._written), key)
+        if len(self._written) >= _NUM_KEYS and newest[1] != key[1]:
+            old = [known for known in self._written if known[1] < key[1] - 1]
+            for known in old[: len(self._written) - _NUM_KEYS + 1]:
+                del self._written[known]
+        self._written[key] = None
 
     def close(self) -> None:
         """Close the file."""
@@ -181,7 +191,12 @@ def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 def _key(kind: str, values: Mapping[str, Any]) -> _Key | None:
     fields = _IDENTITY.get(kind)
-    return None if fields is None else (kind, values["step"], *(values.get(f) for f in fields))
+    if fields is None:
+        return None
+    # Of a row, numbers that are not finite are text; and not all values can be hashed.
+    if kind == "Logged":
+        return kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
+    return kind, values["step"], *(values.get(name) for name in fields)
 
 
 def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
@@ -197,14 +212,19 @@ def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The newest rows of a file."""
-    start = max(0, end_of_rows(path) - _TAIL_BYTES)
-    file = _newest(path, None)
-    lines = list(_lines_from(path, file, start))
-    if file is not None:
-        file.close()
-    # In the middle of a file, the first line may be the end of one.
-    return [_parse(line, str(path)) for line in lines[start > 0 :]]
+    """The newest rows of a file: all of the last two steps, and what is in `_TAIL_BYTES`."""
+    end, size = end_of_rows(path), _TAIL_BYTES
+    while True:
+        start = max(0, end - size)
+        file = _newest(path, None)
+        lines = list(_lines_from(path, file, start))
+        if file is not None:
+            file.close()
+        # In the middle of a file, the first line may be the end of one.
+        rows = [_parse(line, str(path)) for line in lines[start > 0 :]]
+        if start == 0 or (rows and rows[0]["step"] < rows[-1]["step"] - 1):
+            return rows
+        size *= 4
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

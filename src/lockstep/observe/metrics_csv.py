@@ -1,5 +1,8 @@
 """`metrics.csv`: the curves of a run, a row for each `StepDone` and `Evaluated`.
 
+Scalars that `lockstep.log` has logged at a step are a row of the split `log`, which is written
+when the first event of another step comes, or at the end.
+
 Numbers have full precision (`repr`), so that two runs can be compared to the bit; what an event
 does not know is empty. Times are in seconds, summed over ranks. Epochs count from 0; a step
 belongs to the epoch its samples are from.
@@ -13,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lockstep.engine.events import Evaluated, Event, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import open_text, replacing
 from lockstep.observe.files import AppendFile, opening
@@ -59,6 +62,7 @@ class MetricsCsv(Sink):
         self._path = path
         self._columns: list[str] = list(COLUMNS)
         self._queue: list[Row] = []
+        self._logged: Row = {}
         self._cut_after: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = -1
@@ -74,10 +78,15 @@ class MetricsCsv(Sink):
 
     def __call__(self, event: Event) -> None:
         """Append the row of a `StepDone` or `Evaluated`; with `RunStarted`, remove later steps."""
+        is_end = isinstance(event, (RunStarted, Finished, Failed))
+        if self._logged and (is_end or int(self._logged["step"]) != event.step):
+            self._end_logged()
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
             if not event.continued:
                 self.truncate_after(event.step)
+        elif isinstance(event, Logged):
+            self._log(event)
         elif isinstance(event, StepDone):
             self._queue.append(_step_row(event))
         elif isinstance(event, Evaluated):
@@ -99,9 +108,21 @@ class MetricsCsv(Sink):
     def close(self) -> None:
         """Write what is kept and close the file."""
         try:
+            self._end_logged()
             self._drain()
         finally:
             self._file.close()
+
+    def _log(self, event: Logged) -> None:
+        if event.kind == "scalar":
+            self._logged = self._logged or _row(event, "log", self._steps_per_epoch)
+            self._logged[_column(event.name)] = _number(event.value)
+
+    def _end_logged(self) -> None:
+        """Have the row of what was logged at a step written: it is complete."""
+        row, self._logged = self._logged, {}
+        if row:
+            self._queue.append(row)
 
     def _drain(self) -> None:
         """Do what is left to do, in order; what cannot be done now stays for the next time."""
@@ -205,12 +226,17 @@ def _step_row(event: StepDone) -> Row:
 
 def _evaluation_row(event: Evaluated, steps_per_epoch: int | None) -> Row:
     metrics = dict(event.metrics)
-    row = {"step": str(event.step), "split": event.split}
-    if steps_per_epoch:
-        row["epoch"] = str(max(event.step - 1, 0) // steps_per_epoch)
+    row = _row(event, event.split, steps_per_epoch)
     if "loss" in metrics:
         row["loss"] = _number(metrics.pop("loss"))
     return row | {_column(name): _number(value) for name, value in metrics.items()}
+
+
+def _row(event: Event, split: str, steps_per_epoch: int | None) -> Row:
+    row = {"step": str(event.step), "split": split}
+    if steps_per_epoch:
+        row["epoch"] = str(max(event.step - 1, 0) // steps_per_epoch)
+    return row
 
 
 def _column(metric: str) -> str:

@@ -10,7 +10,7 @@ from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lockstep.engine.events import Event, StepDone
+from lockstep.engine.events import Event, Logged, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.parsing import shown
 
@@ -18,12 +18,15 @@ from lockstep.parsing import shown
 def row_of(event: Event, time: float) -> dict[str, Any]:
     """The event's class name as `event`, `time` (Unix seconds), then its fields.
 
-    `StepDone` has its derived values `samples_per_s` and `compute_efficiency` too.
+    `StepDone` has its derived values `samples_per_s` and `compute_efficiency` too. A `Logged` is
+    without the content of its picture, and has `value` or `text`.
     """
     row = {"event": type(event).__name__, "time": time, **vars(event)}
     if isinstance(event, StepDone):
         row["samples_per_s"] = event.samples_per_s
         row["compute_efficiency"] = event.compute_efficiency
+    elif isinstance(event, Logged):
+        del row["png"], row["value" if event.kind == "text" else "text"]
     return row
 
 
@@ -122,12 +125,13 @@ _FORMS: Mapping[Any, Any] = MappingProxyType(
         tuple: (list, tuple),
         dict: Mapping,
         str: str,
+        bytes: bytes,
         bool: bool,
         int: (int, str),
         float: (int, float, str),
     }
 )
-"""The types that JSON has for a type; numbers that are not finite are strings."""
+"""The types that JSON has for a type, none for bytes; numbers that are not finite are strings."""
 
 
 @cache

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from lockstep.engine.events import Evaluated, Event, Failed, Finished, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
 from lockstep.errors import ConfigError
 from lockstep.observe.files import opening
+from lockstep.observe.scalars import scalars_of
 from lockstep.observe.sink import Sink
 
 
 class TensorBoard(Sink):
-    """Writes `train/*`, `time/*` and `<split>/*` scalars.
+    """Writes `train/*`, `time/*`, `<split>/*` and `log/*`.
 
     When a run goes on from step k, as `RunStarted` says, TensorBoard is told to hide what an
     earlier sitting wrote of later steps.
@@ -44,16 +46,16 @@ class TensorBoard(Sink):
             TemporaryFile(dir=directory).close()
 
     def __call__(self, event: Event) -> None:
-        """Write the scalars of a `StepDone` or `Evaluated`."""
+        """Write the scalars of a `StepDone` or `Evaluated`, and what was logged."""
         if isinstance(event, RunStarted):
             self.close()
             self._purge_step = event.step + 1
-        elif isinstance(event, StepDone):
-            self._write(event.step, _step_scalars(event))
-        elif isinstance(event, Evaluated):
-            self._write(event.step, {f"{event.split}/{k}": v for k, v in event.metrics.items()})
+        elif isinstance(event, (StepDone, Evaluated)):
+            self._write_scalars(event.step, scalars_of(event))
+        elif isinstance(event, Logged):
+            self._write(lambda writer: _add_logged(writer, event))
         elif isinstance(event, (Finished, Failed)):
-            self._write(event.step, {}, flush=True)
+            self._write(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Write what is still in memory and close the event file."""
@@ -61,29 +63,64 @@ class TensorBoard(Sink):
         if writer is not None:
             writer.close()
 
-    def _write(self, step: int, scalars: dict[str, float], flush: bool = False) -> None:
+    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        def write(writer: Any) -> None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+
+        self._write(write)
+
+    def _write(self, write: Callable[[Any], None]) -> None:
         try:
             if self._writer is None:
                 self._writer = self._new_writer(
                     str(self._directory), purge_step=self._purge_step, flush_secs=10
                 )
                 self._purge_step = None
-            for name, value in scalars.items():
-                self._writer.add_scalar(name, value, step)
-            if flush:
-                self._writer.flush()
+            write(self._writer)
         except OSError:
             # A writer that has failed once stays failed: the next event gets a new event file.
             self._writer = None
             raise
 
 
-def _step_scalars(event: StepDone) -> dict[str, float]:
-    return {
-        "train/loss": event.loss,
-        **{f"train/{name}": value for name, value in event.metrics.items()},
-        "train/lr": event.lr,
-        "train/grad_norm": event.grad_norm,
-        "time/samples_per_s": event.samples_per_s,
-        "time/compute_efficiency": event.compute_efficiency,
-    }
+def _add_logged(writer: Any, event: Logged) -> None:
+    tag = f"log/{event.name}"
+    if event.kind == "scalar":
+        writer.add_scalar(tag, event.value, event.step)
+    elif event.kind == "text":
+        writer.add_text(tag, event.text, event.step)
+    elif event.kind == "histogram":
+        _add_histogram(writer, tag, event)
+    else:
+        _add_picture(writer, tag, event)
+
+
+def _add_histogram(writer: Any, tag: str, event: Logged) -> None:
+    least, greatest, counts = (event.value[key] for key in ("min", "max", "counts"))
+    # Halves, since the difference of two float64 may be none.
+    width = (greatest / 2 - least / 2) / len(counts)
+    limits = [least + 2 * width * (number + 1) for number in range(len(counts))]
+    centres = [limit - width for limit in limits]
+    writer.add_histogram_raw(
+        tag,
+        min=least,
+        max=greatest,
+        num=sum(counts),
+        sum=sum(count * centre for count, centre in zip(counts, centres, strict=True)),
+        sum_squares=sum(n * centre * centre for n, centre in zip(counts, centres, strict=True)),
+        bucket_limits=limits,
+        bucket_counts=counts,
+        global_step=event.step,
+    )
+
+
+def _add_picture(writer: Any, tag: str, event: Logged) -> None:
+    """Add a PNG file as it is: `add_image` would need its pixels, and a library to encode them."""
+    proto = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+    about = event.value
+    image = proto.Summary.Image(
+        height=about["height"], width=about["width"], colorspace=4, encoded_image_string=event.png
+    )
+    summary = proto.Summary(value=[proto.Summary.Value(tag=tag, image=image)])
+    writer.file_writer.add_summary(summary, event.step)

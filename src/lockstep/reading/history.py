@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from lockstep.engine.events import (
     Failed,
     Finished,
     Joined,
+    Logged,
     RankLost,
     RankTimes,
     Rebalanced,
@@ -22,6 +24,7 @@ from lockstep.engine.events import (
 from lockstep.engine.timing import Times
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import event_from_row
+from lockstep.parsing import shown
 from lockstep.reading.curves import Curves, CurveStore
 
 KINDS = ("compute_s", "communication_s", "data_s", "checkpoint_s")
@@ -32,6 +35,7 @@ _MOST_PROBLEMS = 20
 _END_OF_TIME = 1e11
 """Unix time that no clock shows."""
 _MOST_STEPS = 2**62
+_MOST_LOGGED = 100
 
 
 @dataclass(eq=False)
@@ -97,7 +101,9 @@ class History:
         newest: Unix time of the newest row.
         step: steps that are committed.
         curves: by name: `lr`, `grad_norm`, `samples_per_s`, `compute_efficiency`, and the metrics
-            as `split/name`, where `train` is what was trained on.
+            as `split/name`, where `train` is what was trained on, and `log` what was logged.
+        logged: texts, histograms and pictures that were logged, by name, ascending by step; the
+            newest few of each.
         processes: all that have taken part in the newest sitting, in the order in which they came.
         happenings: in order.
         first_of_sitting: number of the first one of the newest sitting.
@@ -114,6 +120,7 @@ class History:
         self.step = 0
         self.curves = Curves()
         self._store: CurveStore = self.curves if store is None else store
+        self.logged: dict[str, list[Logged]] = defaultdict(list)
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
@@ -151,6 +158,9 @@ class History:
         match event:
             case StepDone():
                 self._add_step(event)
+                return
+            case Logged():
+                self._add_logged(event)
                 return
             case RunStarted():
                 self._start(event)
@@ -200,6 +210,8 @@ class History:
             self.num_steps, self.num_at_start = 0, len(joined)
         self.step = plan.step
         self._store.cut(plan.step)
+        for name, logged in self.logged.items():
+            self.logged[name] = [event for event in logged if event.step <= plan.step]
 
     def _add_step(self, done: StepDone) -> None:
         step = self.step = done.step
@@ -213,6 +225,15 @@ class History:
             if times.rank in by_rank:
                 by_rank[times.rank].add(times, done.num_steps)
                 by_rank[times.rank].reported = self.newest
+
+    def _add_logged(self, event: Logged) -> None:
+        if event.kind == "scalar":
+            if not isinstance(event.value, (int, float)):
+                raise TypeError(f"{shown(event.value)} is no number")
+            self._store.add(event.step, {f"log/{event.name}": event.value})
+            return
+        before = [logged for logged in self.logged[event.name] if logged.step < event.step]
+        self.logged[event.name] = [*before[1 - _MOST_LOGGED :], event]
 
     def _lose(self, event: RankLost, time: float) -> None:
         for process in self.processes:

@@ -27,7 +27,7 @@ from lockstep.reading.taking import (
     without_arrays,
 )
 
-_MOST_SHEETS = 64
+_MOST_SHEETS = 256
 _SAMPLES = 256
 _SMALL = 8 << 20
 """A file below this size is not sampled: it is read sooner than one would look."""
@@ -227,7 +227,9 @@ class LargeRun:
         sheet = self._sheets.get(taken.sheet)
         if sheet is None:
             if len(self._sheets) >= _MOST_SHEETS:
-                self._add_problem(f"more than {_MOST_SHEETS} splits: {taken.sheet!r} is left out")
+                self._add_problem(
+                    f"more than {_MOST_SHEETS} splits and scalars: {taken.sheet!r} is left out"
+                )
                 return
             sheet = self._sheets[taken.sheet] = Sheet(partial(self._survivors, taken.sheet))
         sheet.add(taken.row)

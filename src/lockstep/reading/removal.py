@@ -7,14 +7,8 @@ from pathlib import Path
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import RunDirectoryError
+from lockstep.reading.contents import own_entries
 from lockstep.reading.listing import is_run, summarise
-
-_OWN = (
-    "checkpoints", "config.yaml", "events.jsonl", "metrics.csv", "profile", "ranks.log",
-    "report.html", "report.md", "report_figures", "result.json", "run.json", "sketch", "tags.json",
-    "tensorboard", "view", ".lock",
-)  # fmt: skip
-_PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
 
 
 def remove_run(run_dir: Path) -> list[str]:
@@ -38,8 +32,7 @@ def remove_run(run_dir: Path) -> list[str]:
     directory = RunDirectory(run_dir)
     directory.lock()
     try:
-        own = {run_dir / name for name in _OWN}
-        own |= {path for pattern in _PATTERNS for path in run_dir.glob(pattern)}
+        own = {*own_entries(run_dir)}
         # The identity goes last: a removal that is broken off leaves a run that can be removed.
         for path in sorted(own, key=lambda p: (p.name in ("run.json", ".lock"), p.name)):
             if path.is_dir() and not path.is_symlink():

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep.engine.events import Evaluated, Event, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES
 from lockstep.observe import event_from_row
@@ -60,7 +60,9 @@ class Taker:
         if not isinstance(row, dict):
             raise ValueError(f"is no JSON object but a {type(row).__name__}")
         metrics = row.get("metrics")
-        if row.get("event") not in ("StepDone", "Evaluated"):
+        if row.get("event") == "Logged" and row.get("kind") == "scalar":
+            metrics = {str(row.get("name")): row.get("value")}
+        elif row.get("event") not in ("StepDone", "Evaluated"):
             metrics = None
         elif not isinstance(metrics, dict):
             raise ValueError("metrics: is missing, or no object")
@@ -84,8 +86,10 @@ class Taker:
         if isinstance(event, StepDone):
             sheet, split, own = _TRAINING, "train", step_values(event)
         else:
-            assert isinstance(event, Evaluated)
-            sheet, split, own = f"of {event.split}", event.split, {}
+            split = event.split if isinstance(event, Evaluated) else "log"
+            sheet, own = f"of {split}", {}
+            if isinstance(event, Logged):  # one comes without the others
+                sheet = f"of {split}/{event.name}"
         known = self._names.get(sheet)
         given = list(metrics)
         if known is None or known[0] != given:

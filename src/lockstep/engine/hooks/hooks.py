@@ -15,6 +15,7 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
+from lockstep.engine.logs.log import Logbook
 from lockstep.engine.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.step_result import StepResult
@@ -22,6 +23,8 @@ from lockstep.engine.task import Task
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import region_of
 
+MAY_LOG = ("on_start", "after_step", "after_evaluation", "on_end")
+"""Methods of a hook that may call `lockstep.log`: all ranks have the same state."""
 _CALLED_BY_SOME = ("on_start", "after_checkpoint")
 """Methods that not all ranks call at once: newcomers begin later, rank 0 writes checkpoints."""
 
@@ -50,6 +53,7 @@ class Hooks:
         self._optimizers = list(optimizers_in(optimizer).values())
         self._saved = SavedState(parts.task_state, parts.model, self._optimizers, parts.loader)
         self._constants = Constants(parts.model, ())
+        self._logbook = Logbook(runtime.emit)
         self._has_after_step = type(task).after_step is not Task.after_step
         # Alike on all ranks, also for hooks that only the first one runs.
         self._look_at_steps = any(type(h).after_step is not Hook.after_step for h in self._hooks)
@@ -80,7 +84,7 @@ class Hooks:
         def call() -> None:
             if self._has_after_step:
                 seed_all(random_key(self._seed, Stream.AFTER_STEP, step))
-                with modes_kept(self._parts.model, "after_step"):
+                with modes_kept(self._parts.model, "after_step"), self._logbook.opened(step):
                     self._task.after_step(self._parts.model, step)
             self._each("after_step", hooks)
 
@@ -186,7 +190,8 @@ class Hooks:
             # What is set at the start is set in each process, unless on the first rank alone.
             is_everywhere = name == "on_start" and not hook.first_only
             modes = nullcontext() if is_everywhere else modes_kept(self._parts.model, where)
-            with modes, self._not_computed(hook, name):
+            logs = self._logbook.opened(step) if name in MAY_LOG else nullcontext()
+            with modes, logs, self._not_computed(hook, name):
                 getattr(hook, name)(self._run, *arguments)
             if not may_change:
                 self._constants.check(where, changed_by_hook)

@@ -53,4 +53,19 @@ class Picture:
     figure: Any
 
 
-Block: TypeAlias = "Heading | Paragraph | Listing | Grid | Picture"
+@dataclass(frozen=True)
+class Image:
+    """A picture that is there already.
+
+    Attributes:
+        name: of its file.
+        title: what it shows.
+        png: content of a PNG file.
+    """
+
+    name: str
+    title: str
+    png: bytes
+
+
+Block: TypeAlias = "Heading | Paragraph | Listing | Grid | Picture | Image"

@@ -26,6 +26,7 @@ from lockstep.reading.history import KINDS, Happening, History
 from lockstep.reading.listing import Summary, summarise
 from lockstep.reading.report.blocks import Block, Grid, Heading, Listing, Paragraph
 from lockstep.reading.report.figures import pictures
+from lockstep.reading.report.logged import logged_blocks
 from lockstep.reading.telling import letter, lines_of_partings
 
 _MOST_HAPPENINGS = 200
@@ -55,7 +56,10 @@ def report_of(run_dirs: Sequence[Path]) -> Iterator[Block]:
         if len(run_dirs) > 1:
             yield Heading(f"{name}: {summary.path}")
             yield from _outcome(summary, history)
-        yield from _details(summary, history, level=3 if len(run_dirs) > 1 else 2)
+        prefix = f"{name}_" if len(run_dirs) > 1 else ""
+        level = 3 if len(run_dirs) > 1 else 2
+        yield from logged_blocks(summary.path, history, level, prefix)
+        yield from _details(summary, history, level)
 
 
 def _outcome(summary: Summary, history: History) -> Iterator[Block]:

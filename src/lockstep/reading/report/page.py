@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from lockstep.errors import DataError
 from lockstep.files import replacing, replacing_binary
 from lockstep.observe.layout import printable
-from lockstep.reading.report.blocks import Block, Grid, Heading, Listing, Paragraph, Picture
+from lockstep.reading.report.blocks import Block, Grid, Heading, Image, Listing, Paragraph, Picture
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _DPI = 150
@@ -65,6 +66,10 @@ def _html(block: Block) -> Iterator[str]:
             yield f'<figure role="img" aria-label="{_shown(title)}">'
             yield drawn[drawn.index("<svg") :]  # what is before makes a file of it
             yield "</figure>"
+        case Image(_, title, png):
+            source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+            yield f'<figure><img alt="{_shown(title)}" src="{source}">'
+            yield f"<figcaption>{_shown(title)}</figcaption></figure>"
 
 
 def as_markdown(blocks: Iterable[Block], pictures: str) -> str:
@@ -96,6 +101,8 @@ def _markdown(block: Block, pictures: str) -> Iterator[str]:
                 yield f"| {' | '.join(map(_marked, row))} |"
         case Picture(name, title, _):
             yield from (f"## {_marked(title)}", "", f"![{_marked(title)}](<{pictures}/{name}.svg>)")
+        case Image(name, title, _):
+            yield f"![{_marked(title)}](<{pictures}/{name}.png>)"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -118,7 +125,7 @@ def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Iterable[str]) 
     Args:
         blocks: of the report.
         folder: created if it is not there.
-        kinds: `svg`, `png`.
+        kinds: `svg`, `png`; of figures, as images are PNG files.
 
     Raises:
         DataError: one cannot be written.
@@ -126,16 +133,22 @@ def write_pictures(blocks: Iterable[Block], folder: Path, kinds: Iterable[str]) 
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for block in blocks:
-            for kind in kinds if isinstance(block, Picture) else ():
-                assert isinstance(block, Picture)
-                path = folder / f"{block.name}.{kind}"
-                with replacing_binary(path) as file:
-                    file.write(rendered(block, kind))
-                written.append(path)
+        for name, content in _files(blocks, tuple(kinds)):
+            with replacing_binary(folder / name) as file:
+                file.write(content)
+            written.append(folder / name)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from None
     return written
+
+
+def _files(blocks: Iterable[Block], kinds: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    for block in blocks:
+        if isinstance(block, Picture):
+            for kind in kinds:
+                yield f"{block.name}.{kind}", rendered(block, kind)
+        elif isinstance(block, Image):
+            yield f"{block.name}.png", block.png
 
 
 def rendered(picture: Picture, kind: str) -> bytes:

@@ -1,0 +1,193 @@
+"""Files of what was logged: complete where rank 0 is lost, cut where a run goes back."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_events import Recorder, finished, full_disk, run_started, step_done
+
+from lockstep.engine.events import Event, Logged, Warned
+from lockstep.engine.logs.log import Logbook, log
+from lockstep.errors import RunDirectoryError
+from lockstep.observe import (
+    EventHub,
+    EventsJsonl,
+    MetricsCsv,
+    Pictures,
+    Sinks,
+    TensorBoard,
+    event_from_row,
+    read_events,
+)
+
+
+def events_of(step: int, **values: Any) -> list[Event]:
+    found: list[Event] = []
+    with Logbook(found.append).opened(step):
+        for name, value in values.items():
+            log(name, value)
+    return found
+
+
+def picture(seed: int) -> np.ndarray:
+    return np.full((4, 4, 3), seed, np.uint8)
+
+
+def hub(folder: Path) -> EventHub:
+    return EventHub(
+        lambda: Sinks(
+            [
+                Pictures(folder),
+                EventsJsonl(folder / "events.jsonl"),
+                MetricsCsv(folder / "metrics.csv"),
+            ]
+        )
+    )
+
+
+def story(step: int, width: int) -> list[Event]:
+    """A step whose scalars are more than any bound on rows that are remembered."""
+    values: dict[str, Any] = {f"n{number}": step + number / 8 for number in range(width)}
+    return [
+        *events_of(step, **values, bad=float("nan"), text=f"step {step}", hist=np.ones(3)),
+        *events_of(step, image=picture(step)),
+        step_done(step),
+    ]
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    return [
+        (r["event"], r["step"], r.get("name"), str(r.get("value", r.get("text"))))
+        for r in read_events(folder / "events.jsonl")
+        if r["event"] != "RunStarted"
+    ]
+
+
+def curves(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.rglob("*.png")}
+
+
+@pytest.mark.parametrize("width", [3, 400])
+@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize("part", [0.0, 0.4, 1.0])
+def test_the_next_rank_0_writes_what_is_missing_and_nothing_twice(
+    tmp_path: Path, width: int, behind: int, part: float
+) -> None:
+    """Rank 0 dies in the middle of step 3; the other rank has done step 3, or not."""
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    steps = {step: story(step, width) for step in range(1, 6)}
+    only = hub(whole)
+    only.open()
+    for event in [run_started(), *(e for events in steps.values() for e in events), finished(5)]:
+        only(event)
+    only.close()
+
+    first, second = hub(split), hub(split)
+    first.open()
+    newest = steps[3][: int(part * len(steps[3]))]
+    for event in [run_started(), *steps[1], *steps[2], *newest]:
+        first(event)
+    known = [*steps[1], *steps[2]] if behind else [*steps[1], *steps[2], *steps[3]]
+    for event in [run_started(), *known]:
+        second(event)
+    second.open()
+    second(run_started(step=2 if behind else 3, continued=True))
+    for step in range(3 if behind else 4, 6):
+        for event in steps[step]:
+            second(event)
+    second(finished(5))
+    second.close()
+    assert rows(split) == rows(whole)
+    assert curves(split) == curves(whole)
+    assert files(split) == files(whole)
+
+
+def test_rows_are_events_again_without_their_pictures(tmp_path: Path) -> None:
+    sink = EventsJsonl(tmp_path / "events.jsonl")
+    written = [*events_of(3, a=0.5, b="NaN", c=np.arange(9.0)), *events_of(3, d=picture(1))]
+    for event in written:
+        sink(event)
+    sink.close()
+    text = (tmp_path / "events.jsonl").read_text()
+    assert "png" not in text.replace(".png", "")
+    read = [event_from_row(row) for row in read_events(tmp_path / "events.jsonl")]
+    for before, after in zip(written, read, strict=True):
+        assert isinstance(before, Logged)
+        assert isinstance(after, Logged)
+        assert (after.name, after.kind, after.value, after.text) == (
+            before.name, before.kind, before.value, before.text,
+        )  # fmt: skip
+
+
+def test_a_row_with_the_content_of_a_picture_is_refused() -> None:
+    row = {"event": "Logged", "step": 1, "name": "x", "kind": "image", "png": "no bytes"}
+    with pytest.raises(RunDirectoryError, match="is not a bytes"):
+        event_from_row(row)
+
+
+def test_a_name_that_is_logged_twice_in_a_step_has_its_last_value(tmp_path: Path) -> None:
+    only = hub(tmp_path)
+    only.open()
+    for event in (run_started(), *events_of(1, a=1.0), *events_of(1, a=2.0), step_done(2)):
+        only(event)
+    only.close()
+    assert [row["a"] for row in curves(tmp_path)] == ["2.0", ""]
+
+
+def test_pictures_of_later_steps_are_removed_where_a_run_goes_back(tmp_path: Path) -> None:
+    sink = Pictures(tmp_path)
+    for step in (1, 2, 3):
+        (event,) = events_of(step, image=picture(step))
+        sink(event)
+    (tmp_path / "logged" / "image" / "notes.txt").write_text("mine")
+    sink(run_started(step=3, continued=True))
+    assert len(files(tmp_path)) == 3
+    sink(run_started(step=1))
+    assert [*files(tmp_path)] == ["00000001.png"]
+    assert (tmp_path / "logged" / "image" / "notes.txt").exists()
+
+
+def test_a_picture_that_a_full_disk_refuses_comes_when_there_is_room(tmp_path: Path) -> None:
+    recorder = Recorder()
+    sinks = Sinks([Pictures(tmp_path), recorder])
+    with full_disk(20):
+        for step in range(1, 21):
+            sinks(*events_of(step, image=picture(step)))
+    assert sum(isinstance(event, Warned) for event in recorder.events) == 1
+    sinks(step_done(21))
+    sinks.close()
+    assert sorted(files(tmp_path)) == [f"{step:08}.png" for step in range(5, 21)]
+
+
+def test_tensorboard_has_each_kind(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    sink(run_started())
+    values = np.array([0.0, 1.0, 1.0, np.inf])
+    image = events_of(4, d=picture(9))
+    for event in (*events_of(4, a=0.5, b="some text", c=values), *image):
+        sink(event)
+    sink.close()
+    reader: Any = importlib.import_module(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("log/a")] == [(4, 0.5)]
+    (told,) = reader.Tensors("log/b/text_summary")
+    assert told.tensor_proto.string_val[0] == b"some text"
+    (counted,) = (e.histogram_value for e in reader.Histograms("log/c"))
+    assert (counted.min, counted.max, counted.num) == (0.0, 1.0, 3.0)
+    assert sum(counted.bucket) == 3
+    (shown,) = reader.Images("log/d")
+    assert (shown.width, shown.height) == (4, 4)
+    assert isinstance(image[0], Logged)
+    assert shown.encoded_image_string == image[0].png
