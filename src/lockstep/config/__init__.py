@@ -6,7 +6,6 @@ A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change
 key is its description in `lockstep config` and in docs/configuration.md.
 """
 
-from lockstep.config.keys import flattened
 from lockstep.config.reading import Config, build, load, override
 from lockstep.config.section import (
     NO_OUTCOME,
@@ -49,7 +48,6 @@ __all__ = [
     "Section",
     "TrainConfig",
     "build",
-    "flattened",
     "load",
     "outcome",
     "override",

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -53,17 +51,6 @@ def keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from keys(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
-
-
-def flattened(config: BaseModel) -> dict[str, Any]:
-    """The values of all dotted keys, as JSON has them; lists are text."""
-    whole, values = config.model_dump(mode="json"), {}
-    for key in keys(type(config)):
-        value: Any = whole
-        for name in key.split("."):
-            value = value[name]
-        values[key] = json.dumps(value) if isinstance(value, (list, dict)) else value
-    return values
 
 
 def unknown_key(kind: type[BaseModel], key: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.config import TrainConfig, flattened, override
+from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
@@ -36,6 +36,7 @@ from lockstep.launchers.rank.threads import cores_of_host, num_threads
 from lockstep.launchers.rank.watchdog import Watchdog
 from lockstep.observe import EventHub, open_sinks
 from lockstep.parallel.mesh import fitting
+from lockstep.parsing import flattened
 
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
@@ -110,7 +111,7 @@ def _run(
                 directory.path,
                 tensorboard=config.tensorboard,
                 trackers=config.trackers,
-                params=flattened(config),
+                params=flattened(config.model_dump(mode="json")),
                 console=sitting.console,
                 quiet=sitting.quiet,
                 resumable=bool(sitting.target),
