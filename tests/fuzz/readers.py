@@ -15,6 +15,7 @@ import torch
 import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
 from lockstep.commands.slurm import job_file
 from lockstep.config import load, override
+from lockstep.data.cifar import read_cifar
 from lockstep.data.idx import read_labelled, write_idx
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -128,6 +129,21 @@ def labelled(folder: Path, _: Path) -> Made:
         assert len(images) == len(found)
 
     return [labels.read_bytes()], call
+
+
+def cifar_batch(folder: Path, _: Path) -> Made:
+    names = [*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"]
+    rows = bytes([3, *([0] * 3072)] * 2)
+    for name in names:
+        (folder / name).write_bytes(rows)
+
+    def call(data: bytes) -> None:
+        (folder / names[1]).write_bytes(data)
+        images, labels = read_cifar(folder)["train"]
+        assert len(images) == len(labels)
+        assert int(labels.max()) < 10
+
+    return [rows], call
 
 
 def idx_samples() -> list[bytes]:

@@ -108,6 +108,7 @@ TARGETS = {
         ),
         Target("IDX", 40, one_file("x-idx", read_idx, *readers.idx_samples()), mutate_bytes),
         Target("IDX labels", 20, readers.labelled, mutate_bytes),
+        Target("CIFAR", 20, readers.cifar_batch, mutate_bytes),
         Target(
             "sentences",
             20,

@@ -53,6 +53,10 @@ class Recipe:
 
 _RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
+        "cifar": Recipe(
+            "lockstep.recipes.cifar.task:Cifar",
+            "CIFAR-10 and images of its kind, with a small residual network and augmentation.",
+        ),
         "digits": Recipe(
             "lockstep.recipes.digits:Digits",
             "Handwritten digits (scikit-learn's or MNIST), with a perceptron or a small CNN.",

@@ -88,17 +88,21 @@ export function bits({ run, others, twins }) {
     const parted = steps.find((step) => mine.get(step) !== theirs.get(step));
     const final = run.sha256 && other.sha256 ? (run.sha256 === other.sha256 ? "the same" : "another one") : "not known of both";
     const saved = !steps.length ? "no step is saved by both" : parted == null ? `the same in all ${steps.length} that both have` : `differ from step ${number(parted)} on`;
-    return [other.name, verdict(final), verdict(saved)];
+    // Only runs of one config should be equal.
+    const hashes = [run, other].map((one) => one.plan?.config_hash);
+    const isAlike = Boolean(hashes[0]) && hashes[0] === hashes[1];
+    return [other.name, isAlike ? "the same" : "another one", verdict(final, isAlike), verdict(saved, isAlike)];
   });
   return [
     el("p", { class: "quiet" }, "Before a checkpoint all ranks compare their digests; one that differs ends the run."),
     lines.length ? el("ul", {}, lines) : el("p", {}, "There is no final digest yet."),
-    compared.length ? table(["run", "final parameters", "checkpoints"], compared) : el("p", { class: "quiet" }, "Choose other runs to compare with."),
+    compared.length ? table(["run", "config", "final parameters", "checkpoints"], compared) : el("p", { class: "quiet" }, "Choose other runs to compare with."),
   ];
 }
 
-function verdict(text) {
-  const sign = text.startsWith("the same") ? "same" : text.startsWith("another") || text.startsWith("differ") ? "other" : "unknown";
+function verdict(text, isAlike) {
+  const isOther = text.startsWith("another") || text.startsWith("differ");
+  const sign = text.startsWith("the same") ? "same" : isOther && isAlike ? "other" : "unknown";
   return el("span", { class: `verdict ${sign}` }, text);
 }
 

@@ -1,0 +1,1 @@
+"""CIFAR-10 and images of its kind, with a small residual network."""
