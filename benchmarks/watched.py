@@ -24,8 +24,8 @@ from typing import Any
 from lockstep.engine.events import StepDone
 from lockstep.launchers.job.commands import rank_environment
 from lockstep.observe import event_from_row
-from lockstep.observe.jsonl import EventsJsonl
-from lockstep.observe.metrics_csv import MetricsCsv
+from lockstep.observe.storing.jsonl import EventsJsonl
+from lockstep.observe.storing.metrics_csv import MetricsCsv
 from page import Section, command, duration, page, write
 from processes import Spread
 from run import DOCS, machine

@@ -17,7 +17,7 @@ from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
-from lockstep.observe.jsonl import follow_events
+from lockstep.observe.storing.jsonl import follow_events
 
 STEPS = 24
 CONFIG = (

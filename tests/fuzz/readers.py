@@ -24,7 +24,7 @@ from lockstep.front import SITTING, Sitting
 from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.slurm.nodelist import expand, first_host
 from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
-from lockstep.observe.rows import dumps, row_of
+from lockstep.observe.storing.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import part_of_curves

@@ -23,7 +23,7 @@ from shown_runs import HIDE_CURSOR, SHOW_CURSOR, Pty, Shown, ranks
 
 from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
 from lockstep.observe import ConsoleView, QuietView, Sinks, text
-from lockstep.observe.terminal import stdout_console
+from lockstep.observe.showing.terminal import stdout_console
 
 
 @pytest.mark.parametrize("start_first", [True, False])

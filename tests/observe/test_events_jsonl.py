@@ -22,7 +22,7 @@ from lockstep.observe import (
     follow_events,
     read_events,
 )
-from lockstep.observe.rows import dumps, row_of
+from lockstep.observe.storing.rows import dumps, row_of
 
 
 def kinds() -> list[type[Event]]:

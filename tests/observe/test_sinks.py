@@ -20,7 +20,7 @@ from lockstep.engine.events import Event, Warned
 from lockstep.errors import RunDirectoryError
 from lockstep.files import replacing
 from lockstep.observe import EventsJsonl, MetricsCsv, Sink, Sinks, open_sinks, read_events
-from lockstep.observe.files import AppendFile
+from lockstep.observe.storing.files import AppendFile
 
 
 class Failing(Sink):

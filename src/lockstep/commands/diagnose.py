@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.observe.layout import printable
-from lockstep.observe.rows import dumps
+from lockstep.observe.storing.rows import dumps
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.follow import read_run
 from lockstep.reading.listing import summarise

@@ -19,22 +19,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.console import ConsoleView
 from lockstep.observe.event_hub import EventHub
-from lockstep.observe.jsonl import (
+from lockstep.observe.showing.console import ConsoleView
+from lockstep.observe.showing.notebook import NotebookView, in_notebook
+from lockstep.observe.showing.quiet import QuietView
+from lockstep.observe.sink import Sink, Sinks
+from lockstep.observe.storing.jsonl import (
     EventsJsonl,
     end_of_events,
     event_from_row,
     follow_events,
     read_events,
 )
-from lockstep.observe.metrics_csv import MetricsCsv
-from lockstep.observe.notebook import NotebookView, in_notebook
-from lockstep.observe.pictures import Pictures
-from lockstep.observe.quiet import QuietView
-from lockstep.observe.result import ResultJson, read_result
-from lockstep.observe.sink import Sink, Sinks
-from lockstep.observe.tensorboard import TensorBoard
+from lockstep.observe.storing.metrics_csv import MetricsCsv
+from lockstep.observe.storing.pictures import Pictures
+from lockstep.observe.storing.result import ResultJson, read_result
+from lockstep.observe.storing.tensorboard import TensorBoard
 from lockstep.observe.trackers.tracker_sink import TrackerSink
 
 __all__ = [

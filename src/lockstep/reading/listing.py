@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.files import read_text
 from lockstep.observe import event_from_row, read_result
-from lockstep.observe.pace import Pace
+from lockstep.observe.showing.pace import Pace
 from lockstep.parsing import flattened, parse_object, parse_yaml
 from lockstep.reading.follow import EVENTS, IDENTITY, is_claimed
 from lockstep.reading.newest_rows import NewestRows, count, number, real, rows_at_both_ends

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lockstep.observe import text
 from lockstep.observe.layout import printable
-from lockstep.observe.rows import dumps
+from lockstep.observe.storing.rows import dumps
 from lockstep.reading.listing import Summary
 
 _FIELDS = (

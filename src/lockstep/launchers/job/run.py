@@ -19,7 +19,7 @@ from lockstep.files import open_regular
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.job.job import GRACE_S, Job
 from lockstep.launchers.rank.signals import PREEMPTED
-from lockstep.observe.jsonl import end_of_events, follow_events
+from lockstep.observe.storing.jsonl import end_of_events, follow_events
 
 Row: TypeAlias = dict[str, Any]
 _Inbox: TypeAlias = "queue.Queue[Callable[[], None] | None]"

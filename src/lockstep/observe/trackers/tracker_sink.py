@@ -24,9 +24,9 @@ from lockstep.engine.events import (
     picture_path,
 )
 from lockstep.errors import ConfigError
-from lockstep.observe.files import opening
-from lockstep.observe.scalars import scalars_of
 from lockstep.observe.sink import Sink
+from lockstep.observe.storing.files import opening
+from lockstep.observe.storing.scalars import scalars_of
 from lockstep.observe.trackers import FOLDER, PACKAGES
 from lockstep.parsing import parse_object, shown
 

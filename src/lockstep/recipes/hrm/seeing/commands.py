@@ -10,7 +10,7 @@ import numpy.typing as npt
 from rich.text import Text
 
 from lockstep.errors import ConfigError
-from lockstep.observe.terminal import stdout_console
+from lockstep.observe.showing.terminal import stdout_console
 from lockstep.recipes.hrm.puzzles import Indices
 from lockstep.recipes.hrm.seeing import shown
 from lockstep.recipes.hrm.seeing.gathered import Gathered, gather

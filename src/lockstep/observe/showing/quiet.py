@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.engine.events import Event, Failed, Finished, RankLost, RunStarted, Warned
 from lockstep.observe import text
-from lockstep.observe.console import ConsoleView
+from lockstep.observe.showing.console import ConsoleView
 
 
 class QuietView(ConsoleView):

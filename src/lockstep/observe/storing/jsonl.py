@@ -1,7 +1,7 @@
 """`events.jsonl`: every event of a run, one strict JSON object a line, as it happens.
 
 A resumed run goes on in the same file, so the file also records interruptions. See
-`lockstep.observe.rows` for what a row holds.
+`lockstep.observe.storing.rows` for what a row holds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, TypeAlias
 from lockstep.engine.events import Event, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES, open_to_read
-from lockstep.observe.files import AppendFile, end_of_rows, opening
-from lockstep.observe.rows import dumps, event_from_row, row_of
 from lockstep.observe.sink import Sink
+from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
+from lockstep.observe.storing.rows import dumps, event_from_row, row_of
 from lockstep.parsing import parse_object, shown
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]

@@ -19,8 +19,8 @@ from pathlib import Path
 from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import open_text, replacing
-from lockstep.observe.files import AppendFile, opening
 from lockstep.observe.sink import Sink
+from lockstep.observe.storing.files import AppendFile, opening
 from lockstep.parsing import parse_int, shown
 
 COLUMNS = (

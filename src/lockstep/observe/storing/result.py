@@ -13,9 +13,9 @@ from typing import Any, Literal
 from lockstep.engine.events import Event, Failed, Finished, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.files import read_bytes, replacing
-from lockstep.observe.files import opening
-from lockstep.observe.rows import dumps
 from lockstep.observe.sink import Sink
+from lockstep.observe.storing.files import opening
+from lockstep.observe.storing.rows import dumps
 from lockstep.parsing import as_type, parse_object
 
 _ADVICE = "resume the run to have it written again"

@@ -26,12 +26,12 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe import text
-from lockstep.observe.held import HeldLine
 from lockstep.observe.layout import Item, fitted, printable, row, wrapped
-from lockstep.observe.live import Display, LiveArea
-from lockstep.observe.pace import Pace
+from lockstep.observe.showing.held import HeldLine
+from lockstep.observe.showing.live import Display, LiveArea
+from lockstep.observe.showing.pace import Pace
+from lockstep.observe.showing.terminal import spinner_name, stdout_console, styled
 from lockstep.observe.sink import Sink
-from lockstep.observe.terminal import spinner_name, stdout_console, styled
 
 _DRAWN = (StepDone, Evaluated, Improved, Checkpointed)
 """Events that come again and again: on a terminal they are drawn, and leave no line."""

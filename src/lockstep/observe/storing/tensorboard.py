@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
 from lockstep.errors import ConfigError
-from lockstep.observe.files import opening
-from lockstep.observe.scalars import scalars_of
 from lockstep.observe.sink import Sink
+from lockstep.observe.storing.files import opening
+from lockstep.observe.storing.scalars import scalars_of
 
 
 class TensorBoard(Sink):

@@ -23,8 +23,8 @@ from lockstep.engine.events import (
 )
 from lockstep.observe import text
 from lockstep.observe.layout import Item, fitted, kept, printable
-from lockstep.observe.pace import Pace
-from lockstep.observe.terminal import styled
+from lockstep.observe.showing.pace import Pace
+from lockstep.observe.showing.terminal import styled
 
 _LEAST_BAR = 8
 """Columns of the shortest bar that is worth its room."""

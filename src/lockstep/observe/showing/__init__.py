@@ -1,0 +1,1 @@
+"""What shows a run to whoever has started it: on a terminal, in a log, in a notebook."""

@@ -1,0 +1,1 @@
+"""What stores a run: events, curves, results, pictures."""
