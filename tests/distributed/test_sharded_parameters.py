@@ -145,12 +145,37 @@ def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
     [
         ("Twice", PARAMETERS, "Task.loss or Task.evaluate calls the model twice"),
         ("Around", PARAMETERS, "did not call the model it was given, which is in slices"),
-        ("Early", GRADIENTS, "1.gain: got a gradient after the backward pass of its block"),
-        ("Penalised", PARAMETERS, "Task.loss: loss comes out otherwise when the parameters"),
+        pytest.param(
+            "Early",
+            GRADIENTS,
+            "1.gain: got a gradient after the backward pass of its block",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Penalised",
+            PARAMETERS,
+            "Task.loss: loss comes out otherwise when the parameters",
+            marks=pytest.mark.slow,
+        ),
         ("Measured", PARAMETERS, "Task.loss: norm comes out otherwise when the parameters"),
-        ("Cached", PARAMETERS, "model.1.cached: keeps a view of a parameter"),
-        ("Graded", PARAMETERS, "comes out otherwise when the parameters of each block"),
-        ("Exposed", PARAMETERS, "was given to numpy, which keeps its memory"),
+        pytest.param(
+            "Cached",
+            PARAMETERS,
+            "model.1.cached: keeps a view of a parameter",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Graded",
+            PARAMETERS,
+            "comes out otherwise when the parameters of each block",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "Exposed",
+            PARAMETERS,
+            "was given to numpy, which keeps its memory",
+            marks=pytest.mark.slow,
+        ),
         ("Ends", PARAMETERS, "after_step would see what one rank holds"),
     ],
 )

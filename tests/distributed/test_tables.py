@@ -144,22 +144,38 @@ def test_a_trained_table_is_loaded_and_evaluated(lockstep, reference_dir):
     ("task", "keys", "said"),
     [
         ("Look", ("evil=forgets",), "which Task.lookups has not named for this batch"),
-        (
+        pytest.param(
             "Look",
             ("evil=name",),
             "Look.lookups: must return a dict with the keys ['items', 'users']",
+            marks=pytest.mark.slow,
         ),
-        ("Look", ("evil=range",), "Look.lookups: 'users': the numbers 3"),
-        (
+        pytest.param(
+            "Look", ("evil=range",), "Look.lookups: 'users': the numbers 3", marks=pytest.mark.slow
+        ),
+        pytest.param(
             "Look",
             ("evil=kind",),
             "Look.lookups: 'items': must be a tensor of integers, is torch.flo",
+            marks=pytest.mark.slow,
         ),
         ("Look", ("evil=changes",), "Task.lookups: changes the carry, which it may only read"),
-        ("Look", ("evil=draws",), "task.generator: is changed by every microbatch"),
+        pytest.param(
+            "Look",
+            ("evil=draws",),
+            "task.generator: is changed by every microbatch",
+            marks=pytest.mark.slow,
+        ),
         ("Silent", (), "Silent.lookups: is missing; the model has a SparseEmbedding ('items')"),
-        ("Bare", (), "the model has no parameter to train; rows of a SparseEmbedding are none"),
-        ("After", (), "the rows are with their ranks while a run goes on"),
+        pytest.param(
+            "Bare",
+            (),
+            "the model has no parameter to train; rows of a SparseEmbedding are none",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "After", (), "the rows are with their ranks while a run goes on", marks=pytest.mark.slow
+        ),
         ("Look", ("evil=evaluates",), "a batch that cannot be evaluated"),
         ("InBlocks", ("evil=evaluates", "sharding=parameters"), "a batch that cannot be evaluated"),
         ("Look", ("evil=infinite",), "not the gradient of users"),
