@@ -8,12 +8,10 @@ BIN := .venv/bin
 
 venv: .venv/.installed
 
-# Modules are compiled when they are first imported: most never are, and all take a minute.
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--editable ".[recipes,tensorboard,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,tensorboard,dev]"
 	touch $@
 
 train: venv

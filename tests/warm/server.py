@@ -67,7 +67,7 @@ class Server:
                     order = self._take(self._listener.accept()[0])
                     if order is not None:
                         return order
-                else:  # the interpreter that stands for it is gone
+                elif key.data in self._lines:  # the interpreter that stands for it is gone
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(key.data, signal.SIGKILL)
                     self._selector.unregister(key.fileobj)
