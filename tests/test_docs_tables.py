@@ -42,6 +42,7 @@ def test_no_section_and_no_recipe_is_left_out(tables: ModuleType) -> None:
     subjects = re.findall(r"<!-- keys: (.+?) -->", page)
     assert subjects == [f"core {name}".strip() for name in CORE] + [
         "digits",
+        "cifar",
         "ufs",
         "hrm",
         "sketched",

@@ -90,9 +90,12 @@ def test_the_metadata(built: tuple[set[str], set[str], Path]) -> None:
     with zipfile.ZipFile(wheel) as archive:
         told = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
         licence = archive.read(f"{folder}/licenses/LICENSE").decode()
+        names = archive.namelist()
         scripts = archive.read(f"{folder}/entry_points.txt").decode()
     assert told["Version"] == ls.__version__
-    assert told["License-Expression"] == "Apache-2.0"
+    assert told["License-Expression"] == "Apache-2.0 AND MIT"
+    # The script that draws curves comes along, with its own.
+    assert any("/licenses/" in name and "uplot" in name.lower() for name in names)
     assert "Typing :: Typed" in told.get_all("Classifier", [])
     assert "Apache License" in licence
     assert "lockstep = lockstep.__main__:main" in scripts

@@ -37,9 +37,7 @@ def warm_server() -> Iterator[dict[str, str]]:
         try:
             assert server.stdout.readline() == b"ready\n"
             yield {SOCKET: str(path), "PYTHONPATH": str(_SITE)}
-            assert server.poll() is None, (
-                "the warm server has died: tests took longer"
-            )
+            assert server.poll() is None, "the warm server has died: tests took longer"
         finally:
             server.stdin.close()  # its sign to end
             server.wait(30)

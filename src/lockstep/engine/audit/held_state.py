@@ -48,7 +48,7 @@ _OPAQUE_MODULES = frozenset({
     "logging", "asyncio", "_asyncio", "weakref", "_weakref", "_weakrefset", "io", "_io", "socket",
     "_socket", "selectors", "subprocess",
 })  # fmt: skip
-"""Modules whose objects hold values that depend on time."""
+"""Modules whose objects hold values that depend on time; what ranks have said does, too."""
 
 
 def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
@@ -167,7 +167,8 @@ def _is_opaque(value: object) -> bool:
         return _is_library(value.__module__)
     if isinstance(value, types.MethodType):  # hooks of the engine's own
         return str(value.__module__).startswith("lockstep.engine.")
-    return type(value).__module__.partition(".")[0] in _OPAQUE_MODULES
+    module = type(value).__module__
+    return module.startswith("lockstep.comm.") or module.partition(".")[0] in _OPAQUE_MODULES
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
