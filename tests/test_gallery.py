@@ -33,7 +33,7 @@ class Small(NamedTuple):
     stop_at: int
 
 
-SLOW = {"finetune", "teacher"}
+SLOW = {"cartpole", "finetune", "recommender", "stream", "tabular", "teacher"}
 """Examples that take longest, and show nothing that the others do not show as well."""
 
 SIZES = {

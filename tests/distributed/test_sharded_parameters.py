@@ -134,6 +134,7 @@ def test_a_loss_may_read_parameters_whose_gradients_only_are_in_slices(
     same(tmp_path / "run", result(tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_hooks_run_beside_parameters_in_slices(train_on, reference, tmp_path):
     ended = train_on(tmp_path / "run", 1, PARAMETERS, target=TASK.replace(":Deep", ":Hooked"))
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -105,7 +105,7 @@ class Stopper:
     ("kind", "ranks", "signum"),
     [
         ("python", 1, signal.SIGTERM),
-        ("local", 2, signal.SIGINT),
+        pytest.param("local", 2, signal.SIGINT, marks=pytest.mark.slow),
         ("mpi", 2, signal.SIGINT),
         pytest.param("torchrun", 2, signal.SIGINT, marks=pytest.mark.slow),
     ],
