@@ -15,6 +15,7 @@ from typing import IO, Literal
 
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.job.commands import mpirun_command, rank_environment
 
 from .network import INTERFACE, Lab
@@ -89,7 +90,7 @@ def start_ranks(
         processes = []
         for command, own in commands:
             process = subprocess.Popen(
-                command, env={**variables, **own}, cwd=cwd, stdin=subprocess.DEVNULL,
+                tethered(command), env={**variables, **own}, cwd=cwd, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output,
             )  # fmt: skip
             processes.append(process)
