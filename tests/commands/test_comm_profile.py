@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rich.console import Console
 from tests.planning.test_profile_files import sample
 from tests.thread_transport import ThreadTransport, on_ranks
 
+from lockstep.comm.transport import Sending
 from lockstep.commands.comm_profile.command import Options, comm_profile
 from lockstep.commands.comm_profile.engine_calls import ENGINE_CALLS
 from lockstep.commands.comm_profile.facts import Facts, facts_of, hosts_of, warnings_of
@@ -122,6 +124,21 @@ def test_a_host_with_one_rank_takes_no_part_inside() -> None:
     profile = measured("aab", (1024,))[2]
     inside = {m.num_ranks for m in profile.measurements if m.scope == "inside"}
     assert inside == {2}
+
+
+def test_a_message_goes_to_the_rank_that_is_farthest_away_and_back() -> None:
+    def body(transport: ThreadTransport) -> list[int]:
+        sent, send = [], transport.send
+
+        def noted(tensor: torch.Tensor, to: int) -> Sending:
+            sent.append(to)
+            return send(tensor, to)
+
+        with patch.object(transport, "send", noted):
+            ENGINE_CALLS["message"](transport, 1024, CPU)()
+        return sent
+
+    assert on_ranks(4, body) == [[3], [], [], [0]]
 
 
 def test_what_does_not_fit_into_memory_is_skipped_and_said() -> None:

@@ -364,7 +364,7 @@ def test_a_training_over_hosts_is_that_on_one_rank(
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])
 def test_a_profile_tells_inside_and_between_hosts_apart(launcher, tmp_path):
-    argv = ["lockstep", "comm-profile", "--sizes", "1KB,64KB", "--seconds", "6", "--json", "p.json"]
+    argv = ["lockstep", "comm-profile", "--sizes", "1KB,4KB", "--seconds", "2", "--json", "p.json"]
     with Lab(2, "rate=1gbit,delay=5ms") as lab, (tmp_path / "said").open("w") as said:
         ended = start_ranks(lab, 2, argv, launcher, cwd=tmp_path, env=ENVIRONMENT, output=said)
     assert ended.exit_code == 0, (tmp_path / "said").read_text()

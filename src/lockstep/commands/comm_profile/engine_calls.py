@@ -92,13 +92,15 @@ def _broadcast(transport: Transport, num_bytes: int, device: torch.device) -> Ca
 
 def _message(transport: Transport, num_bytes: int, device: torch.device) -> Call:
     tensor = filled(num_bytes, device)
-    other = 1 - transport.rank
+    # Launchers put neighbouring ranks on one host: among all ranks, only these two are far apart.
+    last = transport.size - 1
+    other = last - transport.rank
 
     def there_and_back() -> None:
         if transport.rank == 0:
             transport.send(tensor, other).wait()
             transport.receive(tensor, other)
-        elif transport.rank == 1:
+        elif transport.rank == last:
             transport.receive(tensor, other)
             transport.send(tensor, other).wait()
 

@@ -126,13 +126,15 @@ def _broadcast(group: Any, num_bytes: int, device: torch.device) -> Call:
 def _send_recv(group: Any, num_bytes: int, device: torch.device) -> Call:
     tensor = _floats(num_bytes, device)
     rank = dist.get_rank(group)
-    other = dist.get_global_rank(group, 1 - rank) if rank < 2 else -1
+    # As `lockstep/message`: the two ranks that are farthest apart.
+    last = dist.get_world_size(group) - 1
+    other = dist.get_global_rank(group, last - rank)
 
     def there_and_back() -> None:
         if rank == 0:
             dist.send(tensor, dst=other, group=group)
             dist.recv(tensor, src=other, group=group)
-        elif rank == 1:
+        elif rank == last:
             dist.recv(tensor, src=other, group=group)
             dist.send(tensor, dst=other, group=group)
 
