@@ -73,6 +73,15 @@ for _ in range(10):
     world.Allgather(numpy.full(1 << 20, world.rank, numpy.uint8), found)
 assert (found == numpy.arange(world.size)[:, None]).all()
 """
+MEET = """
+from datetime import timedelta
+from mpi4py import MPI
+from lockstep.comm.backend.world import create_store
+store = create_store(MPI.COMM_WORLD, timedelta(seconds=30))
+store.set(f"from {MPI.COMM_WORLD.rank}", "x")
+assert store.get(f"from {1 - MPI.COMM_WORLD.rank}") == b"x"
+MPI.COMM_WORLD.barrier()
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -323,6 +332,15 @@ def test_what_cannot_be_started_is_said():
             start_ranks(lab, 0, ["hostname"])
         with pytest.raises(LaunchError, match="not done in time"):
             start_ranks(lab, 1, ["sleep", "30"], "torchrun", timeout_s=0.5)
+
+
+def test_ranks_of_mpi_meet_where_names_are_unknown_and_no_way_leads_out(tmp_path):
+    with Lab(2) as lab, (tmp_path / "said").open("w") as said:
+        for host in range(2):
+            (FILES / f"{lab.name}-h{host}" / "hosts").write_text("127.0.0.1 localhost\n")
+        argv = [sys.executable, "-c", MEET]
+        ended = start_ranks(lab, 1, argv, "mpi", env=ENVIRONMENT, output=said)
+    assert ended.exit_code == 0, (tmp_path / "said").read_text()
 
 
 @pytest.fixture(scope="module")

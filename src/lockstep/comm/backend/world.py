@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import socket
+import sys
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +21,10 @@ from lockstep.comm.torchdist.store import LOOPBACK, host_store
 MAX_TAG = 32_767
 
 _CONNECT_TIMEOUT_S = 3.0
+
+# Of netdevice(7): the request for an interface's address, and where an `ifreq` has it.
+_SIOCGIFADDR = 0x8915
+_IFREQ, _IFREQ_ADDRESS = 40, slice(20, 24)
 
 
 class MpiWorld:
@@ -161,8 +166,25 @@ def own_addresses() -> list[str]:
         # Connecting a datagram socket sends nothing; it only selects the outgoing interface.
         probe.connect(("192.0.2.1", 9))
         addresses.append(probe.getsockname()[0])
+    # A name may be unknown, and a network of its own has no way out that could be selected.
+    addresses += _interface_addresses()
     # A loopback address leads every other machine back to itself.
     return [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
+
+
+def _interface_addresses() -> list[str]:
+    """The IPv4 address of each interface; none where the system is not Linux."""
+    if sys.platform != "linux":
+        return []
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                told = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode().ljust(_IFREQ, b"\0"))
+                found.append(socket.inet_ntoa(told[_IFREQ_ADDRESS]))
+    return found
 
 
 def first_reachable(addresses: Sequence[str], port: int) -> str:
