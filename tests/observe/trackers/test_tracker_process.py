@@ -156,7 +156,10 @@ class Kept(Tracker):
         self.calls.append(status)
 
 
-def served(folder: Path, steps: range, evil: str = "") -> tuple[list[Any], list[str]]:
+def served(
+    folder: Path, steps: range, evil: str = "", torn: bytes | None = None
+) -> tuple[list[Any], list[str]]:
+    """What a tracker got, and what was reported; `torn` comes in the place of the end's message."""
     calls: list[Any] = []
     problems: list[str] = []
     messages: list[dict[str, Any]] = [
@@ -165,7 +168,9 @@ def served(folder: Path, steps: range, evil: str = "") -> tuple[list[Any], list[
         *({"do": "picture", "step": s, "name": "p", "path": f"{s}.png"} for s in steps),
         {"do": "end", "status": "completed"},
     ]
-    lines = [json.dumps(message).encode() for message in messages]
+    lines = [json.dumps(message).encode() + b"\n" for message in messages]
+    if torn is not None:
+        lines[-1:] = [torn]
     serve(lines, Work(lambda o: Kept(o, calls, evil), folder), problems.append)
     return calls, problems
 
@@ -182,6 +187,16 @@ def test_a_resumed_run_is_the_same_run_and_gets_what_is_new(tmp_path: Path) -> N
         *((s, "p", f"{s}.png") for s in (4, 5)), "completed",
     ]  # fmt: skip
     assert problems == more == []
+
+
+@pytest.mark.parametrize("torn", [b'{"do": "metr', b'{"do": "metrics", "step": 9, "values": {}}'])
+def test_a_message_that_a_killed_rank_has_not_finished_is_dropped_and_the_run_is_completed(
+    tmp_path: Path, torn: bytes
+) -> None:
+    calls, problems = served(tmp_path, range(1, 4), torn=torn)
+    assert calls[-2:] == [(3, "p", "3.png"), ""]
+    assert problems == []
+    assert json.loads((tmp_path / "state.json").read_text())["newest"] == 3
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ class Work:
 
 
 def serve(lines: Iterable[bytes], work: Work, report: Callable[[str], None]) -> None:
-    """Do what lines ask for, to their end; errors of a kind of message are reported once."""
+    """Do what lines ask for, to their end; errors of a kind of message are reported once.
+
+    A last line without an end is what a rank that was killed had not finished: it is dropped.
+    """
     failed: set[str] = set()
 
     def attempt(kind: str, action: Callable[[], None]) -> None:
@@ -112,6 +115,8 @@ def serve(lines: Iterable[bytes], work: Work, report: Callable[[str], None]) -> 
             failed.add(kind)
 
     for line in lines:
+        if not line.endswith(b"\n"):
+            break
         message = json.loads(line)
         attempt(message["do"], partial(work.do, message))
     attempt("close", work.end)
