@@ -85,6 +85,13 @@ BACK = {"world_size": 1, "seconds": 0.1, "copied": False}
          {"counted_cores": 2}, "of 2 cores they have 1.0, the ranks 1.0"),
         ("busy", [step(times(0, cores_s=10.0, cpu_s=5.0), times(1, cores_s=10.0, cpu_s=5.0))],
          {"counted_cores": 1}, "of 2 cores they have 1.0, the ranks 1.0"),
+        # A rank that has nothing to compute and waits busily is none of the others.
+        ("imbalance", [step(times(0, 8.0, 1.0, cores_s=19.0, cpu_s=9.0),
+                            times(1, 0.1, 9.0, cores_s=19.0, cpu_s=9.5))],
+         {"counts": (3, 0), "counted_cores": 2}, "1 rank of 2 have"),
+        ("busy", [step(times(0, 8.0, 1.0, cores_s=10.0, cpu_s=3.0),
+                       times(1, 0.1, 9.0, cores_s=10.0, cpu_s=3.0))],
+         {"counts": (3, 0), "counted_cores": 1}, "of 2 cores they have 1.4, the ranks 0.6"),
         # Cores of a host of which a control group may use two.
         ("", [step(times(0, cores_s=300.0, cpu_s=5.0), times(1, cores_s=300.0, cpu_s=5.0))],
          {"counted_cores": 64}, "nothing stands out"),

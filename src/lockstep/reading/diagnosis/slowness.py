@@ -62,7 +62,8 @@ def _busy(facts: Facts) -> Cause | None:
     if facts.config.get("data.num_workers"):
         return None  # these compute beside their rank, and are no others
     for host, (_, cores) in facts.hosts.items():
-        ranks = [p for p in facts.workers if p.joined.host == host]
+        # Also those without microbatches: they are on the cores too while they wait for MPI.
+        ranks = [p for p in facts.history.living if p.joined.host == host]
         counted = [p.joined.counted_cores for p in ranks]
         if not ranks or not all(p.times.cores_s for p in ranks):
             continue
