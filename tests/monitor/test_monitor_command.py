@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from tests.conftest import environment
 from tests.monitor.watched_runs import HOSTILE, START, running
 from tests.reading.test_histories import PLAN, done
 from tests.reading.test_runs import run_in
+
+from lockstep.errors import DataError
+from lockstep.monitor.session import Session
 
 RULES = "rules: [{name: high, when: {metric: train/loss, above: 1.0}}]"
 
@@ -105,6 +109,14 @@ def test_what_is_not_installed_is_named_with_what_to_do(here, monkeypatch):
     assert 'needs textual: pip install "lockstep-train[monitor]"' in ended.stderr
 
 
+def page_is(monkeypatch, serve):
+    """Have a function of the test serve the page."""
+    page = ModuleType("lockstep.monitor.web.server")
+    page.serve = serve
+    monkeypatch.setitem(sys.modules, "lockstep.monitor.web", ModuleType("lockstep.monitor.web"))
+    monkeypatch.setitem(sys.modules, "lockstep.monitor.web.server", page)
+
+
 def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_path, monkeypatch):
     running(tmp_path / "runs/run", *START, done(1, 3.0))
     served = []
@@ -113,14 +125,40 @@ def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_pa
         announce("page http://somewhere")
         served.append(([path.name for path in watch.runs], host, port, token))
 
-    page = ModuleType("lockstep.monitor.web.server")
-    page.serve = serve
-    monkeypatch.setitem(sys.modules, "lockstep.monitor.web", ModuleType("lockstep.monitor.web"))
-    monkeypatch.setitem(sys.modules, "lockstep.monitor.web.server", page)
+    page_is(monkeypatch, serve)
     ended = here("monitor", "--web", "--port", "0", "--token", "abc", "--prometheus", "0")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert served == [(["run"], "127.0.0.1", 0, "abc")]
     assert re.fullmatch(r"prometheus http://127\.0\.0\.1:\d+/metrics\npage \S+\n", ended.stdout)
+
+
+@pytest.mark.parametrize("takes_signals", [True, False])
+def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
+    here, tmp_path, monkeypatch, takes_signals
+):
+    serving, ended = threading.Event(), threading.Event()
+
+    def serve(*_):
+        before = signal.getsignal(signal.SIGTERM)
+        if takes_signals:
+            signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        serving.set()
+        try:
+            assert ended.wait(20)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def look(session):
+        assert serving.wait(20)
+        raise DataError("a disk is gone")
+
+    (tmp_path / "runs").mkdir()
+    page_is(monkeypatch, serve)
+    monkeypatch.setattr(Session, "look", look)
+    command = here("monitor", "--web", "--prometheus", "0")
+    assert command.returncode == 2
+    assert command.stderr == "error: a disk is gone\n"
+    assert re.fullmatch(r"prometheus \S+\n", command.stdout)
 
 
 @contextmanager

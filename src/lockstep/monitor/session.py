@@ -114,7 +114,7 @@ class Looker(threading.Thread):
     Args:
         session: the runs.
         looked: called after each look.
-        failed: called with what has ended the thread.
+        failed: called with what has ended the thread before `end`.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class Looker(threading.Thread):
                 self._looked()
                 self._session.due.wait(self._session.interval_s)
         except Exception as error:
-            self._failed(error)
+            if not self._is_ended:  # else what listeners need may be closed by now
+                self._failed(error)
 
     def end(self) -> None:
         """Look no more."""

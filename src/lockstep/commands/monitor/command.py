@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -181,19 +182,32 @@ def _alarms(
 
 
 def _serve(options: Options, watch: Watch, session: Session | None) -> None:
-    """Serve the page; where exporter or alerts go along, each has a reader of its own."""
+    """Serve the page; where exporter or alerts go along, each has a reader of its own.
+
+    Raises:
+        Exception: what has ended exporter or alerts, and so the page.
+    """
     with ending_at_interrupt():
         from lockstep.monitor.web.server import serve
-    if session is not None:
-        Looker(session, failed=_raise_in_main).start()
-        watch = _watch(options)
-    port = _WEB_PORT if options.port is None else options.port
-    serve(watch, options.host or _LOOPBACK, port, options.token, _print)
+    failed: list[BaseException] = []
+    looker = Looker(session, failed=partial(_end_page, failed)) if session is not None else None
+    try:
+        if looker is not None:
+            looker.start()
+            watch = _watch(options)
+        port = _WEB_PORT if options.port is None else options.port
+        serve(watch, options.host or _LOOPBACK, port, options.token, _print)
+    finally:
+        if looker is not None:
+            looker.end()
+        # Whether the page or this command itself has taken the signal.
+        if failed:
+            raise failed[0]
 
 
-def _raise_in_main(error: BaseException) -> None:
+def _end_page(failed: list[BaseException], error: BaseException) -> None:
     """A part that has failed ends the whole command, which else would seem to watch."""
-    _print(f"error: {type(error).__name__}: {error}")
+    failed.append(error)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
