@@ -213,6 +213,9 @@ def test_logging_draws_no_random_numbers_and_changes_no_tensor() -> None:
         (torch.zeros(2, 2, dtype=torch.int64), "image", "must be uint8, or float in [0, 1]"),
         (torch.full((2, 2), 1.5), "image", "values from 1.5 to 1.5; those of floats"),
         (torch.full((2, 2), math.nan), "image", "must be in [0, 1]"),
+        (Image.new("I;16", (2, 2), 255), "image", "of mode I;16; must have 8 bits"),
+        (Image.new("I", (2, 2), 70_000), "image", "of mode I; must have 8 bits"),
+        (Image.new("F", (2, 2), 0.5), "image", "of mode F; must have 8 bits"),
         (torch.zeros(2, 2), "figure", "must be a matplotlib.figure.Figure"),
     ],
 )

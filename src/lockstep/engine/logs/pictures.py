@@ -60,9 +60,15 @@ def pixels_of_image(where: str, image: Any) -> Pixels:
     """The pixels of a `PIL.Image.Image`: grey, RGB, or else RGB with alpha.
 
     Raises:
-        TaskError: it is empty or too large, or PIL cannot convert it.
+        TaskError: it is empty or too large, its pixels have more than 8 bits, or PIL cannot convert
+            it.
     """
     _check_size(where, (image.height, image.width), 4 * image.height * image.width)
+    if image.mode.startswith(("I", "F")):  # PIL would cut off what is above 255
+        raise TaskError(
+            f"{where}: an image of PIL of mode {image.mode}; must have 8 bits for each channel: "
+            "scale its values to [0, 1] and log them as an array"
+        )
     try:
         found = np.array(image if image.mode in ("L", "RGB", "RGBA") else image.convert("RGBA"))
     except (OSError, ValueError) as error:
