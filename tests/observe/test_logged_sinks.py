@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_events import Recorder, finished, full_disk, run_started, step_done
+from sample_events import (
+    Recorder,
+    checkpointed,
+    evaluated,
+    finished,
+    full_disk,
+    run_started,
+    step_done,
+)
 
 from lockstep.engine.events import Event, Logged, Warned
 from lockstep.engine.logs.log import Logbook, log
@@ -142,6 +150,42 @@ def test_a_name_that_is_logged_twice_in_a_step_has_its_last_value(tmp_path: Path
         only(event)
     only.close()
     assert [row["a"] for row in curves(tmp_path)] == ["2.0", ""]
+
+
+def test_what_a_checkpoint_holds_is_in_the_file_although_the_run_is_killed(tmp_path: Path) -> None:
+    """Killed in step 3: nothing is closed, and what is logged at step 2 does not come again."""
+    first = MetricsCsv(tmp_path / "metrics.csv")
+    after_step, after_evaluation = events_of(2, a=1.0), events_of(2, b=2.0)
+    saved = [*after_step, step_done(2), evaluated(2), *after_evaluation, checkpointed(2)]
+    for event in (run_started(), *saved):
+        first(event)
+    second = MetricsCsv(tmp_path / "metrics.csv")
+    # `on_end` of a hook logs at the newest step too, and may log a name again.
+    at_end = events_of(3, d=5.0, a=6.0)
+    for event in (run_started(step=2), *events_of(3, a=3.0), step_done(3), *at_end, finished(3)):
+        second(event)
+    second.close()
+    table = [(r["step"], r["a"], r["b"], r["d"]) for r in curves(tmp_path) if r["split"] == "log"]
+    assert table == [
+        ("2", "1.0", "", ""), ("2", "", "2.0", ""), ("3", "3.0", "", ""), ("3", "6.0", "", "5.0"),
+    ]  # fmt: skip
+
+
+def test_what_is_logged_late_is_not_written_twice_by_the_next_rank_0(tmp_path: Path) -> None:
+    """It knows of no checkpoint, which is an event of rank 0 alone."""
+    known = [*events_of(2, a=1.0), step_done(2), evaluated(2), *events_of(2, b=2.0)]
+    first, second = hub(tmp_path), hub(tmp_path)
+    first.open()
+    for event in (run_started(), *known, checkpointed(2)):
+        first(event)
+    for event in (run_started(), *known, *events_of(2, c=3.0)):
+        second(event)
+    second.open()
+    for event in (run_started(step=2, continued=True), finished(2)):
+        second(event)
+    second.close()
+    table = [(r["a"], r["b"], r["c"]) for r in curves(tmp_path) if r["split"] == "log"]
+    assert table == [("1.0", "", ""), ("", "2.0", ""), ("", "", "3.0")]
 
 
 def test_pictures_of_later_steps_are_removed_where_a_run_goes_back(tmp_path: Path) -> None:

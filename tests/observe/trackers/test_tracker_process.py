@@ -6,12 +6,20 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.observe.sample_events import Recorder, evaluated, finished, run_started, step_done
+from tests.observe.sample_events import (
+    Recorder,
+    checkpointed,
+    evaluated,
+    finished,
+    run_started,
+    step_done,
+)
 
 from lockstep.engine.events import Event, Failed, Warned
 from lockstep.engine.logs.log import Logbook, log
@@ -20,7 +28,7 @@ from lockstep.observe import Sinks, TrackerSink, open_sinks
 from lockstep.observe.trackers.process import Work, serve
 from lockstep.observe.trackers.tracker import Opening, Tracker
 
-COPIES = "import sys; f = open(sys.argv[2] + '/got', 'wb'); [f.write(x) for x in sys.stdin.buffer]"
+COPIES = "import sys; f = open(sys.argv[2] + '/got', 'ab', 0); list(map(f.write, sys.stdin.buffer))"
 REPORTS = 'import sys; print(\'{"problem": "no room"}\', flush=True); list(sys.stdin)'
 DIES = "import sys; sys.stdin.readline(); sys.exit(3)"
 SLEEPS = "import time; time.sleep(60)"
@@ -44,7 +52,7 @@ def logged(step: int, **values: Any) -> list[Event]:
     return found
 
 
-def test_a_tracker_gets_the_values_of_a_step_together(tmp_path: Path) -> None:
+def test_a_tracker_gets_what_is_logged_with_the_values_of_the_next_event(tmp_path: Path) -> None:
     tracker = sink(tmp_path)
     image = np.zeros((2, 2, 3), np.uint8)
     events = [
@@ -55,17 +63,31 @@ def test_a_tracker_gets_the_values_of_a_step_together(tmp_path: Path) -> None:
         tracker(event)
     tracker.close()
     tracker.close()
-    opened, first, picture, second, end = got(tmp_path)
+    opened, first, scores, picture, second, end = got(tmp_path)
     assert opened == {
         "do": "open", "task": "digits", "run_dir": str(tmp_path), "params": {"lr": 0.1},
     }  # fmt: skip
     assert (first["do"], first["step"]) == ("metrics", 1)
-    wanted = {"log/a": 0.5, "train/loss": 2.0, "val/loss": 3.0}
-    assert first["values"].items() >= wanted.items()
+    assert first["values"].items() >= {"log/a": 0.5, "train/loss": 2.0}.items()
+    assert scores == {"do": "metrics", "step": 1, "values": {"val/loss": 3.0}}
     path = str(tmp_path / "logged" / "c" / "00000002.png")
     assert picture == {"do": "picture", "step": 2, "name": "c", "path": path}
     assert second == {"do": "metrics", "step": 2, "values": {"log/a": 0.25}}
     assert end == {"do": "end", "status": "completed"}
+
+
+def test_all_of_a_step_has_been_handed_over_before_the_next_one_begins(tmp_path: Path) -> None:
+    tracker = sink(tmp_path)
+    late = logged(2, late=1.0)
+    for event in (*logged(2, a=0.5), step_done(2), evaluated(2, loss=3.0), *late, checkpointed(2)):
+        tracker(event)
+    end = time.monotonic() + 20
+    names: set[str] = set()
+    while not names >= {"log/a", "train/loss", "val/loss", "log/late"}:
+        assert time.monotonic() < end, names
+        if (tmp_path / "trackers" / "mlflow" / "got").exists():
+            names = {name for row in got(tmp_path) for name in row["values"]}
+    tracker.close()
 
 
 def test_a_run_that_fails_is_said_to_have_failed(tmp_path: Path) -> None:
@@ -187,6 +209,29 @@ def test_a_resumed_run_is_the_same_run_and_gets_what_is_new(tmp_path: Path) -> N
         *((s, "p", f"{s}.png") for s in (4, 5)), "completed",
     ]  # fmt: skip
     assert problems == more == []
+
+
+def test_a_resumed_run_gets_what_of_the_newest_step_is_missing_and_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    """Killed in the middle of step 2, which the resumed run does again, then goes on with 3."""
+    metrics = [("train/loss", 1.0), ("val/loss", 2.0), ("log/p", 3.0)]
+    messages: list[dict[str, Any]] = [
+        {"do": "open", "task": "t", "run_dir": str(tmp_path), "params": {}},
+        {"do": "picture", "step": 2, "name": "p", "path": "2.png"},
+        *({"do": "metrics", "step": 2, "values": {name: value}} for name, value in metrics),
+        {"do": "metrics", "step": 3, "values": {"train/loss": 4.0}},
+    ]
+    wanted = [(2, "p", "2.png"), *((2, dict([pair])) for pair in metrics), (3, {"train/loss": 4.0})]
+    for num_before in range(1, len(messages) + 1):
+        folder = tmp_path / str(num_before)
+        folder.mkdir()
+        calls: list[Any] = []
+        make = partial(Kept, calls=calls, evil="")
+        for part in (messages[:num_before], messages):
+            lines = [json.dumps(message).encode() + b"\n" for message in part]
+            serve(lines, Work(make, folder), calls.append)
+        assert [call for call in calls if call != "" and call[0] != "open"] == wanted
 
 
 @pytest.mark.parametrize("torn", [b'{"do": "metr', b'{"do": "metrics", "step": 9, "values": {}}'])

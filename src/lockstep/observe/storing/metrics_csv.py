@@ -1,7 +1,8 @@
 """`metrics.csv`: the curves of a run, a row for each `StepDone` and `Evaluated`.
 
 Scalars that `lockstep.log` has logged at a step are a row of the split `log`, which is written
-when the first event of another step comes, or at the end.
+with the next event of another kind. So it is in the file before a checkpoint of its step is on
+disk, for a `StepDone` comes before that; what is logged at that step later is a further row.
 
 Numbers have full precision (`repr`), so that two runs can be compared to the bit; what an event
 does not know is empty. Times are in seconds, summed over ranks. Epochs count from 0; a step
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lockstep.engine.events import Evaluated, Event, Failed, Finished, Logged, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import open_text, replacing
 from lockstep.observe.sink import Sink
@@ -41,6 +42,10 @@ COLUMNS = (
 of these is called `metric_<name>`, but for an evaluation's `loss`; unprintable characters in names
 are escaped."""
 
+_PLACE = ("step", "epoch", "split")
+_LOG = "log"
+"""The split of what was logged."""
+
 Row = dict[str, str]
 
 
@@ -49,7 +54,8 @@ class MetricsCsv(Sink):
 
     When a run goes on from step k, as `RunStarted` says, the rows of later steps are removed:
     they come again. A second row for the same step and split is not written, for work done again
-    after a fault gives the same values; nor is one of a step before the last.
+    after a fault gives the same values; nor is one of a step before the last. Of the split `log`
+    this holds for each cell.
 
     Args:
         path: path of the file; created if it is not there, else continued.
@@ -66,8 +72,8 @@ class MetricsCsv(Sink):
         self._cut_after: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = -1
-        self._splits: set[str] = set()
-        """Splits for which the file has a row of its last step, `_step`."""
+        self._newest: list[Row] = []
+        """The rows that the file has of its last step, `_step`."""
         with opening(path):
             self._file = AppendFile(path)
             try:
@@ -78,8 +84,7 @@ class MetricsCsv(Sink):
 
     def __call__(self, event: Event) -> None:
         """Append the row of a `StepDone` or `Evaluated`; with `RunStarted`, remove later steps."""
-        is_end = isinstance(event, (RunStarted, Finished, Failed))
-        if self._logged and (is_end or int(self._logged["step"]) != event.step):
+        if not isinstance(event, Logged) or self._logged.get("step") != str(event.step):
             self._end_logged()
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
@@ -115,11 +120,11 @@ class MetricsCsv(Sink):
 
     def _log(self, event: Logged) -> None:
         if event.kind == "scalar":
-            self._logged = self._logged or _row(event, "log", self._steps_per_epoch)
+            self._logged = self._logged or _row(event, _LOG, self._steps_per_epoch)
             self._logged[_column(event.name)] = _number(event.value)
 
     def _end_logged(self) -> None:
-        """Have the row of what was logged at a step written: it is complete."""
+        """Have written what was logged at a step."""
         row, self._logged = self._logged, {}
         if row:
             self._queue.append(row)
@@ -130,14 +135,23 @@ class MetricsCsv(Sink):
             self._cut(self._cut_after)
             self._cut_after = None
         while self._queue:
-            if not self._is_written(self._queue[0]):
-                self._write(self._queue[0])
+            missing = self._missing(self._queue[0])
+            if missing:
+                self._write(missing)
             del self._queue[0]
         self._file.flush()
 
-    def _is_written(self, row: Row) -> bool:
-        step = int(row["step"])
-        return step < self._step or (step == self._step and row["split"] in self._splits)
+    def _missing(self, row: Row) -> Row:
+        """What of a row the file has to be given; empty if nothing."""
+        if int(row["step"]) != self._step:
+            return row if int(row["step"]) > self._step else {}
+        there = [known for known in self._newest if known["split"] == row["split"]]
+        if not there:
+            return row
+        if row["split"] != _LOG:
+            return {}
+        new = {n: cell for n, cell in row.items() if all(known.get(n) != cell for known in there)}
+        return {n: row[n] for n in row if n in new or n in _PLACE} if new else {}
 
     def _write(self, row: Row) -> None:
         late = [name for name in row if name not in self._columns]
@@ -148,8 +162,8 @@ class MetricsCsv(Sink):
 
     def _note(self, row: Row) -> None:
         if int(row["step"]) != self._step:
-            self._step, self._splits = int(row["step"]), set()
-        self._splits.add(row["split"])
+            self._step, self._newest = int(row["step"]), []
+        self._newest.append(row)
 
     def _cut(self, last_step: int) -> None:
         """Remove rows after `last_step` and give the file all columns it must have."""
@@ -157,7 +171,7 @@ class MetricsCsv(Sink):
         if not self._path.stat().st_size:
             self._rewrite(self._columns, keep=lambda row: True)
             return
-        self._step, self._splits = -1, set()
+        self._step, self._newest = -1, []
         try:
             header, kept = self._read(last_step)
         except (UnicodeDecodeError, csv.Error) as error:

@@ -31,12 +31,15 @@ _CLASSES = {
 }
 _STATE = "state.json"
 _SAVE_EVERY_S = 1.0
+_OF_PICTURE = "picture: "
+"""Before the names of pictures, which metrics may have too."""
 
 
 class Work:
-    """Does what messages ask for; a step that a tracker has had is not given to it again.
+    """Does what messages ask for; what a tracker has had of a step is not given to it again.
 
-    Steps that are done again after a resume have the same metrics as before.
+    Steps that are done again after a resume have the same metrics as before. Of those before the
+    newest step that the tracker has had it has had all.
 
     Args:
         make: function that opens a run in a tracker.
@@ -48,6 +51,10 @@ class Work:
         self._folder = folder
         self._tracker: Tracker | None = None
         self._newest = self._known = -1
+        self._had: set[str] = set()
+        """Names of what the tracker has had of step `_newest`."""
+        self._known_of_newest: set[str] = set()
+        """Names of what an earlier sitting has given it of step `_known`."""
         self._saved_at = 0.0
         self._status = ""
 
@@ -58,12 +65,8 @@ class Work:
             self._open(message)
         elif kind == "end":
             self._status = message["status"]
-        elif self._tracker is not None and message["step"] > self._known:
-            if kind == "metrics":
-                self._tracker.metrics(message["step"], message["values"])
-                self._newest = max(self._newest, message["step"])
-            else:
-                self._tracker.picture(message["step"], message["name"], Path(message["path"]))
+        elif self._tracker is not None and message["step"] >= self._known:
+            self._give(self._tracker, message)
             if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
                 self._save()
 
@@ -75,12 +78,32 @@ class Work:
             finally:
                 self._save()
 
+    def _give(self, tracker: Tracker, message: dict[str, Any]) -> None:
+        """Give the tracker what it has not had of metrics or a picture."""
+        step, is_picture = message["step"], message["do"] == "picture"
+        had = self._known_of_newest if step == self._known else set()
+        if is_picture:
+            names = {_OF_PICTURE + message["name"]} - had
+            if names:
+                tracker.picture(step, message["name"], Path(message["path"]))
+        else:
+            values = {name: v for name, v in message["values"].items() if name not in had}
+            names = {*values}
+            if values:
+                tracker.metrics(step, values)
+        if step > self._newest:
+            self._newest, self._had = step, set()
+        if step == self._newest:
+            self._had |= names
+
     def _open(self, message: dict[str, Any]) -> None:
         state: dict[str, Any] = {}
         if (self._folder / _STATE).exists():
             state = parse_object(read_text(self._folder / _STATE))
         run_id = str(state.get("run_id", ""))
         self._known = self._newest = int(state.get("newest", -1))
+        self._had = {str(name) for name in state.get("had", ())}
+        self._known_of_newest = {*self._had}
         self._tracker = self._make(
             Opening(
                 task=message["task"],
@@ -95,7 +118,8 @@ class Work:
     def _save(self) -> None:
         assert self._tracker is not None
         with replacing(self._folder / _STATE) as file:
-            json.dump({"run_id": self._tracker.run_id, "newest": self._newest}, file)
+            state = {"run_id": self._tracker.run_id, "newest": self._newest}
+            json.dump({**state, "had": sorted(self._had)}, file)
         self._saved_at = time.monotonic()
 
 

@@ -38,7 +38,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step; called once for each step, ascending."""
+        """Take values of a step; called for ascending steps, for one more than once with others."""
 
     @abstractmethod
     def picture(self, step: int, name: str, path: Path) -> None:

@@ -37,7 +37,10 @@ _PLACES = ("LOCKSTEP_", "OMPI_", "PMI_", "PMIX_")
 
 
 class TrackerSink(Sink):
-    """Hands what curves are made of, and pictures, to a tracker; the values of a step together.
+    """Hands what curves are made of, and pictures, to a tracker.
+
+    What is logged at a step goes along with the next event of another kind. So it is handed over
+    before a checkpoint of that step is on disk: a run resumed from it would not log it again.
 
     What it may fail with becomes an `OSError`, once, when the next event comes. If the tracker is
     slower than training, messages wait, up to a bound; what comes beyond is lost.
@@ -116,6 +119,8 @@ class TrackerSink(Sink):
             values = scalars_of(event)
             self._row |= values
             self._step = event.step if values else self._step
+            if not isinstance(event, Logged):
+                self._end_row()
         self._tell()
 
     def close(self) -> None:
