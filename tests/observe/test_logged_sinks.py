@@ -152,6 +152,27 @@ def test_a_name_that_is_logged_twice_in_a_step_has_its_last_value(tmp_path: Path
     assert [row["a"] for row in curves(tmp_path)] == ["2.0", ""]
 
 
+@pytest.mark.parametrize("num_written", range(1, 6))
+def test_a_name_that_gets_a_value_back_has_it_in_all_files(
+    tmp_path: Path, num_written: int
+) -> None:
+    """Also where rank 0 dies in between, and the next one writes what is missing."""
+    known = [event for value in (1.0, 2.0, 2.0, 1.0) for event in events_of(1, a=value)]
+    first, second = hub(tmp_path), hub(tmp_path)
+    first.open()
+    for event in [run_started(), *known][:num_written]:
+        first(event)
+    for event in (run_started(), *known):
+        second(event)
+    second.open()
+    for event in (run_started(step=1, continued=True), step_done(1)):
+        second(event)
+    second.close()
+    values = [row["value"] for row in read_events(tmp_path / "events.jsonl") if "value" in row]
+    assert values == [1.0, 2.0, 1.0]
+    assert [row["a"] for row in curves(tmp_path) if row["split"] == "log"] == ["1.0"]
+
+
 def test_what_a_checkpoint_holds_is_in_the_file_although_the_run_is_killed(tmp_path: Path) -> None:
     """Killed in step 3: nothing is closed, and what is logged at step 2 does not come again."""
     first = MetricsCsv(tmp_path / "metrics.csv")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -64,14 +65,16 @@ class EventsJsonl(Sink):
             self._file = AppendFile(path)
         self._clock = clock
         self._written: dict[_Key, None] = {}
+        self._keys = _Keys()
 
     def __call__(self, event: Event) -> None:
         """Append the event's row, once."""
         if isinstance(event, RunStarted):
             self._written.clear()
+            self._keys = _Keys()
             if event.continued:
                 self._written.update(dict.fromkeys(_keys_of_sitting(_tail(self._file.path))))
-        key = _key(type(event).__name__, vars(event))
+        key = self._keys.of(type(event).__name__, vars(event))
         if key in self._written:
             return
         if key is not None:
@@ -189,23 +192,44 @@ def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         )
 
 
-def _key(kind: str, values: Mapping[str, Any]) -> _Key | None:
-    fields = _IDENTITY.get(kind)
-    if fields is None:
-        return None
-    # Of a row, numbers that are not finite are text; and not all values can be hashed.
-    if kind == "Logged":
-        return kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
-    return kind, values["step"], *(values.get(name) for name in fields)
+class _Keys:
+    """Keys of the events of a sitting, in their order.
+
+    A value that a name is given back at a step (1, 2, 1) is another event, or readers would take
+    the one between for the last.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._last: dict[str, _Key] = {}
+        self._times: Counter[_Key] = Counter()
+
+    def of(self, kind: str, values: Mapping[str, Any]) -> _Key | None:
+        """The key of the next event; None for one that does not come again."""
+        fields = _IDENTITY.get(kind)
+        if fields is None:
+            return None
+        if kind != "Logged":
+            return kind, values["step"], *(values.get(name) for name in fields)
+        if values["step"] != self._step:
+            self._step, self._last, self._times = values["step"], {}, Counter()
+        # Of a row, numbers that are not finite are text; and not all values can be hashed.
+        key = kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
+        if self._last.get(key[2]) != key:
+            self._last[key[2]] = key
+            self._times[key] += 1
+        return *key, self._times[key]
 
 
 def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
     """The keys of the rows since the start of the present sitting."""
     keys: list[_Key] = []
+    known = _Keys()
     for row in rows:
         if row["event"] == "RunStarted" and not row.get("continued"):
             keys.clear()
-        key = _key(row["event"], row)
+            known = _Keys()
+        key = known.of(row["event"], row)
         if key is not None:
             keys.append(key)
     return keys
