@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.conftest import result
+from tests.observe.sample_events import full_disk
 
 
 @pytest.mark.docs
@@ -61,6 +62,16 @@ def test_what_is_set_in_the_config_counts(here, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (config["width"], config["lr"]) == (16, 0.02)
+
+
+@pytest.mark.parametrize("room", [100, 3000])
+def test_a_full_disk_leaves_neither_file(here, tmp_path: Path, room: int) -> None:
+    """Of the script, or of the config, which is the longer one, only a part can be written."""
+    with full_disk(room):
+        done = here("init", "mine.py")
+    assert done.returncode == 2
+    assert "cannot be written: File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

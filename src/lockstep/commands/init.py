@@ -57,8 +57,13 @@ def _write(file: Path, text: str) -> None:
         ConfigError: it is there, or cannot be written.
     """
     try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
+        opened = file.open("x", encoding="utf-8")
+        try:
+            with opened:
+                opened.write(text)
+        except BaseException:
+            file.unlink()
+            raise
     except FileExistsError:
         raise ConfigError(f"init {file}: is there already; name another file") from None
     except (OSError, ValueError) as error:
