@@ -222,7 +222,7 @@ def test_a_disk_that_is_nearly_full_is_told_once_for_all_runs_on_it(tmp_path, mo
     trial = Trial(tmp_path, *rules)
     assert trial.look() == [("on", "the disk has 50.0 KiB left, 5.0%")]
     disk.f_bavail = 49
-    assert [a.rule for a in trial.told] == ["rule0"]
+    assert [(a.rule, a.step) for a in trial.told] == [("rule0", 0)], "the step of no run"
     trial.look()
     assert [a.rule for a in trial.told] == ["rule0", "rule1"]
     ended(tmp_path / "a")

@@ -110,7 +110,7 @@ class Alarms:
                     yield key, finding
         live = {str(run.path) for run in fitting if run.summary.state == "running"}
         for finding in found_over(rule.when, fitting, live):
-            is_disk = rule.when.kind.startswith("disk")
+            is_disk = rule.when.is_of_disk
             if rule.past or is_disk or finding.run.path not in self._past:
                 yield (rule.name, "" if is_disk else str(finding.run.path), finding.key), finding
 
@@ -127,7 +127,7 @@ class Alarms:
             state="on",
             run=str(finding.run.path),
             task=summary.task,
-            step=summary.step,
+            step=0 if rule.when.is_of_disk else summary.step,
             message=finding.message,
             since=held.since,
             time=now,

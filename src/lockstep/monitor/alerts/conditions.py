@@ -65,7 +65,7 @@ def found_over(condition: Condition, runs: Sequence[Watched], live: set[str]) ->
     """
     if condition.kind == "digest_differs":
         yield from _digests(runs)
-    elif condition.kind.startswith("disk"):
+    elif condition.is_of_disk:
         yield from _disks(condition, [run for run in runs if str(run.path) in live])
 
 

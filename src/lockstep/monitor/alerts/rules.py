@@ -53,6 +53,11 @@ class Condition(Section):
         """The key that says what is looked for."""
         return next(key for key in KINDS if getattr(self, key) is not None)
 
+    @property
+    def is_of_disk(self) -> bool:
+        """Whether it is looked for once on each disk, and not in each run."""
+        return self.kind.startswith("disk")
+
     @model_validator(mode="after")
     def _check(self) -> Condition:
         given = [key for key in KINDS if getattr(self, key) is not None]
