@@ -151,8 +151,8 @@ class ListScreen(Refreshing):
         return title
 
     def _update(self, rows: dict[str, list[Text]]) -> None:
-        for row, cells in enumerate(rows.values()):
-            before = list(self._shown.values())[row]
+        pairs = zip(rows.values(), self._shown.values(), strict=True)
+        for row, (cells, before) in enumerate(pairs):
             for column, cell in enumerate(cells):
                 if cell != before[column]:
                     self._table.update_cell_at(Coordinate(row, column), cell, update_width=True)
