@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,6 @@ print(json.dumps({{
 
 def read_back(script: str) -> Any:
     """What a script prints last, as JSON."""
-    subprocess, sys = (importlib.import_module(name) for name in ("subprocess", "sys"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
     )
