@@ -24,7 +24,8 @@ from tests.reading.test_histories import PLAN, done, joined
 from tests.reading.test_runs import run_in
 
 from lockstep.monitor.alerts.alert import Alert
-from lockstep.monitor.session import Notes
+from lockstep.monitor.session import Notes, Session
+from lockstep.monitor.watch import Watch
 from lockstep.reading.follow import EVENTS
 
 
@@ -161,8 +162,29 @@ def test_a_hundred_runs_are_listed_and_opened(tmp_path):
         await pilot.press("s", "s", "o")
         await until(app, pilot, lambda: "newest 0" in shown(app))
         assert sum(run.is_open for run in app.session.watch.runs.values()) == 1
+        await pilot.press("escape")
+        await until(app, pilot, lambda: not any(r.is_open for r in app.session.watch.runs.values()))
+        await pilot.press("o")
+        await until(app, pilot, lambda: "newest 0" in shown(app))
 
     on_screen([tmp_path], drive)
+
+
+@pytest.mark.parametrize("listeners", [[], [lambda watch, changed: None]])
+def test_events_are_forgotten_once_nobody_reads_them(tmp_path, listeners):
+    """A listener, such as the exporter, may count on what it has read of a run."""
+    folder = run_in(tmp_path / "run", *START, done(3, 2.0))
+    session = Session(Watch([tmp_path]), listeners)
+    run = session.watch.runs[folder]
+    session.want(folder)
+    session.want(folder)
+    session.leave(folder)
+    session.look()
+    assert run.is_open, "another screen of it is there still"
+    session.leave(folder)
+    session.look()
+    assert run.is_open == bool(listeners)
+    assert list(run.history.curves["train/loss"].values) == [2.0]
 
 
 def test_control_signs_and_markup_in_names_never_reach_the_terminal(tmp_path):

@@ -66,7 +66,8 @@ class Session:
         self.watch = watch
         self.interval_s = interval_s
         self.due = threading.Event()
-        self._wanted: dict[Path, None] = {}
+        self._wanted: dict[Path, int] = {}
+        """How often each is wanted: a screen may open before an older one of its run is gone."""
         self.alerts = alerts
         self.notes = notes or Notes()
         self._listeners = listeners
@@ -79,6 +80,7 @@ class Session:
         The first look tells of all of them.
         """
         with self._lock:
+            self._close_unwanted()
             changed = self.watch.poll()
             if self._is_first:
                 changed, self._is_first = list(self.watch.runs.values()), False
@@ -90,12 +92,24 @@ class Session:
 
     def want(self, path: Path) -> None:
         """Have a run's events read, at once and at each look."""
-        self._wanted = {**self._wanted, path: None}  # another thread may go through the old one
+        # Another thread may go through the old one.
+        self._wanted = {**self._wanted, path: self._wanted.get(path, 0) + 1}
         self.due.set()
 
     def leave(self, path: Path) -> None:
-        """Want a run's events no longer."""
-        self._wanted = {other: None for other in self._wanted if other != path}
+        """Take back one `want`; after the last one the next look forgets the run's events.
+
+        With listeners the run stays open, for they may read it too.
+        """
+        counts = {**self._wanted, path: self._wanted.get(path, 0) - 1}
+        self._wanted = {wanted: count for wanted, count in counts.items() if count > 0}
+
+    def _close_unwanted(self) -> None:
+        if self._listeners:
+            return
+        for path, run in self.watch.runs.items():
+            if run.is_open and path not in self._wanted:
+                run.close()
 
     @contextmanager
     def free(self) -> Iterator[bool]:

@@ -39,8 +39,13 @@ class Watched:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody has asked for its history, which is kept up to date since."""
+        """Whether its history has been asked for, which is kept up to date until `close`."""
         return self._reader is not None
+
+    def close(self) -> None:
+        """Forget its history; it is read anew if somebody asks for it again."""
+        self._reader = None
+        self.problem = ""
 
     def poll(self) -> bool:
         """Look again; returns whether anything may have changed."""

@@ -60,7 +60,7 @@ class RunScreen(Refreshing):
         yield Footer()
 
     def on_unmount(self) -> None:
-        """Have its events read no more than others'."""
+        """Have its events forgotten, unless others read them too."""
         self._session.leave(self._path)
 
     def draw(self) -> None:
