@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.reading import envelopes
-from lockstep.reading.envelopes import INFINITE, NAN, Row, Sheet, joined, merged, of_points
+from lockstep.reading.large import envelopes
+from lockstep.reading.large.envelopes import INFINITE, NAN, Row, Sheet, joined, merged, of_points
 
 VALUES = st.one_of(
     st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, 1e300, -1e300, 0.0])

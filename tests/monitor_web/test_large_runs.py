@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from run_files import PLAN, append, begin, done, joined
 
 from lockstep.parsing import parse_object
-from lockstep.reading import envelopes, large
 from lockstep.reading.follow import read_run
-from lockstep.reading.large import LargeRun
+from lockstep.reading.large import envelopes
+from lockstep.reading.large import run as large
+from lockstep.reading.large.run import LargeRun
 
 ALL = (0, 1 << 40)
 

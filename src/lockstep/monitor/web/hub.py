@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.monitor.watch import Watch, Watched
-from lockstep.reading.large import LargeRun
-from lockstep.reading.taking import Parse
+from lockstep.reading.large.rows import Parse
+from lockstep.reading.large.run import LargeRun
 
 _LOOK_S = 1.0
 """Seconds between two looks at the folders."""

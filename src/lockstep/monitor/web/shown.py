@@ -28,9 +28,9 @@ from lockstep.files import read_text
 from lockstep.observe import text
 from lockstep.parsing import parse_object
 from lockstep.reading.diagnosis.verdict import causes, told
-from lockstep.reading.envelopes import Envelope
 from lockstep.reading.history import KINDS, Happening, History
-from lockstep.reading.large import LargeRun
+from lockstep.reading.large.envelopes import Envelope
+from lockstep.reading.large.run import LargeRun
 from lockstep.reading.listing import Summary
 
 _MOST_METRICS = 8

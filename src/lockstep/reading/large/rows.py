@@ -1,20 +1,20 @@
-"""Rows of events as values of curves, and parts of a file read again."""
+"""Rows of events as values of curves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from lockstep.engine.events import Evaluated, Event, Logged, RunStarted, StepDone
+from lockstep.engine.events import Evaluated, Event, Logged, StepDone
 from lockstep.errors import RunDirectoryError
 from lockstep.files import MAX_TEXT_BYTES
 from lockstep.observe import event_from_row
-from lockstep.reading.envelopes import Envelope, Row, of_points
 from lockstep.reading.history import step_values
+from lockstep.reading.large.envelopes import Row
 
 Parse = Callable[[bytes], Any]
 _TRAINING = "training"
@@ -112,31 +112,6 @@ def lines(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         start += len(line)
 
 
-def survivors(file: BinaryIO, taker: Taker, sheet: str, start: int, end: int) -> list[Row]:
-    """The rows of a sheet in a part of a file, but for those of steps that came again in it.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    found: list[Row] = []
-
-    def cut(last: int) -> None:
-        while found and found[-1].step > last:
-            found.pop()
-
-    for place, line in lines(file, start, end):
-        try:
-            taken = taker.take(line, place)
-        except ValueError:
-            continue
-        if isinstance(taken.event, RunStarted) and not taken.event.continued:
-            cut(taken.event.step)
-        elif taken.row is not None and taken.sheet == sheet:
-            cut(taken.row.step - 1)
-            found.append(taken.row)
-    return found
-
-
 def without_arrays(event: Event) -> Event:
     """The event without metrics of more than one number, which may be large."""
     return replace(event, arrays={}) if isinstance(event, Evaluated) else event
@@ -150,19 +125,3 @@ def skip_line(file: BinaryIO) -> int:
         if rest.endswith(b"\n"):
             break
     return count
-
-
-def points(rows: list[Row], name: str) -> Envelope | None:
-    """A curve in some rows, value by value; None if it is in none."""
-    steps: list[int] = []
-    values: list[float] = []
-    names: Sequence[str] = ()
-    place = -1
-    for row in rows:
-        if row.names is not names:
-            names = row.names
-            place = names.index(name) if name in names else -1
-        if place >= 0:
-            steps.append(row.step)
-            values.append(float(row.values[place]))
-    return of_points(steps, values) if steps else None

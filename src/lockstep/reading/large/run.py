@@ -14,18 +14,11 @@ from typing import BinaryIO
 from lockstep.engine.events import StepDone
 from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.parsing import parse_object
-from lockstep.reading.envelopes import Envelope, Row, Sheet, joined, merged, of_points
 from lockstep.reading.follow import EVENTS
 from lockstep.reading.history import History
-from lockstep.reading.taking import (
-    Parse,
-    Taker,
-    lines,
-    points,
-    skip_line,
-    survivors,
-    without_arrays,
-)
+from lockstep.reading.large.again import points, read_again
+from lockstep.reading.large.envelopes import Envelope, Row, Sheet, joined, merged, of_points
+from lockstep.reading.large.rows import Parse, Taker, lines, skip_line, without_arrays
 
 _MOST_SHEETS = 256
 _SAMPLES = 256
@@ -56,6 +49,7 @@ class LargeRun:
 
     def __init__(self, run_dir: Path, parse: Parse = parse_object) -> None:
         self.run_dir = run_dir
+        self._events = run_dir / EVENTS
         self.generation = 0
         self._taker = Taker(parse)
         self.lock = RLock()
@@ -103,7 +97,7 @@ class LargeRun:
         deadline = time.monotonic() + budget_s
         with self.lock:
             try:
-                with open_to_read(self.run_dir / EVENTS) as file:
+                with open_to_read(self._events) as file:
                     self._look(file)
                     return self._read(file, deadline)
             except FileNotFoundError:
@@ -151,7 +145,9 @@ class LargeRun:
             part = None
             if not is_fine and end - start <= _MOST_READ_AGAIN:
                 if id(sheet) not in again:
-                    again[id(sheet)] = self._read_again(key, start, end)
+                    again[id(sheet)] = read_again(
+                        self._events, self._file_number, self._taker, key, start, end
+                    )
                 part = points(again[id(sheet)], name)
             part = part if part is not None else sheet.envelope(name, buckets)
             parts += [part] if part is not None else []
@@ -269,16 +265,8 @@ class LargeRun:
         self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
-        return [row for row in self._read_again(sheet, start, end) if row.step <= last]
-
-    def _read_again(self, sheet: str, start: int, end: int) -> list[Row]:
-        try:
-            with open_to_read(self.run_dir / EVENTS) as file:
-                if os.fstat(file.fileno()).st_ino != self._file_number:
-                    return []
-                return survivors(file, self._taker, sheet, start, end)
-        except OSError:
-            return []
+        rows = read_again(self._events, self._file_number, self._taker, sheet, start, end)
+        return [row for row in rows if row.step <= last]
 
 
 class _Cutter:

@@ -1,0 +1,1 @@
+"""Runs of any size, read and shown in bounded memory."""
