@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -13,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_files import PLAN, append, begin, done, joined
 
+from lockstep.monitor.web.shown import curves_of
 from lockstep.parsing import parse_object
 from lockstep.reading.follow import read_run
-from lockstep.reading.large import envelopes
+from lockstep.reading.large import again, envelopes
 from lockstep.reading.large import run as large
+from lockstep.reading.large.envelopes import Envelope
 from lockstep.reading.large.run import LargeRun
 
 ALL = (0, 1 << 40)
@@ -28,8 +32,12 @@ def read(run: LargeRun) -> LargeRun:
     return run
 
 
+def curve(run: LargeRun, name: str, first: int, last: int, most: int) -> tuple[Envelope, bool]:
+    return run.curves([name], first, last, most)[0]
+
+
 def points(run: LargeRun, name: str, first: int = 0, last: int = 1 << 40) -> dict[int, float]:
-    envelope, is_exact = run.curve(name, first, last, 4096)
+    envelope, is_exact = curve(run, name, first, last, 4096)
     assert is_exact
     return dict(zip(envelope.step.tolist(), envelope.value.tolist(), strict=True))
 
@@ -67,7 +75,7 @@ def test_a_spike_is_never_lost_and_zoom_is_exact(tmp_path):
     rows = [done(s, 1.0 if s != 5003 else 77.0) for s in range(1, 10_001)]
     append(tmp_path, [PLAN, *rows])
     run = read(LargeRun(tmp_path, orjson.loads))
-    coarse, _ = run.curve("train/loss", *ALL, 500)
+    coarse, _ = curve(run, "train/loss", *ALL, 500)
     assert len(coarse.step) <= 500
     assert coarse.high.max() == 77.0
     fine = points(run, "train/loss", 5000, 5006)
@@ -76,12 +84,77 @@ def test_a_spike_is_never_lost_and_zoom_is_exact(tmp_path):
     ) | {5003: 77.0}
 
 
+def logged(step: int, name: str, value: float) -> dict[str, Any]:
+    return {"event": "Logged", "step": step, "name": name, "kind": "scalar", "value": value}
+
+
+def is_free(lock: Any) -> bool:
+    """Whether nobody holds a lock for long; to be asked in another thread."""
+    if not lock.acquire(timeout=1.0):
+        return False
+    lock.release()
+    return True
+
+
+def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypatch):
+    steps = range(1, 401)
+    append(tmp_path, [PLAN, *(logged(s, n, s / 4) for s in steps for n in ("a", "b", "c"))])
+    num_read, real = [], again.lines
+
+    def lines(file, start, end):
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(is_free, run.lock).result()
+        num_read.append(end - start)
+        return real(file, start, end)
+
+    monkeypatch.setattr(envelopes, "MOST_BUCKETS", 4)
+    run = read(LargeRun(tmp_path, orjson.loads))
+    monkeypatch.setattr(again, "lines", lines)
+    ((one, _),) = run.curves(["log/a"], 0, 100, 4096)
+    three = run.curves(["log/a", "log/b", "log/c"], 0, 100, 4096)
+    assert [list(envelope.value) for envelope, _ in three] == [list(one.value)] * 3
+    assert list(one.value[:100]) == [s / 4 for s in range(1, 101)]
+    assert num_read[1] < 1.1 * num_read[0]
+    # What would take too long stays as coarse as it is; the rest is as fine as can be.
+    monkeypatch.setattr(large, "_MOST_READ_AGAIN", num_read[0] - 1)
+    ((coarse, _),) = run.curves(["log/a"], 0, 100, 4096)
+    assert len(num_read) == 2
+    assert len(coarse.step) < 4
+
+
+def test_the_smallest_parts_are_read_again_first():
+    ranges = {"a": (100, 300), "b": (90, 110), "c": (0, 1000), "d": (280, 320)}
+    assert again.closest(ranges, 230) == {"b": (90, 110), "d": (280, 320), "a": (100, 300)}
+    assert again.closest(ranges, 20) == {"b": (90, 110)}
+    assert again.closest(ranges, 0) == {}
+
+
+def test_a_file_that_is_replaced_while_it_is_read_again_is_not_mixed(tmp_path, monkeypatch):
+    append(tmp_path, [PLAN, *(done(s, 1.0) for s in range(1, 101))])
+    monkeypatch.setattr(envelopes, "MOST_BUCKETS", 4)
+    run = read(LargeRun(tmp_path))
+    real = again.lines
+
+    def lines(file, start, end):
+        monkeypatch.setattr(again, "lines", real)
+        (tmp_path / "events.jsonl").unlink()
+        append(tmp_path, [PLAN, done(1, 9.0)])
+        read(run)
+        return real(file, start, end)
+
+    monkeypatch.setattr(again, "lines", lines)
+    assert curves_of(run, [run.names.index("train/loss")], 0, 9, 4096) == {
+        "generation": run.generation, "curves": {}
+    }  # fmt: skip
+    assert points(run, "train/loss") == {1: 9.0}
+
+
 def test_a_sample_of_rows_is_there_at_once_and_gives_way_to_all(tmp_path, monkeypatch):
     monkeypatch.setattr(large, "_SMALL", 1000)
     append(tmp_path, [PLAN, *(done(s, float(s)) for s in range(1, 3001))])
     run = LargeRun(tmp_path, orjson.loads)
     run.advance(0.0)
-    envelope, is_exact = run.curve("train/loss", *ALL, 4096)
+    envelope, is_exact = curve(run, "train/loss", *ALL, 4096)
     assert not is_exact
     assert 200 < len(envelope.step) <= 256
     assert envelope.step[-1] > 2900
@@ -89,7 +162,7 @@ def test_a_sample_of_rows_is_there_at_once_and_gives_way_to_all(tmp_path, monkey
     run.advance(0.02)
     assert not run.is_whole
     assert 5 < run.sampled_of < 20
-    partial, _ = run.curve("train/loss", *ALL, 4096)
+    partial, _ = curve(run, "train/loss", *ALL, 4096)
     assert list(partial.step) == list(partial.value)
     assert partial.step[-1] > 2900
     read(run)

@@ -98,8 +98,10 @@ def curves_of(
     """Parts of curves, by their numbers in `run.names`; unknown ones are left out."""
     with run.lock:
         known = [number for number in dict.fromkeys(numbers) if 0 <= number < len(run.names)]
-        found = run.curves([run.names[number] for number in known], first, last, most)
-        generation = run.generation
+        names, generation = [run.names[number] for number in known], run.generation
+    found = run.curves(names, first, last, most)
+    if run.generation != generation:  # the numbers may mean others now
+        return {"generation": run.generation, "curves": {}}
     curves = {str(n): _curve(*pair) for n, pair in zip(known, found, strict=True)}
     return {"generation": generation, "curves": curves}
 

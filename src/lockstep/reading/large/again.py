@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,55 +12,78 @@ from lockstep.files import open_to_read
 from lockstep.reading.large.envelopes import Envelope, Row, of_points
 from lockstep.reading.large.rows import Taker, lines
 
+Ranges = dict[str, tuple[int, int]]
+"""By the names of sheets, the bytes of a file from which and up to which their rows are."""
 
-def read_again(
-    path: Path, file_number: int, taker: Taker, sheet: str, start: int, end: int
-) -> list[Row]:
-    """The rows of a sheet in a part of a file; none if it cannot be read, or is another file.
+
+def closest(ranges: Ranges, most: int) -> Ranges:
+    """Those that reach over at most `most` bytes together, the smallest first."""
+    found: Ranges = {}
+    for sheet, (start, end) in sorted(ranges.items(), key=lambda item: item[1][1] - item[1][0]):
+        least = min((one for one, _ in found.values()), default=start)
+        greatest = max((one for _, one in found.values()), default=end)
+        if max(greatest, end) - min(least, start) <= most:
+            found[sheet] = (start, end)
+    return found
+
+
+def read_again(path: Path, file_number: int, taker: Taker, ranges: Ranges) -> dict[str, list[Row]]:
+    """The rows of some sheets; none if the file cannot be read, or is another one.
+
+    All that is between the first and the last of them is read, once.
 
     Args:
         path: of the file.
         file_number: its inode.
         taker: understands rows.
-        sheet: whose rows are meant.
-        start: byte at which the part begins.
-        end: byte after it.
+        ranges: where the rows of each sheet are.
     """
+    if not ranges:
+        return {}
+    start, end = min(one for one, _ in ranges.values()), max(one for _, one in ranges.values())
     try:
         with open_to_read(path) as file:
             if os.fstat(file.fileno()).st_ino != file_number:
-                return []
-            return survivors(file, taker, sheet, start, end)
+                return {}
+            found = survivors(file, taker, ranges, start, end)
     except OSError:
-        return []
+        return {}
+    # What is beside a sheet's own range may come again where nothing has been read.
+    return {
+        sheet: [row for row in rows if ranges[sheet][0] <= row.start < ranges[sheet][1]]
+        for sheet, rows in found.items()
+    }
 
 
-def survivors(file: BinaryIO, taker: Taker, sheet: str, start: int, end: int) -> list[Row]:
-    """The rows of a sheet in a part of a file, but for those of steps that came again in it.
+def survivors(
+    file: BinaryIO, taker: Taker, sheets: Collection[str], start: int, end: int
+) -> dict[str, list[Row]]:
+    """The rows of some sheets in a part of a file, but for those of steps that came again in it.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found: list[Row] = []
-
-    def cut(last: int) -> None:
-        while found and found[-1].step > last:
-            found.pop()
-
+    found: dict[str, list[Row]] = {sheet: [] for sheet in sheets}
     for place, line in lines(file, start, end):
         try:
             taken = taker.take(line, place)
         except ValueError:
             continue
         if isinstance(taken.event, RunStarted) and not taken.event.continued:
-            cut(taken.event.step)
-        elif taken.row is not None and taken.sheet == sheet:
-            cut(taken.row.step - 1)
-            found.append(taken.row)
+            for rows in found.values():
+                _cut(rows, taken.event.step)
+        elif taken.row is not None and taken.sheet is not None and taken.sheet in found:
+            _cut(found[taken.sheet], taken.row.step - 1)
+            found[taken.sheet].append(taken.row)
     return found
 
 
-def points(rows: list[Row], name: str) -> Envelope | None:
+def _cut(rows: list[Row], last: int) -> None:
+    while rows and rows[-1].step > last:
+        rows.pop()
+
+
+def points(rows: Sequence[Row], name: str) -> Envelope | None:
     """A curve in some rows, value by value; None if it is in none."""
     steps: list[int] = []
     values: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.parsing import parse_object
 from lockstep.reading.follow import EVENTS
 from lockstep.reading.history import History
-from lockstep.reading.large.again import points, read_again
+from lockstep.reading.large.again import Ranges, closest, points, read_again
 from lockstep.reading.large.envelopes import Envelope, Row, Sheet, joined, merged, of_points
 from lockstep.reading.large.rows import Parse, Taker, lines, skip_line, without_arrays
 
@@ -25,7 +25,9 @@ _SAMPLES = 256
 _SMALL = 8 << 20
 """A file below this size is not sampled: it is read sooner than one would look."""
 _MOST_READ_AGAIN = 64 << 20
-"""Bytes that are read again for a part of a curve."""
+"""Bytes that are read again for parts of curves."""
+_SAMPLED = ""
+"""Stands for the name of a sheet that has a part of the values only."""
 
 
 class LargeRun:
@@ -51,6 +53,7 @@ class LargeRun:
         self.run_dir = run_dir
         self._events = run_dir / EVENTS
         self.generation = 0
+        self._parse = parse
         self._taker = Taker(parse)
         self.lock = RLock()
         self._forget()
@@ -108,59 +111,51 @@ class LargeRun:
             was, self.problem = self.problem, problem
             return problem != was
 
-    def curve(self, name: str, first: int, last: int, most: int) -> tuple[Envelope, bool]:
-        """A part of a curve.
-
-        Args:
-            name: of the curve.
-            first: step at which it begins; a bucket that reaches over it is part of it.
-            last: step at which it ends.
-            most: greatest number of buckets.
-
-        Returns:
-            It, and whether every value was looked at.
-        """
-        (found,) = self.curves([name], first, last, most)
-        return found
-
     def curves(
         self, names: Sequence[str], first: int, last: int, most: int
     ) -> list[tuple[Envelope, bool]]:
-        """The same parts of several curves, as `curve`; rows are read once for all of them."""
-        with self.lock:
-            again: dict[int, list[Row]] = {}
-            return [self._curve(name, first, last, most, again) for name in names]
+        """The same parts of several curves; others can use the run while rows are read again.
 
-    def _curve(
-        self, name: str, first: int, last: int, most: int, again: dict[int, list[Row]]
-    ) -> tuple[Envelope, bool]:
-        parts: list[Envelope] = []
+        Args:
+            names: of the curves.
+            first: step at which they begin; a bucket that reaches over it is part of them.
+            last: step at which they end.
+            most: greatest number of buckets of each.
+
+        Returns:
+            For each, it, and whether every value was looked at. If `generation` is another one
+            than before, they are of the file that was replaced.
+        """
+        with self.lock:
+            generation, file_number = self.generation, self._file_number
+            coarse: Ranges = {}
+            parts = [list(self._parts(name, first, last, most, coarse)) for name in names]
+        coarse = closest(coarse, _MOST_READ_AGAIN)
+        rows = read_again(self._events, file_number, Taker(self._parse), coarse)
+        if self.generation != generation:
+            rows = {}
+        return [_finest(*pair, rows, most) for pair in zip(names, parts, strict=True)]
+
+    def _parts(
+        self, name: str, first: int, last: int, most: int, coarse: Ranges
+    ) -> Iterator[tuple[str, Envelope]]:
+        """What the sheets have of a curve, with their names; notes which ones are too coarse."""
         read = -1
         for key, sheet in self._sheets.items():
             if name not in sheet.columns:
                 continue
             read = max(read, sheet.newest)
             buckets, start, end = sheet.range_of(first, last)
-            is_fine = sheet.width == 1 or (buckets.stop - buckets.start) >= most
-            part = None
-            if not is_fine and end - start <= _MOST_READ_AGAIN:
-                if id(sheet) not in again:
-                    again[id(sheet)] = read_again(
-                        self._events, self._file_number, self._taker, key, start, end
-                    )
-                part = points(again[id(sheet)], name)
-            part = part if part is not None else sheet.envelope(name, buckets)
-            parts += [part] if part is not None else []
-        is_exact = True
+            if sheet.width > 1 and buckets.stop - buckets.start < most:
+                coarse[key] = (start, end)
+            part = sheet.envelope(name, buckets)
+            if part is not None:
+                yield key, part
         for sheet in self._sampled.values():
             buckets, _, _ = sheet.range_of(max(first, read + 1), last)
             part = sheet.envelope(name, buckets)
             if part is not None and len(part.step):
-                parts.append(part)
-                is_exact = False
-        if not parts:
-            return of_points([], []), is_exact
-        return merged(parts[0] if len(parts) == 1 else joined(parts), most), is_exact
+                yield _SAMPLED, part
 
     def cut(self, last: int) -> None:
         """Remove what is of later steps, of all curves."""
@@ -265,8 +260,9 @@ class LargeRun:
         self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
-        rows = read_again(self._events, self._file_number, self._taker, sheet, start, end)
-        return [row for row in rows if row.step <= last]
+        part = {sheet: (start, end)}
+        rows = read_again(self._events, self._file_number, self._taker, part)
+        return [row for row in rows.get(sheet, ()) if row.step <= last]
 
 
 class _Cutter:
@@ -285,3 +281,17 @@ class _Cutter:
 
 def _nothing(start: int, end: int, last: int) -> Iterable[Row]:
     return ()
+
+
+def _finest(
+    name: str,
+    parts: Sequence[tuple[str, Envelope]],
+    rows: Mapping[str, Sequence[Row]],
+    most: int,
+) -> tuple[Envelope, bool]:
+    """A curve of its parts: of rows that were read again, and of envelopes where none were."""
+    if not parts:
+        return of_points([], []), True
+    found = [points(rows.get(key, ()), name) or part for key, part in parts]
+    is_exact = all(key != _SAMPLED for key, _ in parts)
+    return merged(found[0] if len(found) == 1 else joined(found), most), is_exact
