@@ -149,12 +149,13 @@ class Hub:
             gone = before - set(self._watch.runs)
             for path in gone:
                 self._opened.pop(path, None)
-            paths = gone | {run.path for run in changed}
-            for path, opened in list(self._opened.items()):
-                if opened.run.is_whole and opened.run.advance(_SLICE_S):
-                    paths.add(path)
-            is_other = bool(changed or gone)
-        if is_other or paths:
+            opened = list(self._opened.items())
+        paths = gone | {run.path for run in changed}
+        is_other = bool(paths)
+        for path, one in opened:  # without the lock, which the event loop takes
+            if one.run.is_whole and one.run.advance(_SLICE_S):
+                paths.add(path)
+        if paths:
             self._tell(paths, is_other)
 
     def _read_on(self) -> bool:

@@ -1,0 +1,39 @@
+"""The loop that looks for all who watch: nobody waits for it, and nothing that changes is missed."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+from run_files import begin
+
+from lockstep.monitor.watch import Watch
+from lockstep.monitor.web.hub import Hub
+from lockstep.reading.large.run import LargeRun
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Hub:
+    begin(tmp_path / "one", 3)
+    return Hub(Watch([tmp_path]), orjson.loads)
+
+
+def test_nobody_waits_while_a_run_is_read(hub, tmp_path, monkeypatch):
+    hub.open(tmp_path / "one")
+    is_reading, is_answered = threading.Event(), threading.Event()
+
+    def advance(run, budget_s):
+        is_reading.set()
+        return is_answered.wait(10.0)
+
+    monkeypatch.setattr(LargeRun, "advance", advance)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(hub._look)
+        assert is_reading.wait(10.0)
+        try:
+            assert len(pool.submit(hub.runs).result(5.0)) == 1
+        finally:
+            is_answered.set()
