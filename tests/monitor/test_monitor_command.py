@@ -121,7 +121,7 @@ def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_pa
     running(tmp_path / "runs/run", *START, done(1, 3.0))
     served = []
 
-    def serve(watch, host, port, token, announce):
+    def serve(watch, host, port, token, announce, failed):
         announce("page http://somewhere")
         served.append(([path.name for path in watch.runs], host, port, token))
 
@@ -138,7 +138,7 @@ def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
 ):
     serving, ended = threading.Event(), threading.Event()
 
-    def serve(*_):
+    def serve(*_, **__):
         before = signal.getsignal(signal.SIGTERM)
         if takes_signals:
             signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -159,6 +159,16 @@ def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
     assert command.returncode == 2
     assert command.stderr == "error: a disk is gone\n"
     assert re.fullmatch(r"prometheus \S+\n", command.stdout)
+
+
+def test_a_page_that_looks_no_more_ends_the_command(here, tmp_path, monkeypatch):
+    running(tmp_path / "runs/run", *START, done(1, 3.0))
+    page = ModuleType("lockstep.monitor.web.server")
+    page.serve = lambda *_, failed: failed(DataError("no such disk"))
+    monkeypatch.setitem(sys.modules, "lockstep.monitor.web.server", page)
+    ended = here("monitor", "--web")
+    assert ended.returncode == 2
+    assert ended.stderr == "error: no such disk\n"
 
 
 @contextmanager

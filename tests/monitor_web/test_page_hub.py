@@ -1,7 +1,8 @@
-"""The loop that looks for all who watch: nobody waits for it, and nothing that changes is missed."""
+"""The loop that looks for all who watch: nobody waits for it, and no change is missed."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,3 +38,20 @@ def test_nobody_waits_while_a_run_is_read(hub, tmp_path, monkeypatch):
             assert len(pool.submit(hub.runs).result(5.0)) == 1
         finally:
             is_answered.set()
+
+
+def test_what_ends_the_looking_is_told_and_ends_the_streams(hub, monkeypatch):
+    error = RuntimeError("the disk is on fire")
+
+    def poll(watch):
+        raise error
+
+    async def changes():
+        hub.start()
+        return [change async for change in hub.changes()]
+
+    failures = []
+    monkeypatch.setattr(hub, "_failed", failures.append)
+    monkeypatch.setattr(Watch, "poll", poll)
+    assert len(asyncio.run(asyncio.wait_for(changes(), 8.0))) == 1
+    assert failures == [error]

@@ -185,18 +185,20 @@ def _serve(options: Options, watch: Watch, session: Session | None) -> None:
     """Serve the page; where exporter or alerts go along, each has a reader of its own.
 
     Raises:
-        Exception: what has ended exporter or alerts, and so the page.
+        Exception: what has ended exporter, alerts or the page's own looking.
     """
     with ending_at_interrupt():
         from lockstep.monitor.web.server import serve
     failed: list[BaseException] = []
-    looker = Looker(session, failed=partial(_end_page, failed)) if session is not None else None
+    end_page = partial(_end_page, failed)
+    looker = Looker(session, failed=end_page) if session is not None else None
     try:
         if looker is not None:
             looker.start()
             watch = _watch(options)
         port = _WEB_PORT if options.port is None else options.port
-        serve(watch, options.host or _LOOPBACK, port, options.token, _print)
+        host = options.host or _LOOPBACK
+        serve(watch, host, port, options.token, _print, failed=end_page)
     finally:
         if looker is not None:
             looker.end()

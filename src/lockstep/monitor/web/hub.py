@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,20 @@ class Hub:
     Args:
         watch: the runs.
         parse: makes an object of a line of events.
+        failed: called with what has ended the loop, from its thread.
 
     Attributes:
         boot: tells one start of the server from another.
     """
 
-    def __init__(self, watch: Watch, parse: Parse) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        parse: Parse,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self.boot = secrets.token_hex(8)
+        self._failed = failed
         self._watch, self._parse = watch, parse
         self._lock = threading.RLock()
         self._opened: dict[Path, Opened] = {}
@@ -71,7 +78,7 @@ class Hub:
     def start(self) -> None:
         """Begin to look, from the event loop that serves."""
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self._thread = threading.Thread(target=self._look_on, name="monitor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -125,6 +132,13 @@ class Hub:
             await asyncio.wait_for(self._news.wait(), _PULSE_S)
         except (TimeoutError, asyncio.TimeoutError):
             return
+
+    def _run(self) -> None:
+        try:
+            self._look_on()
+        except Exception as error:
+            self._failed(error)
+            self.stop()  # a page whose stream ends says so; one that is told nothing does not
 
     def _look_on(self) -> None:
         next_look = 0.0

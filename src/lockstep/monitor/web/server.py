@@ -23,7 +23,12 @@ _LAST_WORDS_S = 2
 
 
 def serve(
-    watch: Watch, host: str, port: int, token: str | None, announce: Callable[[str], None]
+    watch: Watch,
+    host: str,
+    port: int,
+    token: str | None,
+    announce: Callable[[str], None],
+    failed: Callable[[BaseException], None] = lambda error: None,
 ) -> None:
     """Serve the page of some runs until Ctrl-C or SIGTERM.
 
@@ -34,6 +39,8 @@ def serve(
         token: what the address must end with; None for none on the loopback, and for one that is
             made up elsewhere.
         announce: is called once with the address to open.
+        failed: is called with what has ended the looking; the page is served further, but no
+            change is told any more.
 
     Raises:
         ConfigError: the extra `monitor` is not installed, the address cannot be used, or the token
@@ -49,7 +56,7 @@ def serve(
         raise ConfigError("token: must be made of letters, digits, - and _")
     listener = _listening(host, port)
     try:
-        _run(watch, listener, host, token, announce)
+        _run(watch, listener, host, token, announce, failed)
     finally:
         listener.close()
 
@@ -60,6 +67,7 @@ def _run(
     host: str,
     token: str | None,
     announce: Callable[[str], None],
+    failed: Callable[[BaseException], None],
 ) -> None:
     import orjson
     import uvicorn
@@ -68,7 +76,7 @@ def _run(
     from lockstep.monitor.web.hub import Hub
 
     port = listener.getsockname()[1]
-    hub = Hub(watch, orjson.loads)
+    hub = Hub(watch, orjson.loads, failed)
     guarded = Guard(application(hub), host, token, port)
     config = uvicorn.Config(
         guarded, log_config=None, access_log=False, server_header=False, date_header=False,
