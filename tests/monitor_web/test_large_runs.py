@@ -180,9 +180,11 @@ def test_damaged_rows_are_said_and_passed_over(tmp_path):
             file.write(json.dumps(row).encode() + b"\n")
         row = {"time": "x", **done(4, 1.0), "loss": "much"}
         file.write(json.dumps(row).encode() + b"\n")
+    nobody = {"event": "Recovered", "step": 4, "world_size": 0, "seconds": 0.5, "copied": False}
+    append(tmp_path, [joined(0), {**PLAN, "step": 1}, nobody])
     append(tmp_path, [done(5, "NaN", a="Infinity"), done(6, 0.5, a=1)])
     run = read(LargeRun(tmp_path, orjson.loads))
-    assert run.history.num_problems == 12
+    assert run.history.num_problems == 13
     found = points(run, "train/loss")
     assert {step: v for step, v in found.items() if v == v} == {1: 1.0, 6: 0.5}
     assert math.isnan(found[5])

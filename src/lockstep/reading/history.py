@@ -149,7 +149,7 @@ class History:
             if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
                 raise ValueError(f"time {time} or step {event.step} is out of range")
             self._take(event, time)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             self.add_problem(f"event {type(event).__name__}: {error}")
 
     def _take(self, event: Event, time: float) -> None:
