@@ -136,6 +136,38 @@ def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
     assert (run.metrics["val/loss"], run.metrics["large/loss"], run.ranks) == (4.0, 4.0, 2)
 
 
+def test_the_newest_report_is_found_before_much_that_was_logged(tmp_path, monkeypatch):
+    evaluated = {"event": "Evaluated", "split": "val", "seconds": 1.0, "metrics": {"loss": 4.0}}
+    logged = {"event": "Logged", "name": "a", "kind": "text", "text": "x" * 80}
+    words = [{**logged, "step": 10} for _ in range(200)]
+    done_20 = {**done(20, 2.0), "time": 500.0}
+    folder = run_in(tmp_path / "run", PLAN, done(10, 1.0), evaluated, *words, done_20, *words)
+    size = (folder / EVENTS).stat().st_size
+    for block in (size // 9, size // 9 + 40, size // 3, 1 << 22):
+        monkeypatch.setattr(newest_rows, "_BLOCK", block)
+        run = summarise(folder)
+        assert (run.step, run.metrics) == (20, {"train/loss": 2.0, "val/loss": 4.0})
+    # Too far from the end: what the beginning says is not said as the newest.
+    monkeypatch.setattr(newest_rows, "_BLOCK", size // 9)
+    monkeypatch.setattr(newest_rows, "_MOST_BYTES", size // 3)
+    run = summarise(folder)
+    assert (run.step, run.total_steps, run.metrics) == (0, 9, {})
+
+
+@pytest.mark.parametrize("cut", range(0, 130, 10))
+def test_a_report_that_begins_before_the_part_that_is_read_is_not_missed(
+    tmp_path, monkeypatch, cut
+):
+    words = [{"event": "Logged", "step": 9, "name": "a", "kind": "text", "text": "x"}] * 100
+    folder = run_in(tmp_path / "run", PLAN, done(1, 1.0), *words, done(5, 5.0), *words)
+    text = (folder / EVENTS).read_bytes()
+    begin = text.index(b"StepDone", text.index(b"StepDone") + 1)
+    monkeypatch.setattr(newest_rows, "_BLOCK", len(text) - begin + cut - 65)
+    assert summarise(folder).step == 5
+    (folder / EVENTS).write_bytes(text + text[begin - 20 : begin + 50])  # it goes on being written
+    assert summarise(folder).step == 5
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", 1e300, [], None, "x", 10**30])
 def test_numbers_that_cannot_be_are_no_error(tmp_path, value):
     plan = {**PLAN, "total_steps": value, "world_size": value, "time": value}

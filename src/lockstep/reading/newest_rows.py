@@ -6,16 +6,19 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lockstep.files import open_to_read
 from lockstep.parsing import parse_object
 
 _BLOCK = 1 << 22
 """Bytes at the beginning and at the end of a file of events that are looked through."""
+_MOST_BYTES = 1 << 26
+"""And so many from the end, where no report of steps is in them."""
 _MOST_ROWS = 64
 """So many of the newest rows of each kind are read."""
 _KINDS = ("RunStarted", "Joined", "Recovered", "StepDone", "Evaluated")
@@ -60,32 +63,60 @@ class NewestRows:
 
 
 def rows_at_both_ends(path: Path) -> NewestRows:
-    """What the first and the last rows of a file of events tell; what is no row is left out."""
+    """What the first and the last rows of a file of events tell; what is no row is left out.
+
+    Where much else is logged, rows further from the end are looked at too, until there is a report
+    of steps. If there is none, those of the beginning are no newest ones, and left out as well.
+    """
     found = NewestRows()
     try:
         with open_to_read(path) as file:
             head = file.read(_BLOCK)
             status = os.fstat(file.fileno())
-            size, found.written = status.st_size, status.st_mtime
-            if size > _BLOCK:
-                file.seek(max(_BLOCK, size - _BLOCK))
-                tail = file.read(_BLOCK).partition(b"\n")[2]
-            else:
-                tail = b""
+            found.written = status.st_mtime
+            tail, start = _tail(file, status.st_size)
     except FileNotFoundError:
         return found
-    lines = head.splitlines() + tail.splitlines()
-    by_kind: dict[str, list[bytes]] = {kind: [] for kind in _KINDS}
-    for line in lines:
-        match = _ROW.search(line, 0, _NAMED_WITHIN)
-        if match is not None:
-            by_kind.get(match[1].decode(), []).append(line)
+    is_whole = start == _BLOCK
+    lines = (head + tail).splitlines() if is_whole else head.splitlines() + tail.splitlines()[1:]
+    by_kind = _by_kind(lines)
+    if not is_whole and not _tells_steps(tail):
+        by_kind |= {"StepDone": [], "Evaluated": _by_kind(tail.splitlines()[1:])["Evaluated"]}
     for kind, some in by_kind.items():
         rows = [row for line in some[-_MOST_ROWS:] if (row := _row(line))]
         found.by_kind |= {kind: rows} if rows else {}
     found.first_time = next((t for line in lines if (t := _time(line))), 0.0)
     found.last_time = next((t for line in reversed(lines) if (t := _time(line))), 0.0)
     return found
+
+
+def _tail(file: BinaryIO, size: int) -> tuple[bytes, int]:
+    """The end of a file, with a report of steps if one is near; and where it begins."""
+    blocks: list[bytes] = []
+    start = max(_BLOCK, size)
+    while start > _BLOCK and size - start < _MOST_BYTES:
+        if blocks and _tells_steps(blocks[0]):
+            break
+        end, start = start, max(_BLOCK, start - _BLOCK)
+        file.seek(start)
+        blocks.insert(0, file.read(end - start))
+    return b"".join(blocks), start
+
+
+def _tells_steps(part: bytes) -> bool:
+    """Whether there is a report of steps in the rows that are in a part as a whole."""
+    first, end = part.find(b"\n") + 1, part.rfind(b"\n") + 1
+    return part.find(b'"event": "StepDone"', first, end) >= 0
+
+
+def _by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
+    """The rows of each kind that a summary needs, unread."""
+    by_kind: dict[str, list[bytes]] = {kind: [] for kind in _KINDS}
+    for line in lines:
+        match = _ROW.search(line, 0, _NAMED_WITHIN)
+        if match is not None:
+            by_kind.get(match[1].decode(), []).append(line)
+    return by_kind
 
 
 def _row(line: bytes) -> dict[str, Any]:
