@@ -12,7 +12,7 @@ import pytest
 from run_files import begin
 
 from lockstep.monitor.watch import Watch
-from lockstep.monitor.web.hub import Hub
+from lockstep.monitor.web.hub import Hub, number_of
 from lockstep.reading.large.run import LargeRun
 
 
@@ -55,3 +55,19 @@ def test_what_ends_the_looking_is_told_and_ends_the_streams(hub, monkeypatch):
     monkeypatch.setattr(Watch, "poll", poll)
     assert len(asyncio.run(asyncio.wait_for(changes(), 8.0))) == 1
     assert failures == [error]
+
+
+def test_what_changes_while_a_change_is_sent_is_told_at_once(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(Hub, "_look", lambda hub: None)
+
+    async def second():
+        hub.start()
+        changes = hub.changes()
+        await changes.__anext__()
+        hub._tell({tmp_path / "one"}, is_list=False)
+        await asyncio.sleep(0.1)  # as long as a browser takes it
+        change = await asyncio.wait_for(changes.__anext__(), 5.0)
+        hub.stop()
+        return change
+
+    assert asyncio.run(second())["runs"] == [number_of(tmp_path / "one")]

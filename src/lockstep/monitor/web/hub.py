@@ -117,21 +117,16 @@ class Hub:
         seen = -1
         try:
             while not self._ended.is_set():
+                news = self._news  # before the versions: what changes after them is news
+                assert news is not None
                 with self._lock:
                     runs = {number: v for number, v in self._versions.items() if v > seen}
                     is_new = seen < 0 or self._list_version > seen
                     seen = self._version
                 yield {"boot": self.boot, "list": is_new, "runs": list(runs)}
-                await self._wait()
+                await _wait(news)
         finally:
             self._num_clients -= 1
-
-    async def _wait(self) -> None:
-        assert self._news is not None
-        try:
-            await asyncio.wait_for(self._news.wait(), _PULSE_S)
-        except (TimeoutError, asyncio.TimeoutError):
-            return
 
     def _run(self) -> None:
         try:
@@ -209,6 +204,13 @@ class Hub:
             if used <= _MOST_BYTES or one == path:
                 return
             used -= self._opened.pop(one).run.num_bytes
+
+
+async def _wait(news: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(news.wait(), _PULSE_S)
+    except (TimeoutError, asyncio.TimeoutError):
+        return
 
 
 def number_of(path: Path) -> str:
