@@ -202,6 +202,33 @@ def test_a_line_without_end_is_passed_over(tmp_path, monkeypatch):
     assert "more than 5,000 bytes" in run.history.problems[0]
 
 
+def test_a_last_row_that_is_too_long_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(large, "MAX_TEXT_BYTES", 5000)
+    append(tmp_path, [PLAN, done(1, 1.0)])
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write("x" * 17_000)
+    run = read(LargeRun(tmp_path))
+    generation = run.generation
+    assert [run.advance(1.0) for _ in range(3)] == [False] * 3
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write("x" * 8_000 + "\n")
+    append(tmp_path, [done(2, 2.0)])
+    assert points(read(run), "train/loss") == {1: 1.0, 2: 2.0}
+    assert (run.generation, run.history.num_problems) == (generation, 1)
+
+
+def test_a_file_that_is_written_anew_in_its_place_is_told(tmp_path):
+    append(tmp_path, [PLAN, *(done(s, 1.5) for s in range(1, 6))])
+    run = read(LargeRun(tmp_path))
+    generation, number = run.generation, (tmp_path / "events.jsonl").stat().st_ino
+    with (tmp_path / "events.jsonl").open("w") as file:
+        file.write("")
+    append(tmp_path, [PLAN, *(done(s, 2.5) for s in range(1, 7))])
+    assert (tmp_path / "events.jsonl").stat().st_ino == number
+    assert points(read(run), "train/loss") == dict.fromkeys(range(1, 7), 2.5)
+    assert run.generation == generation + 1
+
+
 def test_a_file_that_is_replaced_cut_off_or_gone_is_told(tmp_path):
     events = tmp_path / "events.jsonl"
     begin(tmp_path, 5)

@@ -44,7 +44,8 @@ class RunReader:
         try:
             with open_to_read(path) as file:
                 status = os.fstat(file.fileno())
-                if status.st_ino != self._file_number or not self._is_continued(file):
+                is_same = status.st_ino == self._file_number
+                if not (is_same and is_continued(file, self._offset, self._newest)):
                     self._forget()
                     self._file_number = status.st_ino
                 file.seek(self._offset)
@@ -62,11 +63,6 @@ class RunReader:
             raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
         return self._offset != before
 
-    def _is_continued(self, file: BinaryIO) -> bool:
-        """Whether the newest row is where it was: numbers of removed files are given again."""
-        file.seek(self._offset - len(self._newest))
-        return file.read(len(self._newest)) == self._newest
-
     def _take(self, line: bytes) -> None:
         is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
         if is_rest:
@@ -83,6 +79,21 @@ class RunReader:
             self.history.add_problem(f"{EVENTS}: byte {self._offset}: is not JSON: {error}")
         else:
             self.history.add(row)
+
+
+def is_continued(file: BinaryIO, offset: int, newest: bytes) -> bool:
+    """Whether a file still has what was last read of it: numbers of removed ones are given again.
+
+    Args:
+        file: to look at.
+        offset: bytes that have been read.
+        newest: the last ones of them.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    file.seek(offset - len(newest))
+    return file.read(len(newest)) == newest
 
 
 def read_run(run_dir: Path) -> History:

@@ -115,13 +115,3 @@ def lines(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, bytes]]:
 def without_arrays(event: Event) -> Event:
     """The event without metrics of more than one number, which may be large."""
     return replace(event, arrays={}) if isinstance(event, Evaluated) else event
-
-
-def skip_line(file: BinaryIO) -> int:
-    """Read to the end of a line, in bounded memory; how many bytes that were."""
-    count = 0
-    while rest := file.readline(MAX_TEXT_BYTES):
-        count += len(rest)
-        if rest.endswith(b"\n"):
-            break
-    return count

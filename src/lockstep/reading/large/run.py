@@ -14,11 +14,11 @@ from typing import BinaryIO
 from lockstep.engine.events import StepDone
 from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.parsing import parse_object
-from lockstep.reading.follow import EVENTS
+from lockstep.reading.follow import EVENTS, is_continued
 from lockstep.reading.history import History
 from lockstep.reading.large.again import Ranges, closest, points, read_again
 from lockstep.reading.large.envelopes import Envelope, Row, Sheet, joined, merged, of_points
-from lockstep.reading.large.rows import Parse, Taker, lines, skip_line, without_arrays
+from lockstep.reading.large.rows import Parse, Taker, lines, without_arrays
 
 _MOST_SHEETS = 256
 _SAMPLES = 256
@@ -65,7 +65,8 @@ class LargeRun:
         self.names: list[str] = []
         self.newest: StepDone | None = None
         self.problem = ""
-        self._file_number = 0
+        self._file_number, self._newest_line = 0, b""
+        self._is_within = False  # a row that is too long, of which a part has been read
         self._sheets: dict[str, Sheet] = {}
         self._sampled: dict[str, Sheet] = {}
         self._known: set[str] = set()
@@ -168,10 +169,8 @@ class LargeRun:
     def _look(self, file: BinaryIO) -> None:
         """Begin anew if it is another file than the one that was read."""
         status = os.fstat(file.fileno())
-        is_same = status.st_ino == self._file_number and status.st_size >= self.offset
-        if is_same and self.offset:
-            file.seek(self.offset - 1)
-            is_same = file.read(1) == b"\n"
+        is_same = status.st_ino == self._file_number
+        is_same = is_same and is_continued(file, self.offset, self._newest_line)
         if not is_same:
             if self._file_number:
                 self._forget()
@@ -194,18 +193,20 @@ class LargeRun:
                 self._is_at_end = True
                 self._sampled.clear()
                 break
-            if line.endswith(b"\n"):
-                self._take(line)
-            else:
-                self._add_problem(f"a line of more than {MAX_TEXT_BYTES:,} bytes")
-                self.offset += skip_line(file)
+            self._take(line)
             self.offset += len(line)
+            self._newest_line = line
         self._list_names()
         return self.offset != before or self._is_at_end != was_at_end
 
     def _take(self, line: bytes) -> None:
+        is_rest, self._is_within = self._is_within, not line.endswith(b"\n")
+        if is_rest:
+            return
         self.num_rows += 1
         try:
+            if self._is_within:
+                raise ValueError(f"a row of more than {MAX_TEXT_BYTES:,} bytes is left out")
             taken = self._taker.take(line, self.offset)
         except ValueError as error:
             self._add_problem(str(error))
