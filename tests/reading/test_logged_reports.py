@@ -83,6 +83,10 @@ HOSTILE = [
     {"name": "h3", "kind": "histogram", "value": None},
     {"name": "h4", "kind": "histogram",
      "value": {"min": "-Infinity", "max": 1, "counts": [1], "num_nan": 0, "num_inf": 0}},
+    {"name": "h5", "kind": "histogram",
+     "value": {"min": 0, "max": 1, "counts": ["Infinity"], "num_nan": 0, "num_inf": 0}},
+    {"name": "h6", "kind": "histogram",
+     "value": {"min": 0, "max": 1, "counts": [1], "num_nan": "Infinity", "num_inf": 0}},
     {"name": "unknown", "kind": "sound"},
     {"name": "number", "kind": "scalar", "value": {"a": 1}},
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def logged_blocks(run_dir: Path, history: History, level: int, prefix: str) -> I
                 yield Picture(name, title, _histogram(event.value))
             else:
                 yield Image(name, title, _png(run_dir, event))
-        except (OSError, TaskError, KeyError, TypeError, ValueError) as error:
+        except (OSError, TaskError, KeyError, TypeError, ValueError, OverflowError) as error:
             yield Paragraph(f"{title}: cannot be shown: {error}")
     if len(newest) > _MOST_NAMES:
         yield Paragraph(f"{len(newest) - _MOST_NAMES:,} further names are in events.jsonl.")
@@ -67,6 +67,7 @@ def _histogram(value: Any) -> Any:
 
     Raises:
         KeyError: a part is missing.
+        OverflowError: a count is infinite.
         TypeError: a part is no number.
         ValueError: a part is no number.
     """
