@@ -156,6 +156,14 @@ def test_the_token_is_asked_for_and_kept_in_a_cookie(runs):
         assert ask.get("/", headers={"host": "evil.example"}).status_code == 421
 
 
+@pytest.mark.parametrize("other", ["a[b]=1", '_xsrf="2|x', "{json: 1}", "=", "ü=ü", ";;a b"])
+def test_cookies_of_other_programs_lock_nobody_out(runs, other):
+    with client(runs, "0.0.0.0", "right") as ask:
+        for cookie in (f"{other}; lockstep_80=right", f"lockstep_80=right; {other}"):
+            assert ask.get("/api/runs", headers={"cookie": cookie.encode()}).status_code == 200
+        assert ask.get("/api/runs", headers={"cookie": other.encode()}).status_code == 403
+
+
 def test_nothing_can_be_written_and_only_own_scripts_run(runs):
     with client(runs) as ask:
         assert ask.post("/api/runs").status_code == 405

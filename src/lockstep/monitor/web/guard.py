@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from secrets import compare_digest
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -105,11 +104,11 @@ class Guard:
         return any(compare_digest(value.encode(errors="replace"), token) for value in given)
 
     def _cookies(self, headers: MutableMapping[bytes, str]) -> list[str]:
-        try:
-            cookies = SimpleCookie(headers.get(b"cookie", ""))
-        except CookieError:
-            return []
-        return [cookies[self._cookie].value] if self._cookie in cookies else []
+        # Not http.cookies, which drops all that comes after a cookie that it does not like.
+        from starlette.requests import cookie_parser
+
+        cookies = cookie_parser(headers.get(b"cookie", ""))
+        return [cookies[self._cookie]] if self._cookie in cookies else []
 
     async def _welcome(self, send: Send, place: str) -> None:
         """Keep the token in a cookie, and take it out of the address."""
