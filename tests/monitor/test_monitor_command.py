@@ -121,14 +121,15 @@ def test_the_page_gets_runs_and_address_and_the_exporter_goes_along(here, tmp_pa
     running(tmp_path / "runs/run", *START, done(1, 3.0))
     served = []
 
-    def serve(watch, host, port, token, announce, failed):
+    def serve(watch, host, port, token, announce, interval_s, failed):
         announce("page http://somewhere")
-        served.append(([path.name for path in watch.runs], host, port, token))
+        served.append(([path.name for path in watch.runs], host, port, token, interval_s))
 
     page_is(monkeypatch, serve)
-    ended = here("monitor", "--web", "--port", "0", "--token", "abc", "--prometheus", "0")
+    options = ["--web", "--port", "0", "--token", "abc", "--prometheus", "0", "--interval", "7"]
+    ended = here("monitor", *options)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert served == [(["run"], "127.0.0.1", 0, "abc")]
+    assert served == [(["run"], "127.0.0.1", 0, "abc", 7.0)]
     assert re.fullmatch(r"prometheus http://127\.0\.0\.1:\d+/metrics\npage \S+\n", ended.stdout)
 
 
@@ -164,7 +165,7 @@ def test_what_ends_the_exporter_beside_the_page_is_the_error_of_the_command(
 def test_a_page_that_looks_no_more_ends_the_command(here, tmp_path, monkeypatch):
     running(tmp_path / "runs/run", *START, done(1, 3.0))
     page = ModuleType("lockstep.monitor.web.server")
-    page.serve = lambda *_, failed: failed(DataError("no such disk"))
+    page.serve = lambda *arguments: arguments[-1](DataError("no such disk"))
     monkeypatch.setitem(sys.modules, "lockstep.monitor.web.server", page)
     ended = here("monitor", "--web")
     assert ended.returncode == 2

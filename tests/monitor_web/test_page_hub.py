@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from run_files import begin
 
 from lockstep.monitor.watch import Watch
+from lockstep.monitor.web import hub as hubs
 from lockstep.monitor.web.hub import Hub, number_of
 from lockstep.reading.large.run import LargeRun
 
@@ -71,3 +73,31 @@ def test_what_changes_while_a_change_is_sent_is_told_at_once(hub, tmp_path, monk
         return change
 
     assert asyncio.run(second())["runs"] == [number_of(tmp_path / "one")]
+
+
+def test_looks_are_as_far_apart_as_was_asked_but_what_is_opened_is_read_at_once(
+    tmp_path, monkeypatch
+):
+    begin(tmp_path / "one", 300)
+    looks = []
+    monkeypatch.setattr(Hub, "_look", lambda hub: looks.append(time.monotonic()))
+    monkeypatch.setattr(hubs, "_FIRST_S", 0.0)
+
+    async def watched(interval_s):
+        hub = Hub(Watch([tmp_path]), orjson.loads, interval_s)
+        hub.start()
+        changes = hub.changes()
+        await changes.__anext__()
+        await asyncio.sleep(0.5)
+        looks_before = len(looks)
+        run = await asyncio.to_thread(hub.open, tmp_path / "one")
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if run.is_whole:
+                break
+        hub.stop()
+        return looks_before, run.is_whole
+
+    assert asyncio.run(watched(3600.0)) == (1, True)
+    looks.clear()
+    assert asyncio.run(watched(0.05))[0] > 4

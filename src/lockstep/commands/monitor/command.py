@@ -198,7 +198,7 @@ def _serve(options: Options, watch: Watch, session: Session | None) -> None:
             watch = _watch(options)
         port = _WEB_PORT if options.port is None else options.port
         host = options.host or _LOOPBACK
-        serve(watch, host, port, options.token, _print, failed=end_page)
+        serve(watch, host, port, options.token, _print, options.interval_s, end_page)
     finally:
         if looker is not None:
             looker.end()

@@ -15,8 +15,6 @@ from lockstep.monitor.watch import Watch, Watched
 from lockstep.reading.large.rows import Parse
 from lockstep.reading.large.run import LargeRun
 
-_LOOK_S = 1.0
-"""Seconds between two looks at the folders."""
 _SLICE_S = 0.02
 _PAUSE_S = 0.002
 """Seconds that a run is read in one go, and that others then have."""
@@ -47,6 +45,7 @@ class Hub:
     Args:
         watch: the runs.
         parse: makes an object of a line of events.
+        interval_s: seconds between two looks at the folders.
         failed: called with what has ended the loop, from its thread.
 
     Attributes:
@@ -57,10 +56,11 @@ class Hub:
         self,
         watch: Watch,
         parse: Parse,
+        interval_s: float = 1.0,
         failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.boot = secrets.token_hex(8)
-        self._failed = failed
+        self._interval_s, self._failed = interval_s, failed
         self._watch, self._parse = watch, parse
         self._lock = threading.RLock()
         self._opened: dict[Path, Opened] = {}
@@ -108,6 +108,7 @@ class Hub:
             self._close_others(path)
         opened.run.advance(_FIRST_S)
         self._asked = time.monotonic()
+        self._awake.set()  # what is left of it is read before the next look
         return opened.run
 
     async def changes(self) -> AsyncIterator[dict[str, Any]]:
@@ -139,17 +140,18 @@ class Hub:
         next_look = 0.0
         while not self._ended.is_set():
             if not self._num_clients:
-                self._awake.wait(_LOOK_S)
+                self._awake.wait(self._interval_s)
                 self._awake.clear()
                 continue
             if time.monotonic() >= next_look:
                 self._look()
-                next_look = time.monotonic() + _LOOK_S
+                next_look = time.monotonic() + self._interval_s
             if (left := self._asked + _QUIET_S - time.monotonic()) > 0:
                 self._ended.wait(left)
                 continue
             is_busy = self._read_on()
-            self._ended.wait(_PAUSE_S if is_busy else max(0.0, next_look - time.monotonic()))
+            self._awake.wait(_PAUSE_S if is_busy else max(0.0, next_look - time.monotonic()))
+            self._awake.clear()
 
     def _look(self) -> None:
         before = set(self._watch.runs)

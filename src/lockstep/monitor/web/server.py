@@ -10,11 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError
 from lockstep.monitor.watch import Watch
 from lockstep.monitor.web.guard import Guard, is_loopback
+
+if TYPE_CHECKING:
+    from lockstep.monitor.web.hub import Hub
 
 _NEEDED = ("starlette", "uvicorn", "orjson")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,256}")
@@ -28,6 +31,7 @@ def serve(
     port: int,
     token: str | None,
     announce: Callable[[str], None],
+    interval_s: float = 1.0,
     failed: Callable[[BaseException], None] = lambda error: None,
 ) -> None:
     """Serve the page of some runs until Ctrl-C or SIGTERM.
@@ -39,6 +43,7 @@ def serve(
         token: what the address must end with; None for none on the loopback, and for one that is
             made up elsewhere.
         announce: is called once with the address to open.
+        interval_s: seconds between two looks at the folders.
         failed: is called with what has ended the looking; the page is served further, but no
             change is told any more.
 
@@ -54,29 +59,29 @@ def serve(
         token = secrets.token_urlsafe(24)
     if token is not None and not _TOKEN.fullmatch(token):
         raise ConfigError("token: must be made of letters, digits, - and _")
+    import orjson
+
+    from lockstep.monitor.web.hub import Hub
+
     listener = _listening(host, port)
     try:
-        _run(watch, listener, host, token, announce, failed)
+        _run(Hub(watch, orjson.loads, interval_s, failed), listener, host, token, announce)
     finally:
         listener.close()
 
 
 def _run(
-    watch: Watch,
+    hub: Hub,
     listener: socket.socket,
     host: str,
     token: str | None,
     announce: Callable[[str], None],
-    failed: Callable[[BaseException], None],
 ) -> None:
-    import orjson
     import uvicorn
 
     from lockstep.monitor.web.application import application
-    from lockstep.monitor.web.hub import Hub
 
     port = listener.getsockname()[1]
-    hub = Hub(watch, orjson.loads, failed)
     guarded = Guard(application(hub), host, token, port)
     config = uvicorn.Config(
         guarded, log_config=None, access_log=False, server_header=False, date_header=False,
