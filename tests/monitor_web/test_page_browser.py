@@ -203,6 +203,38 @@ def test_zoom_pan_keys_log_axis_smoothing_and_search(page, served, tmp_path):
     until(page, "document.querySelectorAll('.chart:not([hidden])').length === 1")
 
 
+def test_a_curve_is_asked_for_again_only_when_there_is_more_of_it(page, served, tmp_path):
+    rows = [done(s, 1.0 / s, **{f"m{n:02}": s * n for n in range(12)}) for s in range(1, 41)]
+    append(tmp_path / "run", [*map(joined, range(3)), PLAN, *rows])
+    open_run(page, served(tmp_path), "run")
+    asked = []
+    page.on("request", lambda r: asked.append(r.url) if "/curves?" in r.url else None)
+
+    def asked_by(act):
+        asked.clear()
+        act()
+        page.wait_for_timeout(700)
+        return len(asked)
+
+    def scroll():
+        for metric in ("m11", "loss"):
+            page.locator(f'.chart[data-metric="train/{metric}"]').scroll_into_view_if_needed()
+            page.wait_for_timeout(300)
+
+    def press(key):
+        page.locator('.chart[data-metric="train/loss"]').press(key)
+
+    scroll()
+    assert asked_by(scroll) == 0
+    assert asked_by(lambda: press("+")) >= 1
+    scroll()
+    assert asked_by(scroll) == 0
+    assert asked_by(lambda: press("ArrowRight")) == 0  # what is beside it is known
+    assert asked_by(lambda: press("+")) >= 1
+    assert asked_by(lambda: append(tmp_path / "run", [done(41, 9.0)])) >= 1
+    until(page, "document.querySelector('.readout').textContent === '9'")
+
+
 def test_other_runs_are_laid_over_and_compared(page, served, tmp_path):
     for name, factor, digest in (("a", 1.0, "ab"), ("b", 2.0, "ab"), ("c", 3.0, "ef")):
         begin(tmp_path / name, factor=factor, lr=factor)

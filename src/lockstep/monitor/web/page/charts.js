@@ -12,7 +12,7 @@ const DEEPER_MS = 120;
 export class Charts {
   /** @param runs gives the runs that are shown: `{id, label, colour, names, generation, step}` */
   constructor(root, runs) {
-    Object.assign(this, { runs, cards: new Map(), data: new Map(), deep: new Map(), names: [] });
+    Object.assign(this, { runs, cards: new Map(), data: new Map(), deep: new Map(), names: [], numChanges: 0 });
     this.group = { range: null, weight: 0, isLog: false, isPanning: false, span: 1, zoom: (range) => this.zoom(range) };
     this.search = el("input", { type: "search", id: "metrics", placeholder: "part of a name", autocomplete: "off", spellcheck: "false", input: later(() => this.filter(), 120) });
     this.smoothing = el("input", { type: "range", id: "smoothing", min: "0", max: "0.99", step: "0.01", value: "0", input: () => this.change({ weight: Number(this.smoothing.value) }) });
@@ -105,6 +105,7 @@ export class Charts {
 
   /** Asks again for what is seen; what is not is asked for when it is. */
   refresh() {
+    this.numChanges += 1;
     for (const entry of this.data.values()) entry.isOld = true;
     for (const entry of this.deep.values()) entry.isOld = true;
     this.loadSoon();
@@ -120,6 +121,7 @@ export class Charts {
   }
 
   async fetch(run, cards, store, query) {
+    const known = this.numChanges;
     const numbers = new Map(cards.filter((card) => run.numbers.has(card.name)).map((card) => [String(run.numbers.get(card.name)), card]));
     if (!numbers.size) return;
     try {
@@ -127,7 +129,7 @@ export class Charts {
       if (this.isClosed || found.generation !== run.generation) return;
       for (const [number, card] of numbers) {
         const curve = found.curves[number];
-        if (curve) store.set(key(run, card.name), { ...curve, range: query.length ? query.map((pair) => pair[1]) : null });
+        if (curve) store.set(key(run, card.name), { ...curve, isOld: known !== this.numChanges, range: query.length ? query.map((pair) => pair[1]) : null });
         if (card.isSeen) this.draw(card);
       }
     } catch {
@@ -178,7 +180,12 @@ export class Charts {
     const [first, last] = this.group.range;
     const margin = (last - first) / 2;
     const query = [["first", Math.floor(first - margin)], ["last", Math.ceil(last + margin)]];
-    await Promise.all(this.runs().map((run) => this.fetch(run, this.shownCards(), this.deep, query)));
+    const isThere = (entry) => entry && !entry.isOld && entry.range[0] <= first && last <= entry.range[1]
+      && entry.range[1] - entry.range[0] <= 2 * (last - first) + 2; // a wider one is coarser
+    await Promise.all(this.runs().map((run) => {
+      const wanted = this.shownCards().filter(({ name }) => !isThere(this.deep.get(key(run, name))));
+      return this.fetch(run, wanted, this.deep, query);
+    }));
   }
 
   repaint() {
