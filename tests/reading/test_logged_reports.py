@@ -19,6 +19,8 @@ from lockstep.observe import EventsJsonl, Pictures
 from lockstep.reading.contents import ENTRIES, own_entries
 from lockstep.reading.follow import read_run
 from lockstep.reading.removal import remove_run
+from lockstep.reading.report.blocks import Paragraph, Picture
+from lockstep.reading.report.figures import pictures
 
 
 def logged(step: int, **values: Any) -> list[Event]:
@@ -72,6 +74,21 @@ def test_a_report_shows_the_newest_of_each_name_and_loads_nothing(tmp_path: Path
     report([tmp_path], None, True, None)
     assert "![c at step 2](<report_figures/logged_1.png>)" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "report_figures" / "logged_1.png").read_bytes() == png
+
+
+def test_what_was_logged_pushes_no_metric_out_of_the_report(tmp_path: Path) -> None:
+    row = {"event": "Logged", "step": 1, "kind": "scalar"}
+    rows = [{**row, "name": f"scalar{n:02}", "value": n} for n in range(30)]
+    late = {"event": "Evaluated", "step": 1, "split": "val", "seconds": 1.0}
+    folder = run(tmp_path, [], [*rows, {**late, "metrics": {"accuracy": 0.5}}])
+    blocks = list(pictures({"A": read_run(folder)}))
+    (figure,) = (b.figure for b in blocks if isinstance(b, Picture) and b.name == "metrics")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert {"loss", "accuracy", "scalar00"} < set(titles)
+    assert len(titles) == 24
+    num_left_out = 30 - sum(title.startswith("scalar") for title in titles)
+    (said,) = (b.text for b in blocks if isinstance(b, Paragraph))
+    assert said == f"{num_left_out} further metrics are in events.jsonl."
 
 
 HOSTILE = [

@@ -11,7 +11,7 @@ from lockstep.observe import text
 from lockstep.observe.layout import printable
 from lockstep.reading.curves import Curve
 from lockstep.reading.history import KINDS, History
-from lockstep.reading.report.blocks import Picture
+from lockstep.reading.report.blocks import Block, Paragraph, Picture
 from lockstep.recipes.pictures import new_figure
 
 _EXTRA = "report"
@@ -22,8 +22,8 @@ _COLOURS = ("#3b76af", "#c9823a", "#5a9e6f", "#9a6fb0")
 _OTHERS = ("samples_per_s", "compute_efficiency", "grad_norm", "lr")
 
 
-def pictures(histories: Mapping[str, History]) -> Iterator[Picture]:
-    """All pictures that the events of some runs allow.
+def pictures(histories: Mapping[str, History]) -> Iterator[Block]:
+    """All pictures that the events of some runs allow, and how many curves are left out.
 
     Args:
         histories: by the names of the runs.
@@ -33,7 +33,11 @@ def pictures(histories: Mapping[str, History]) -> Iterator[Picture]:
     """
     metrics = _metrics(histories.values())
     if metrics:
-        yield Picture("metrics", "Metrics", _curves(histories, metrics))
+        yield Picture("metrics", "Metrics", _curves(histories, metrics[:_MOST_CURVES]))
+    if (more := len(metrics) - _MOST_CURVES) > 0:
+        yield Paragraph(
+            f"{more:,} further {'metric is' if more == 1 else 'metrics are'} in events.jsonl."
+        )
     others = [[name] for name in _OTHERS if any(name in h.curves for h in histories.values())]
     if others:
         yield Picture("speed", "Speed, gradient and learning rate", _curves(histories, others))
@@ -49,7 +53,7 @@ def pictures(histories: Mapping[str, History]) -> Iterator[Picture]:
 
 
 def _metrics(histories: Any) -> list[list[str]]:
-    """Curves that share axes: a metric of all splits."""
+    """Curves that share axes: a metric of all splits; those that were only logged come last."""
     together: dict[str, list[str]] = {}
     for history in histories:
         for name in history.curves:
@@ -58,7 +62,9 @@ def _metrics(histories: Any) -> list[list[str]]:
                 names = together.setdefault(metric, [])
                 if name not in names:
                     names.append(name)
-    return list(together.values())[:_MOST_CURVES]
+    return sorted(
+        together.values(), key=lambda names: all(name.startswith("log/") for name in names)
+    )
 
 
 def _curves(histories: Mapping[str, History], groups: Sequence[Sequence[str]]) -> Any:
