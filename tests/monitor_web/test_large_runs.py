@@ -32,13 +32,12 @@ def read(run: LargeRun) -> LargeRun:
     return run
 
 
-def curve(run: LargeRun, name: str, first: int, last: int, most: int) -> tuple[Envelope, bool]:
+def curve(run: LargeRun, name: str, first: int, last: int, most: int) -> Envelope:
     return run.curves([name], first, last, most)[0]
 
 
 def points(run: LargeRun, name: str, first: int = 0, last: int = 1 << 40) -> dict[int, float]:
-    envelope, is_exact = curve(run, name, first, last, 4096)
-    assert is_exact
+    envelope = curve(run, name, first, last, 4096)
     return dict(zip(envelope.step.tolist(), envelope.value.tolist(), strict=True))
 
 
@@ -75,7 +74,7 @@ def test_a_spike_is_never_lost_and_zoom_is_exact(tmp_path):
     rows = [done(s, 1.0 if s != 5003 else 77.0) for s in range(1, 10_001)]
     append(tmp_path, [PLAN, *rows])
     run = read(LargeRun(tmp_path, orjson.loads))
-    coarse, _ = curve(run, "train/loss", *ALL, 500)
+    coarse = curve(run, "train/loss", *ALL, 500)
     assert len(coarse.step) <= 500
     assert coarse.high.max() == 77.0
     fine = points(run, "train/loss", 5000, 5006)
@@ -110,14 +109,14 @@ def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypa
     monkeypatch.setattr(envelopes, "MOST_BUCKETS", 4)
     run = read(LargeRun(tmp_path, orjson.loads))
     monkeypatch.setattr(again, "lines", lines)
-    ((one, _),) = run.curves(["log/a"], 0, 100, 4096)
+    (one,) = run.curves(["log/a"], 0, 100, 4096)
     three = run.curves(["log/a", "log/b", "log/c"], 0, 100, 4096)
-    assert [list(envelope.value) for envelope, _ in three] == [list(one.value)] * 3
+    assert [list(envelope.value) for envelope in three] == [list(one.value)] * 3
     assert list(one.value[:100]) == [s / 4 for s in range(1, 101)]
     assert num_read[1] < 1.1 * num_read[0]
     # What would take too long stays as coarse as it is; the rest is as fine as can be.
     monkeypatch.setattr(large, "_MOST_READ_AGAIN", num_read[0] - 1)
-    ((coarse, _),) = run.curves(["log/a"], 0, 100, 4096)
+    (coarse,) = run.curves(["log/a"], 0, 100, 4096)
     assert len(num_read) == 2
     assert len(coarse.step) < 4
 
@@ -154,15 +153,15 @@ def test_a_sample_of_rows_is_there_at_once_and_gives_way_to_all(tmp_path, monkey
     append(tmp_path, [PLAN, *(done(s, float(s)) for s in range(1, 3001))])
     run = LargeRun(tmp_path, orjson.loads)
     run.advance(0.0)
-    envelope, is_exact = curve(run, "train/loss", *ALL, 4096)
-    assert not is_exact
+    envelope = curve(run, "train/loss", *ALL, 4096)
+    assert not run.is_whole
     assert 200 < len(envelope.step) <= 256
     assert envelope.step[-1] > 2900
     assert list(envelope.step) == list(envelope.value)
     run.advance(0.02)
     assert not run.is_whole
     assert 5 < run.sampled_of < 20
-    partial, _ = curve(run, "train/loss", *ALL, 4096)
+    partial = curve(run, "train/loss", *ALL, 4096)
     assert list(partial.step) == list(partial.value)
     assert partial.step[-1] > 2900
     read(run)
@@ -189,6 +188,27 @@ def test_damaged_rows_are_said_and_passed_over(tmp_path):
     assert {step: v for step, v in found.items() if v == v} == {1: 1.0, 6: 0.5}
     assert math.isnan(found[5])
     assert points(run, "train/a") == {5: math.inf, 6: 1.0}
+
+
+def test_many_logged_scalars_leave_room_for_splits(tmp_path, monkeypatch):
+    monkeypatch.setattr(large, "_MOST_SHEETS", 3)
+    append(tmp_path, [PLAN, *(logged(1, f"n{n}", 1.0) for n in range(9)), done(1, 0.5)])
+    val = {"event": "Evaluated", "step": 1, "split": "val", "metrics": {"a": 4}, "seconds": 1.0}
+    append(tmp_path, [val])
+    run = read(LargeRun(tmp_path))
+    assert points(run, "val/a") == {1: 4.0}
+    assert points(run, "train/loss") == {1: 0.5}
+    assert [name for name in run.names if name.startswith("log/")] == ["log/n0", "log/n1", "log/n2"]
+    assert "more than 3 splits or scalars: 'of log/n3' is left out" in run.history.problems[0]
+
+
+def test_names_beyond_the_most_are_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(envelopes, "MOST_CURVES", 8)
+    append(tmp_path, [PLAN, *(done(s, 0.5, **{f"m{s}": 1.0}) for s in range(1, 9))])
+    run = read(LargeRun(tmp_path))
+    assert len(run.names) == 8
+    (problem,) = run.history.problems
+    assert "metrics: the further ones are left out" in problem
 
 
 def test_a_line_without_end_is_passed_over(tmp_path, monkeypatch):

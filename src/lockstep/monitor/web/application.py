@@ -162,7 +162,7 @@ def _gone() -> Response:
 def _json(value: Any, status: int = 200) -> Response:
     """As JSON; numbers that are not finite become null."""
     try:
-        body = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+        body = orjson.dumps(value)
     except TypeError:  # text that is no UTF-8, such as a folder's name may be
         body = json.dumps(_plain(value), allow_nan=False).encode()
     return Response(body, status, media_type="application/json")

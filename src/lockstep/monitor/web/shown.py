@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.events import (
     Checkpointed,
@@ -36,7 +38,6 @@ from lockstep.reading.listing import Summary
 _MOST_METRICS = 8
 _MOST_HAPPENINGS = 300
 _MOST_TABLE = 100
-_MOST_ODD = 100
 _LONGEST_NAME = 200
 _LONGEST_TEXT = 4000
 _MOST_PROCESSES = 256
@@ -102,26 +103,18 @@ def curves_of(
     found = run.curves(names, first, last, most)
     if run.generation != generation:  # the numbers may mean others now
         return {"generation": run.generation, "curves": {}}
-    curves = {str(n): _curve(*pair) for n, pair in zip(known, found, strict=True)}
+    curves = {str(n): _curve(one) for n, one in zip(known, found, strict=True)}
     return {"generation": generation, "curves": curves}
 
 
-def _curve(envelope: Envelope, is_exact: bool) -> dict[str, Any]:
-    odd = [i for i, sign in enumerate(envelope.odd.tolist()) if sign]
-    shown: dict[str, Any] = {
-        "step": envelope.step.tolist(),
-        "value": [value if math.isfinite(value) else None for value in envelope.value.tolist()],
-        "is_exact": is_exact,
-        "num_odd": len(odd),
-        "odd": [[int(envelope.step[i]), int(envelope.odd[i])] for i in odd[:_MOST_ODD]],
-    }
+def _curve(envelope: Envelope) -> dict[str, Any]:
+    """What is drawn; what is not finite becomes null in JSON."""
     low, high = envelope.low.tolist(), envelope.high.tolist()
-    if low != high:
-        shown |= {
-            "low": [value if math.isfinite(value) else None for value in low],
-            "high": [value if math.isfinite(value) else None for value in high],
-        }
-    return shown
+    return {
+        "step": envelope.step.tolist(),
+        "value": envelope.value.tolist(),
+        "num_odd": int(np.count_nonzero(envelope.odd)),
+    } | ({"low": low, "high": high} if low != high else {})
 
 
 def short(name: str, most: int = _LONGEST_NAME) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.engine.events import RunStarted
 from lockstep.files import open_to_read
-from lockstep.reading.large.envelopes import Envelope, Row, of_points
+from lockstep.reading.large.envelopes import Envelope, Row, joined, of_points
 from lockstep.reading.large.rows import Taker, lines
 
 Ranges = dict[str, tuple[int, int]]
@@ -97,3 +97,19 @@ def points(rows: Sequence[Row], name: str) -> Envelope | None:
             steps.append(row.step)
             values.append(float(row.values[place]))
     return of_points(steps, values) if steps else None
+
+
+def finest(
+    name: str, parts: Sequence[tuple[str, Envelope]], rows: Mapping[str, Sequence[Row]]
+) -> Envelope:
+    """A curve of its parts: of rows that were read again, and of envelopes where none were.
+
+    Args:
+        name: of the curve.
+        parts: what sheets have of it, with their names.
+        rows: what was read again, by the names of the sheets.
+    """
+    if not parts:
+        return of_points([], [])
+    found = [points(rows.get(key, ()), name) or part for key, part in parts]
+    return found[0] if len(found) == 1 else joined(found)

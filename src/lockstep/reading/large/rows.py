@@ -18,6 +18,8 @@ from lockstep.reading.large.envelopes import Row
 
 Parse = Callable[[bytes], Any]
 _TRAINING = "training"
+LOGGED = "of log/"
+"""What the name of a sheet begins with that has a logged scalar."""
 _GREATEST_STEP = 1 << 53
 _FEW = 32
 """Metrics of an evaluation that its event keeps; all of them are in the curves."""
@@ -89,7 +91,7 @@ class Taker:
             split = event.split if isinstance(event, Evaluated) else "log"
             sheet, own = f"of {split}", {}
             if isinstance(event, Logged):  # one comes without the others
-                sheet = f"of {split}/{event.name}"
+                sheet = f"{LOGGED}{event.name}"
         known = self._names.get(sheet)
         given = list(metrics)
         if known is None or known[0] != given:

@@ -16,11 +16,12 @@ from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.parsing import parse_object
 from lockstep.reading.follow import EVENTS, is_continued
 from lockstep.reading.history import History
-from lockstep.reading.large.again import Ranges, closest, points, read_again
-from lockstep.reading.large.envelopes import Envelope, Row, Sheet, joined, merged, of_points
-from lockstep.reading.large.rows import Parse, Taker, lines, without_arrays
+from lockstep.reading.large.again import Ranges, closest, finest, read_again
+from lockstep.reading.large.envelopes import MOST_CURVES, Envelope, Row, Sheet, merged
+from lockstep.reading.large.rows import LOGGED, Parse, Taker, lines, without_arrays
 
 _MOST_SHEETS = 256
+"""Of what was logged, and as many of splits."""
 _SAMPLES = 256
 _SMALL = 8 << 20
 """A file below this size is not sampled: it is read sooner than one would look."""
@@ -112,9 +113,7 @@ class LargeRun:
             was, self.problem = self.problem, problem
             return problem != was
 
-    def curves(
-        self, names: Sequence[str], first: int, last: int, most: int
-    ) -> list[tuple[Envelope, bool]]:
+    def curves(self, names: Sequence[str], first: int, last: int, most: int) -> list[Envelope]:
         """The same parts of several curves; others can use the run while rows are read again.
 
         Args:
@@ -124,8 +123,7 @@ class LargeRun:
             most: greatest number of buckets of each.
 
         Returns:
-            For each, it, and whether every value was looked at. If `generation` is another one
-            than before, they are of the file that was replaced.
+            They. If `generation` is another one than before, of the file that was replaced.
         """
         with self.lock:
             generation, file_number = self.generation, self._file_number
@@ -135,7 +133,8 @@ class LargeRun:
         rows = read_again(self._events, file_number, Taker(self._parse), coarse)
         if self.generation != generation:
             rows = {}
-        return [_finest(*pair, rows, most) for pair in zip(names, parts, strict=True)]
+        curves = (finest(*pair, rows) for pair in zip(names, parts, strict=True))
+        return [merged(curve, most) for curve in curves]
 
     def _parts(
         self, name: str, first: int, last: int, most: int, coarse: Ranges
@@ -218,13 +217,16 @@ class LargeRun:
             return
         sheet = self._sheets.get(taken.sheet)
         if sheet is None:
-            if len(self._sheets) >= _MOST_SHEETS:
+            if not _has_room(self._sheets, taken.sheet):
                 self._add_problem(
-                    f"more than {_MOST_SHEETS} splits and scalars: {taken.sheet!r} is left out"
+                    f"more than {_MOST_SHEETS} splits or scalars: {taken.sheet!r} is left out"
                 )
                 return
             sheet = self._sheets[taken.sheet] = Sheet(partial(self._survivors, taken.sheet))
+        was_dropped = sheet.dropped
         sheet.add(taken.row)
+        if sheet.dropped and not was_dropped:
+            self._add_problem(f"more than {MOST_CURVES:,} metrics: the further ones are left out")
 
     def _add_problem(self, problem: str) -> None:
         self.history.add_problem(f"{EVENTS}: byte {self.offset:,}: {problem}")
@@ -256,9 +258,10 @@ class LargeRun:
             taken = self._taker.take(line, start)
         except ValueError:
             return
-        if taken.row is None or taken.sheet is None or len(self._sampled) >= _MOST_SHEETS:
+        if taken.row is None or taken.sheet is None:
             return
-        self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
+        if taken.sheet in self._sampled or _has_room(self._sampled, taken.sheet):
+            self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
         part = {sheet: (start, end)}
@@ -280,19 +283,11 @@ class _Cutter:
         self._run.cut(last)
 
 
+def _has_room(sheets: Mapping[str, Sheet], name: str) -> bool:
+    """Whether one more may come; many of what was logged leave room for splits."""
+    is_logged = name.startswith(LOGGED)
+    return sum(one.startswith(LOGGED) == is_logged for one in sheets) < _MOST_SHEETS
+
+
 def _nothing(start: int, end: int, last: int) -> Iterable[Row]:
     return ()
-
-
-def _finest(
-    name: str,
-    parts: Sequence[tuple[str, Envelope]],
-    rows: Mapping[str, Sequence[Row]],
-    most: int,
-) -> tuple[Envelope, bool]:
-    """A curve of its parts: of rows that were read again, and of envelopes where none were."""
-    if not parts:
-        return of_points([], []), True
-    found = [points(rows.get(key, ()), name) or part for key, part in parts]
-    is_exact = all(key != _SAMPLED for key, _ in parts)
-    return merged(found[0] if len(found) == 1 else joined(found), most), is_exact
