@@ -13,7 +13,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_files import PLAN, append, begin, done, joined
+from run_files import PLAN, append, begin, done, is_free, joined
 
 from lockstep.monitor.web.shown import curves_of
 from lockstep.parsing import parse_object
@@ -85,14 +85,6 @@ def test_a_spike_is_never_lost_and_zoom_is_exact(tmp_path):
 
 def logged(step: int, name: str, value: float) -> dict[str, Any]:
     return {"event": "Logged", "step": step, "name": name, "kind": "scalar", "value": value}
-
-
-def is_free(lock: Any) -> bool:
-    """Whether nobody holds a lock for long; to be asked in another thread."""
-    if not lock.acquire(timeout=1.0):
-        return False
-    lock.release()
-    return True
 
 
 def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypatch):

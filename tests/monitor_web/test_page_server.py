@@ -12,16 +12,17 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
 import pytest
-from run_files import append, begin, done, finish
+from run_files import append, begin, done, finish, is_free
 from starlette.testclient import TestClient
 
 from lockstep.errors import ConfigError
 from lockstep.monitor.watch import Watch
-from lockstep.monitor.web import serve, server
+from lockstep.monitor.web import serve, server, shown
 from lockstep.monitor.web.application import application
 from lockstep.monitor.web.guard import Guard, is_loopback
 from lockstep.monitor.web.hub import Hub, number_of
@@ -83,6 +84,31 @@ def test_a_run_is_told_with_its_curves_config_and_log(runs):
         both = {"run": [number, number_of(runs / "two with blanks ü"), "0" * 16]}
         assert ask.get("/api/differences", params=both).json()["keys"] == {"lr": ["0.1", "0.2"]}
         assert ask.get("/api/runs/0000000000000000").status_code == 404
+
+
+def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(runs, monkeypatch):
+    saved = {"event": "Checkpointed", "path": "p", "num_bytes": 9, "stall_s": 0.5, "write_s": 1}
+    append(runs / "one", [{**saved, "step": step} for step in range(1, 21)])
+    folder = runs / "one" / "checkpoints" / "step_00000020"
+    folder.mkdir(parents=True)
+    manifest = {"files": {"model.safetensors": {"sha256": "cd" * 32}}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder.parent / "step_00000019").mkdir()
+    read, real = [], shown.read_text
+
+    def read_text(path):
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(is_free, hub.open(runs / "one").lock).result()
+        read.append(path.parent.name)
+        return real(path)
+
+    monkeypatch.setattr(shown, "read_text", read_text)
+    hub = Hub(Watch([runs]), orjson.loads)
+    with TestClient(application(hub)) as ask:
+        found = ask.get(f"/api/runs/{number_of(runs / 'one')}").json()["checkpoints"]
+    assert [(one["step"], one["sha256"]) for one in found[:2]] == [(20, "cd" * 32), (19, "")]
+    assert len(found) == 20
+    assert read == ["step_00000020", "step_00000019"]
 
 
 def test_what_is_not_finite_becomes_gaps_that_are_counted(tmp_path):

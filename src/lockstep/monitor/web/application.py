@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.monitor.watch import Watched
 from lockstep.monitor.web.hub import Hub, number_of
 from lockstep.monitor.web.logs import log_names, read_log
-from lockstep.monitor.web.shown import curves_of, in_list, in_whole
+from lockstep.monitor.web.shown import curves_of, in_list, in_whole, model_digests
 from lockstep.reading.choice import chosen
 from lockstep.reading.configs import config_differences
 
@@ -95,8 +95,9 @@ class Answers:
         if watched is None:
             return _gone()
         large = self._hub.open(watched.path)
+        digests = model_digests(watched.path)
         with large.lock:
-            shown = in_whole(number_of(watched.path), watched.summary, large)
+            shown = in_whole(number_of(watched.path), watched.summary, large, digests)
         shown["logs"] = log_names(watched.path)
         return _json(shown)
 

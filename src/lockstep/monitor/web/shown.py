@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engine.checkpoint.listing import folder_name
+from lockstep.engine.checkpoint.listing import folders
 from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
@@ -70,8 +70,17 @@ def in_list(number: str, summary: Summary) -> dict[str, Any]:
     }
 
 
-def in_whole(number: str, summary: Summary, run: LargeRun) -> dict[str, Any]:
-    """What the page of a run shows, but for curves, config and logs."""
+def in_whole(
+    number: str, summary: Summary, run: LargeRun, digests: Mapping[int, str]
+) -> dict[str, Any]:
+    """What the page of a run shows, but for curves, config and logs.
+
+    Args:
+        number: of the run.
+        summary: of it.
+        run: what its events tell; to be called with its lock.
+        digests: of its checkpoints, as `model_digests` finds them.
+    """
     history = run.history
     problems = [p for p in (run.problem, *summary.problems, *history.problems) if p]
     return in_list(number, summary) | {
@@ -86,7 +95,7 @@ def in_whole(number: str, summary: Summary, run: LargeRun) -> dict[str, Any]:
         "curves": {"generation": run.generation, "names": [short(name) for name in run.names]},
         "processes": list(_processes(history, run)),
         "happenings": [_happening(h) for h in _told(history)],
-        "checkpoints": list(_checkpoints(summary.path, history)),
+        "checkpoints": list(_checkpoints(history, digests)),
         "evaluations": list(_evaluations(history)),
         "problems": [short(problem, _LONGEST_TEXT) for problem in problems],
         "num_problems": max(history.num_problems, len(problems)),
@@ -234,7 +243,7 @@ def _happening(happening: Happening) -> dict[str, Any]:
     }
 
 
-def _checkpoints(run_dir: Path, history: History) -> Iterator[dict[str, Any]]:
+def _checkpoints(history: History, digests: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     saved = [h for h in history.happenings if isinstance(h.event, Checkpointed)][-_MOST_TABLE:]
     for happening in reversed(saved):
         event = happening.event
@@ -245,12 +254,21 @@ def _checkpoints(run_dir: Path, history: History) -> Iterator[dict[str, Any]]:
             "num_bytes": event.num_bytes,
             "stall_s": number_of(event.stall_s),
             "write_s": number_of(event.write_s),
-            "sha256": _model_digest(run_dir / "checkpoints" / folder_name(event.step)),
+            "sha256": digests.get(event.step, ""),
         }
 
 
+def model_digests(run_dir: Path) -> dict[int, str]:
+    """The SHA-256 of the model in each checkpoint that is there, the newest ones, by step."""
+    try:
+        there = folders(run_dir / "checkpoints")[:_MOST_TABLE]
+    except OSError:
+        return {}
+    return {int(folder.name.rpartition("_")[2]): _model_digest(folder) for folder in there}
+
+
 def _model_digest(folder: Path) -> str:
-    """The SHA-256 of the model in a checkpoint that is there, as its manifest says."""
+    """The SHA-256 of the model in a checkpoint, as its manifest says."""
     try:
         manifest = parse_object(read_text(folder / "manifest.json"))
         return short(str(manifest["files"]["model.safetensors"]["sha256"]))
