@@ -113,6 +113,19 @@ def test_a_zoom_reads_each_byte_once_while_others_use_the_run(tmp_path, monkeypa
     assert len(coarse.step) < 4
 
 
+def test_a_curve_that_is_not_in_a_range_has_nothing_read_for_it(tmp_path, monkeypatch):
+    first = [logged(s, "a", s / 4) for s in range(1, 201)]
+    append(tmp_path, [PLAN, *first, *(logged(s, "b", s / 4) for s in range(201, 401))])
+    monkeypatch.setattr(envelopes, "MOST_BUCKETS", 16)
+    run = read(LargeRun(tmp_path))
+    monkeypatch.setattr(large, "_MOST_READ_AGAIN", run.size // 4)
+    nothing, fine = run.curves(["log/a", "log/b"], 300, 310, 4096)
+    assert not len(nothing.step)
+    assert {s: s / 4 for s in range(300, 311)}.items() <= dict(
+        zip(fine.step.tolist(), fine.value.tolist(), strict=True)
+    ).items()
+
+
 def test_the_smallest_parts_are_read_again_first():
     ranges = {"a": (100, 300), "b": (90, 110), "c": (0, 1000), "d": (280, 320)}
     assert again.closest(ranges, 230) == {"b": (90, 110), "d": (280, 320), "a": (100, 300)}

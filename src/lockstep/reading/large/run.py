@@ -146,7 +146,7 @@ class LargeRun:
                 continue
             read = max(read, sheet.newest)
             buckets, start, end = sheet.range_of(first, last)
-            if sheet.width > 1 and buckets.stop - buckets.start < most:
+            if sheet.width > 1 and 0 < buckets.stop - buckets.start < most:
                 coarse[key] = (start, end)
             part = sheet.envelope(name, buckets)
             if part is not None:
