@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.comm.calls import KINDS, CallGroup, CallRing, measure_of
 from lockstep.comm.traffic import Traffic
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -71,18 +72,28 @@ def offsets(counts: Sequence[int]) -> list[int]:
 
 
 def collective(method: _Method) -> _Method:
-    """Marks a method in which a rank waits for others, and which fails when one of them is lost."""
+    """Marks a method in which a rank waits for others, and which fails when one of them is lost.
+
+    Its calls are recorded.
+    """
+    kind = KINDS.index(method.__name__)
+    measure = measure_of(method.__name__)
 
     @functools.wraps(method)
     def wrapped(self: Transport, *args: Any, **keys: Any) -> Any:
         self.observer.wait()
+        calls, is_done = self.call_ring, False
+        place = calls.begin(self.call_group, kind, measure(*args, **keys))
         try:
-            return method(self, *args, **keys)
+            result = method(self, *args, **keys)
+            is_done = True
+            return result
         except self.failures as error:
             if not self.is_damaged():
                 raise
             raise GroupBroken(str(error)) from error
         finally:
+            calls.end(place, is_done)
             self.observer.go()
 
     return wrapped  # type: ignore[return-value]
@@ -105,6 +116,8 @@ class Transport(ABC):
         failures: kinds of exception that a collective raises when a rank is lost.
         observer: object that is told when this process begins and ends to wait for others.
         traffic: how much it has said, here and in the subgroups.
+        call_ring: its newest calls, here and in the subgroups.
+        call_group: the present group, in which calls are counted.
     """
 
     name: str
@@ -116,6 +129,8 @@ class Transport(ABC):
     def __init__(self) -> None:
         self.observer: Observer = _Nobody()
         self.traffic = Traffic()
+        self.call_ring = CallRing()
+        self.call_group = CallGroup(0)
 
     @abstractmethod
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:

@@ -208,6 +208,10 @@ class RankLost(Event):
     """The one it had."""
     reason: str = ""
     """Why its watchdog ended it, if it did."""
+    reached: str = ""
+    """Where it stood if its watchdog ended it: the step, and its newest call."""
+    waiting: str = ""
+    """Who waited for it then, and in which call."""
 
 
 @dataclass(frozen=True, kw_only=True)

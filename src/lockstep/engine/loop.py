@@ -100,6 +100,7 @@ class Trainer:
                 try:
                     return self._train()
                 except GroupBroken as loss:
+                    self._reporter.keep_calls(self._state.progress.step)
                     check_can_regroup(self._transport, loss)
                     self._recover()
                 except TaskFailure as failure:

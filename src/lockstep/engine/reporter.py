@@ -21,6 +21,7 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
+from lockstep.engine.flight.losses import losses
 from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.runtime import Runtime
@@ -105,16 +106,50 @@ class Reporter:
         if origin.former[0] != 0:
             self._plan(progress, continued=True)
         slots = [row["slot"] for row in origin.rows]
-        for rank, slot in enumerate(self._slots):
-            if slot not in slots:
-                reason = self._directory.hang_reason(slot)
-                emit(RankLost(step=reached, slot=slot, rank=rank, reason=reason))
+        for event in self._losses(reached, slots):
+            emit(event)
         if reached > step:
             self._go_back(progress, reached)
         self._tell_who(progress, origin.rows, self._slots)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
+
+    def keep_calls(self, step: int) -> None:
+        """Write down this process's newest calls, if one of them has failed.
+
+        Args:
+            step: committed steps.
+        """
+        calls = self._runtime.transport.call_ring
+        if not calls.has_failed:  # a new process is to be taken in
+            return
+        try:
+            self._directory.flight.keep(self._runtime.slot, calls.copy())
+        except OSError as error:
+            message = f"{error.filename}: the newest calls cannot be written: {error.strerror}"
+            self._runtime.emit(Warned(step=step, message=message))
+
+    def _losses(self, step: int, left: Sequence[int]) -> list[RankLost]:
+        """Who was lost, and what is known of it.
+
+        Args:
+            step: committed steps.
+            left: slots that are left.
+        """
+        lost = {slot: rank for rank, slot in enumerate(self._slots) if slot not in left}
+        reasons = {slot: self._directory.hang_reason(slot) for slot in lost}
+        events = losses(step, lost, reasons, self._directory.flight)
+        if self._runtime.is_first:
+            try:
+                if lost:
+                    self._directory.flight.set_aside(lost)
+                else:
+                    self._directory.flight.forget()
+            except OSError as error:
+                message = f"{error.filename}: cannot be moved or removed: {error.strerror}"
+                self._runtime.emit(Warned(step=step, message=message))
+        return events
 
     def _go_back(self, progress: Progress, reached: int) -> None:
         """Forget what the steps have come to that are done again, and say so."""

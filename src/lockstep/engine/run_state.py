@@ -69,6 +69,7 @@ class RunState:
         # What is evaluated or saved has its step's row before it, in all files.
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
         self._runtime.pulse.arm()
+        self._runtime.transport.call_ring.note_step(progress.step)
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
 

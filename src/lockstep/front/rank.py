@@ -152,6 +152,9 @@ def _run(
                     pulse.fd,
                     config.hang_timeout_s,
                     directory.hang_report(environment.rank),
+                    transport.call_ring.fd,
+                    directory.flight.lost_file(environment.rank),
+                    directory.flight.waiting_file(environment.rank),
                 )
             )
         try:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENTRIES = (
-    "checkpoints", "config.yaml", "events.jsonl", "logged", "metrics.csv", "profile", "ranks.log",
-    "report.html", "report.md", "report_figures", "result.json", "run.json", "sketch", "tags.json",
-    "tensorboard", "trackers", "view", ".lock",
+    "checkpoints", "config.yaml", "events.jsonl", "flight", "logged", "metrics.csv", "profile",
+    "ranks.log", "report.html", "report.md", "report_figures", "result.json", "run.json", "sketch",
+    "tags.json", "tensorboard", "trackers", "view", ".lock",
 )  # fmt: skip
 """Names of files and folders."""
 

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.comm.call_records import read_calls
+
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from lockstep.comm.calls import CallRing
 from lockstep.engine.pulse import Pulse
 from lockstep.launchers.rank.watchdog import Watchdog
 
@@ -23,7 +26,11 @@ def stand_still():
         time.sleep(0.01) if sys.argv[1] != "loop" else None
 
 pulse = Pulse()
-with Watchdog(pulse.fd, 0.6, Path("report.json")):
+ring = CallRing()
+group = ring.start(1, 3)
+files = [Path("report.json"), ring.fd, Path("flight/ended"), Path("flight/waits")]
+with Watchdog(pulse.fd, 0.6, *files):
+    ring.end(ring.begin(group, 0, (8, 24, -1)), is_done=True)
     print("up", flush=True)
     for _ in range(5):
         pulse.beat()
@@ -37,8 +44,15 @@ with Watchdog(pulse.fd, 0.6, Path("report.json")):
         stand_still()
     elif sys.argv[1] == "waiting":
         pulse.wait()
-        time.sleep(2)
+        ring.begin(group, 3, (0, 0, -1))
+        time.sleep(1)
+        print(*os.listdir("flight"), flush=True)
+        Path("flight/waits").rename("copy")
+        Path("flight/waits").write_bytes(b"")
+        time.sleep(1)
         pulse.go()
+        time.sleep(0.3)
+        print(*os.listdir("flight"), flush=True)
     elif sys.argv[1] == "slow":
         for _ in range(6):
             time.sleep(0.4)
@@ -71,9 +85,20 @@ def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> Non
     assert ("was stopped by a signal for 0.6 s" if what == "stop" else "did nothing for") in reason
     if what != "stop":
         assert "in stand_still" in reason
+    log = read_calls(tmp_path / "flight" / "ended")
+    assert (log.rank, log.size, [c.kind for c in log.calls]) == (1, 3, ["all_gather"])
+    assert not (tmp_path / "flight" / "waits").exists()
 
 
-@pytest.mark.parametrize("what", ["waiting", "slow", "unarmed"])
+def test_what_a_rank_waits_in_can_be_read_as_long_as_it_does(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, "waiting")
+    assert (done.returncode, done.stdout) == (0, "up\nwaits\n\ndone\n")
+    log = read_calls(tmp_path / "copy")
+    assert [call.kind for call in log.calls] == ["all_gather", "barrier"]
+    assert log.stuck == log.calls[-1]
+
+
+@pytest.mark.parametrize("what", ["slow", "unarmed"])
 def test_others_are_left_alone(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)
     assert (done.returncode, done.stdout) == (0, "up\ndone\n")

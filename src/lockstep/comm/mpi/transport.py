@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from lockstep.comm.calls import CallGroup
 from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
 from lockstep.comm.transport import (
@@ -76,6 +77,7 @@ class MpiTransport(Transport):
         self._subgroups: list[Subgroup] = []
         self._is_alone = growth is not None and growth.joins
         self._adopt(MPI.COMM_SELF.Dup() if self._is_alone else self._living())
+        self._count_anew()
 
     def _adopt(self, comm: MPI.Intracomm) -> None:
         # Errors must come back as exceptions: by default, MPI ends all ranks.
@@ -84,6 +86,10 @@ class MpiTransport(Transport):
         self._has_agreed = False
         self.rank = comm.rank
         self.size = comm.size
+
+    def _count_anew(self) -> None:
+        """Count calls from the first on, as all ranks of the new group do."""
+        self.call_group = self.call_ring.start(self.rank, self.size)
 
     def _living(self) -> MPI.Intracomm:
         """A group of those that an earlier training of the same script has left, else of all."""
@@ -194,6 +200,7 @@ class MpiTransport(Transport):
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
         """See `Transport.subgroup`."""
         number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
+        calls = self.call_ring.subgroup(groups[number])
         part: MPI.Intracomm | None = None
         try:
             made = self.comm.Split(number, groups[number].index(self.rank))
@@ -209,7 +216,7 @@ class MpiTransport(Transport):
         if part.size == 1:
             part.Free()
             return LocalTransport()
-        self._subgroups.append(Subgroup(self, part))
+        self._subgroups.append(Subgroup(self, part, calls))
         return self._subgroups[-1]
 
     @collective
@@ -222,6 +229,7 @@ class MpiTransport(Transport):
             joined, self._num_taken = join()
             self._adopt(_whole(joined))
             self._is_alone = False
+            self._count_anew()
             return
         before = self.comm
         before.Revoke()  # or survivors that have noticed nothing stay blocked in a collective
@@ -236,6 +244,7 @@ class MpiTransport(Transport):
         if self._growth is not None and takes_in:
             shrunk = self._grow(shrunk, self._growth)
         self._adopt(shrunk)
+        self._count_anew()
 
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
         """Take in the newcomer, if there is one, and have the next one started."""
@@ -299,10 +308,11 @@ class MpiTransport(Transport):
 class Subgroup(MpiTransport):
     """Some ranks of a group, see `Transport.subgroup`."""
 
-    def __init__(self, whole: MpiTransport, comm: MPI.Intracomm) -> None:
-        """Use a communicator that was made for it."""
+    def __init__(self, whole: MpiTransport, comm: MPI.Intracomm, calls: CallGroup) -> None:
+        """Use a communicator that was made for it, and the group that its calls are counted in."""
         Transport.__init__(self)
         self.observer, self.traffic = whole.observer, whole.traffic
+        self.call_ring, self.call_group = whole.call_ring, calls
         self.can_regroup = whole.can_regroup
         self._growth = None
         self._newcomer = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.process_group_transport import GroupTransport, Subgroup
 from lockstep.comm.torchdist.sockets import Connections
 from lockstep.comm.torchdist.waiting import Finish, finish, finish_message
@@ -24,6 +25,7 @@ class ElasticSubgroup(Subgroup):
         group: Any,
         rank: int,
         size: int,
+        calls: CallGroup,
         connections: Connections,
         wait: Wait,
     ) -> None:
@@ -34,10 +36,11 @@ class ElasticSubgroup(Subgroup):
             group: process group of the ranks of this one.
             rank: rank of this process in it.
             size: number of its ranks.
+            calls: the same group, as calls are counted in it.
             connections: connections of `group`.
             wait: the way in which `whole` waits for a transfer.
         """
-        super().__init__(whole, group, rank, size)
+        super().__init__(whole, group, rank, size, calls)
         self._connections = connections
         self._wait = wait
 

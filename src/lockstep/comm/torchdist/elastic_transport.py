@@ -98,13 +98,14 @@ class ElasticTransport(GroupTransport):
         number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
         rank, size = groups[number].index(self.rank), len(groups[number])
         self._num_subgroups += 1
+        calls = self.call_ring.subgroup(groups[number])
         if size == 1:
             self._agree()
             return LocalTransport()
         prefix = f"lockstep/{self._generation}/{self._num_subgroups}/{number}"
         connections = Connections(_HOST)
         group = self._connected(prefix, rank, size, connections, [])
-        made = ElasticSubgroup(self, group, rank, size, connections, self._wait)
+        made = ElasticSubgroup(self, group, rank, size, calls, connections, self._wait)
         self._subgroups.append(made)
         self._agree()
         return made
@@ -168,6 +169,7 @@ class ElasticTransport(GroupTransport):
                 continue
             self._is_alone = False
             self.rank, self.size = members.index(self._slot), len(members)
+            self.call_group = self.call_ring.start(self.rank, self.size)
             return
 
     def _build(self, generation: int, members: list[int]) -> Any:

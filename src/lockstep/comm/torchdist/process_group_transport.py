@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep.comm.calls import CallGroup
 from lockstep.comm.torchdist.store import meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
@@ -104,7 +105,9 @@ class GroupTransport(Transport):
 class Subgroup(GroupTransport):
     """Some ranks of a group, see `Transport.subgroup`."""
 
-    def __init__(self, whole: GroupTransport, group: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, whole: GroupTransport, group: Any, rank: int, size: int, calls: CallGroup
+    ) -> None:
         """Use a process group that was made for it.
 
         Args:
@@ -112,9 +115,11 @@ class Subgroup(GroupTransport):
             group: process group of the ranks of this one.
             rank: rank of this process in it.
             size: number of its ranks.
+            calls: the same group, as calls are counted in it.
         """
         super().__init__(whole.name, whole.device)
         self.observer, self.traffic = whole.observer, whole.traffic
+        self.call_ring, self.call_group = whole.call_ring, calls
         self.group, self.rank, self.size = group, rank, size
 
     @collective
@@ -172,6 +177,7 @@ class ProcessGroupTransport(GroupTransport):
             timeout=timeout,
         )
         self.group = dist.group.WORLD
+        self.call_group = self.call_ring.start(rank, size)
 
     @collective
     def barrier(self) -> None:
@@ -185,7 +191,8 @@ class ProcessGroupTransport(GroupTransport):
         made = [dist.new_group(list(ranks)) for ranks in groups]
         number = next(n for n, ranks in enumerate(groups) if self.rank in ranks)
         ranks = groups[number]
-        return Subgroup(self, made[number], ranks.index(self.rank), len(ranks))
+        calls = self.call_ring.subgroup(ranks)
+        return Subgroup(self, made[number], ranks.index(self.rank), len(ranks), calls)
 
     def is_damaged(self) -> bool:
         """Always: these backends do not tell a lost rank from other errors."""

@@ -14,6 +14,7 @@ from typing import IO
 
 from lockstep.config import TrainConfig, outcome
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.flight.folder import FlightFolder
 from lockstep.errors import RunDirectoryError
 from lockstep.files import leftovers, open_regular, read_text, replacing
 from lockstep.parsing import as_type, flattened, parse_object, parse_yaml, shown
@@ -47,11 +48,13 @@ class RunDirectory:
     Attributes:
         path: path of the folder.
         checkpoints: folder of the checkpoints.
+        flight: files with the newest calls of ranks.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.flight = FlightFolder(path)
         self._lock: IO[str] | None = None
 
     def hang_report(self, slot: int) -> Path:
@@ -161,6 +164,8 @@ class RunDirectory:
         for report in self.path.glob(f"{_HANG_REPORT}*.json"):
             with suppress(OSError):
                 report.unlink()
+        with suppress(OSError):
+            self.flight.begin()
         try:
             listing.bring_back(self.checkpoints)
         except OSError as error:

@@ -98,6 +98,7 @@ class Recovery:
                     copied, optimizer = True, None
                 break
             except GroupBroken:
+                self._reporter.keep_calls(self._state.progress.step)
                 continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
         self._held = self._dealt()

@@ -3,7 +3,11 @@
 A rank that is stopped, or stuck in a deadlock, an endless loop or a dead file system, would keep
 all others waiting for ever. Its watchdog reads its pulse, and when that has not beaten for too
 long, saves the rank's Python stack and kills it. A rank that waits for others is not the one that
-hangs. This file is also run as a script, without site packages and without importing `lockstep`.
+hangs. With the stack goes a copy of the rank's newest calls; also of one that has waited for long,
+since the launcher may end all ranks once one is dead, and since ranks that have made different
+calls wait for each other for ever.
+
+This file is also run as a script, without site packages and without importing `lockstep`.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ _POLL_S = 0.1
 _STACK_S = 0.3
 _QUIET_S = 0.05
 """A stack that has not grown for this long is complete: nothing else tells its end."""
+_PATIENCE = 0.5
+"""A rank that waits for this part of the timeout has its calls written down."""
 _FACTOR = 10
 """A rank may pause this many times as long as it ever did."""
 
@@ -39,12 +45,23 @@ class Watchdog:
         pulse_fd: file descriptor of the memory that holds the pulse; -1 if there is none.
         timeout_s: seconds that a rank may stand still; more if it has paused for long before.
         report: path of the JSON file for the reason and the Python stacks.
+        calls_fd: file descriptor of the memory with the newest calls; -1 if there is none.
+        calls: path of the file for the newest calls of a rank that is killed.
+        waiting: path of the file for those of one that waits; it is there as long as it does.
     """
 
-    def __init__(self, pulse_fd: int, timeout_s: float, report: Path) -> None:
-        self._pulse_fd = pulse_fd
+    def __init__(
+        self,
+        pulse_fd: int,
+        timeout_s: float,
+        report: Path,
+        calls_fd: int,
+        calls: Path,
+        waiting: Path,
+    ) -> None:
+        self._pulse_fd, self._calls_fd = pulse_fd, calls_fd
         self._timeout_s = timeout_s
-        self._report = report
+        self._report, self._calls, self._waiting = report, calls, waiting
         self._child: subprocess.Popen[bytes] | None = None
         self._stack_fd = -1
 
@@ -53,12 +70,15 @@ class Watchdog:
             return self
         with contextlib.suppress(OSError):
             self._report.unlink(missing_ok=True)
+            self._waiting.unlink(missing_ok=True)
         self._stack_fd = os.memfd_create("lockstep-stack")
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
-        arguments = [os.getpid(), self._pulse_fd, self._stack_fd, self._timeout_s, self._report]
+        descriptors = (self._pulse_fd, self._stack_fd, self._calls_fd)
+        paths = (self._report, self._calls, self._waiting)
+        arguments = [os.getpid(), *descriptors, self._timeout_s, *paths]
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
-            pass_fds=(self._pulse_fd, self._stack_fd),
+            pass_fds=[fd for fd in descriptors if fd >= 0],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
@@ -76,26 +96,52 @@ class Watchdog:
             self._child = None
             faulthandler.unregister(STACK_SIGNAL)
             os.close(self._stack_fd)
+            with contextlib.suppress(OSError):
+                self._waiting.unlink(missing_ok=True)
 
 
-def main(pid: int, pulse_fd: int, stack_fd: int, timeout_s: float, report: str) -> None:
+def main(
+    pid: int,
+    pulse_fd: int,
+    stack_fd: int,
+    calls_fd: int,
+    timeout_s: float,
+    report: str,
+    calls: str,
+    waiting: str,
+) -> None:
     """Watch the process `pid`, this one's parent, until it ends."""
+
+    def end(reason: str) -> None:
+        _copy(calls_fd, calls)
+        _end(pid, stack_fd, report, reason)
+
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     pulse = memoryview(mmap.mmap(pulse_fd, 24, prot=mmap.PROT_READ)).cast("q")
     poll_s = min(_POLL_S, timeout_s / 10)
     longest_s = 0.0
     beats, since, stopped_since = pulse[0], time.monotonic(), 0.0
+    turns, turned = pulse[0], since
+    is_told = False
     while os.getppid() == pid:
         now = time.monotonic()
         if pulse[0] != beats or pulse[1]:
             longest_s = max(longest_s, now - since) if not pulse[1] else longest_s
             beats, since = pulse[0], now
+        if pulse[0] != turns or not pulse[1]:
+            turns, turned = pulse[0], now
+            if is_told:
+                _remove(waiting)
+                is_told = False
+        elif not is_told and now - turned > timeout_s * _PATIENCE:
+            is_told = True
+            _copy(calls_fd, waiting)
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
         if stopped_since:
             if now - stopped_since > timeout_s:
-                _end(pid, stack_fd, report, f"was stopped by a signal for {timeout_s:g} s")
+                end(f"was stopped by a signal for {timeout_s:g} s")
         elif pulse[2] and now - since > max(timeout_s, _FACTOR * longest_s):
-            _end(pid, stack_fd, report, f"did nothing for {now - since:.1f} s")
+            end(f"did nothing for {now - since:.1f} s")
         time.sleep(poll_s)
 
 
@@ -120,19 +166,36 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
             grown = time.monotonic()
     stack = os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
     text = f"{reason}; its Python stack:\n{stack}"
-    with contextlib.suppress(OSError):
-        folder, name = os.path.split(report)
-        # A file name that cannot be guessed, so that no link can have been put there.
-        temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
-            json.dump({"reason": text}, file)
-        os.replace(temporary, report)
+    _write(report, json.dumps({"reason": text}).encode())
     sys.stderr.write(f"process {pid} {text}\n")
     sys.stderr.flush()
     os.kill(pid, signal.SIGKILL)
 
 
+def _copy(calls_fd: int, path: str) -> None:
+    """Write down the newest calls of the process."""
+    if calls_fd >= 0:
+        _write(path, os.pread(calls_fd, os.fstat(calls_fd).st_size, 0))
+
+
+def _write(path: str, data: bytes) -> None:
+    """Put a file in place as a whole; if it cannot be, that must not keep a hung process alive."""
+    with contextlib.suppress(OSError):
+        folder, name = os.path.split(path)
+        os.makedirs(folder or ".", exist_ok=True)
+        # A file name that cannot be guessed, so that no link can have been put there.
+        temporary = os.path.join(folder, f".{name}.{os.urandom(8).hex()}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
 if __name__ == "__main__":
-    watched, pulse, stack, limit, path = sys.argv[1:]
-    main(int(watched), int(pulse), int(stack), float(limit), path)
+    watched, pulse, stack, ring, limit, *files = sys.argv[1:]
+    main(int(watched), int(pulse), int(stack), int(ring), float(limit), *files)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from lockstep.engine.events import Failed, RankLost, Recovered
+from lockstep.engine.flight.story import difference, listed, waits
 from lockstep.observe import text
 from lockstep.reading.diagnosis.cause import Cause
 from lockstep.reading.diagnosis.facts import Facts
@@ -50,10 +52,12 @@ def endings(facts: Facts) -> Iterator[Cause]:
             "look for the out-of-memory killer in `dmesg`, or a time limit of the batch system; "
             "`lockstep resume` goes on",
         )
-    lost = facts.events(RankLost)
+    lost = facts.lost
     hung = [one for one in lost if one.reason]
     for one in hung[:1]:
         yield _hang(facts, one, len(hung))
+    if not hung:
+        yield from _standstill(facts)
     killed = [one for one in lost if not one.reason]
     if killed:
         yield _losses(facts, killed)
@@ -72,8 +76,10 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
     frames = _FRAME.findall(stack)
     own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
     evidence = [f"step {lost.step:,}: its watchdog ended it, since it {why}"]
+    place = ""
     for path, line, function in (own or frames)[:1]:
         evidence.append(f"it stood at {path}:{line}, in {function}")
+        place = f", at {Path(path).name}:{line} in {function}"
     if count > 1:
         evidence.append(f"{count} processes hung altogether")
     waited = facts.config.get("hang_timeout_s")
@@ -82,11 +88,47 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
     return Cause(
         "hang",
         max(_HANG, part or 0.0),
-        f"rank {lost.rank} (slot {lost.slot}) hung, and all others waited for it",
+        _sentence(lost, place),
         evidence,
         "look at that line; hang_timeout_s says how long others wait",
         explains=("lost_ranks", "latency", "bandwidth", "slow_rank"),
         lost=part,
+    )
+
+
+def _sentence(lost: RankLost, place: str) -> str:
+    """Who hung and where, and who waited in which call, as far as that is known."""
+    who = f"rank {lost.rank} (slot {lost.slot}) hung"
+    if not lost.reached:
+        return f"{who}, and all others waited for it"
+    waited = f"; {lost.waiting}" if lost.waiting else ""
+    return f"{who} {lost.reached}{place}{waited}"
+
+
+def _standstill(facts: Facts) -> Iterator[Cause]:
+    """Ranks that wait in calls, though none is known to hang."""
+    waiting = waits(facts.logs)
+    if not waiting:
+        return
+    where = ", ".join(f"{listed(ranks)} in {call}" for ranks, call in waiting[:4])
+    known = {log.rank for log in facts.logs.values() if log.stuck is not None}
+    size = max(log.size for log in facts.logs.values())
+    others = [rank for rank in range(min(size, len(known) + 8)) if rank not in known]
+    evidence = [f"{listed(others)}: not known to wait"] if others else []
+    differ = difference(facts.logs)
+    yield Cause(
+        "standstill",
+        0.95,
+        f"ranks have made different calls, and wait for each other: {differ}"
+        if differ
+        else f"{where}: waiting for the others",
+        [where, *evidence] if differ else evidence,
+        "look for a call, or a layer that makes one, behind a condition that is not the same on "
+        "all ranks"
+        if differ
+        else "hang_timeout_s after the beginning, the watchdog of a rank that hangs ends it and "
+        "says where it stood",
+        explains=("latency", "bandwidth", "slow_rank"),
     )
 
 

@@ -22,7 +22,7 @@ def causes(summary: Summary, history: History) -> list[Cause]:
         summary: of the run.
         history: what its events tell.
     """
-    facts = Facts(history, summary.config, summary.state)
+    facts = Facts(history, summary.config, summary.state, summary.path)
     found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
     explained = {name for cause in found for name in cause.explains}
     left = [cause for cause in found if cause.name not in explained]
@@ -44,7 +44,7 @@ def told(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator
 
 
 def _healthy(summary: Summary, history: History) -> str:
-    facts = Facts(history, summary.config, summary.state)
+    facts = Facts(history, summary.config, summary.state, summary.path)
     if not facts.workers:
         return f"nothing to judge by yet: no rank has reported a step (the run is {summary.state})"
     return (
