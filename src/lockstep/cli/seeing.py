@@ -32,11 +32,19 @@ def report(
 def diagnose(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each cause.")] = False,
+    flight: Annotated[
+        Path | None,
+        typer.Option(
+            "--flight",
+            metavar="DIR",
+            help="Write the newest calls of ranks, of a hang or loss, for torch's flight recorder.",
+        ),
+    ] = None,
 ) -> None:
     """Say why a run is slow, or has ended: what costs most first, and what to do."""
     with ending_at_interrupt():
         from lockstep.commands import diagnose as command
-    for line in command.diagnose(run_dir, as_json):
+    for line in command.diagnose(run_dir, as_json, flight):
         print(line)
 
 

@@ -98,6 +98,7 @@ class Watchdog:
             os.close(self._stack_fd)
             with contextlib.suppress(OSError):
                 self._waiting.unlink(missing_ok=True)
+                self._waiting.parent.rmdir()  # if it is empty
 
 
 def main(
