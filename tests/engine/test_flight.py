@@ -1,0 +1,162 @@
+"""Calls that were kept of a loss: the files, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lockstep.comm.call_records import CallLog, parse_calls
+from lockstep.comm.calls import KINDS, CallRing
+from lockstep.engine.flight.folder import FlightFolder
+from lockstep.engine.flight.losses import losses, unreported
+from lockstep.engine.flight.story import difference, listed, reached, waiting, waits
+from lockstep.errors import DataError
+
+Made = tuple[str, int] | tuple[str, int, int]
+"""A kind, bytes, and perhaps the other rank."""
+
+
+def ring(
+    rank: int, calls: Sequence[Made], open_call: Made | None = None, size: int = 3, step: int = 11
+) -> CallRing:
+    """A rank's ring: calls that have ended, and one that has not."""
+    made = CallRing()
+    group = made.start(rank, size)
+    made.note_step(step)
+    for number, call in enumerate((*calls, *([open_call] if open_call else []))):
+        kind, num_bytes, *peer = call
+        peers = peer or [-1]
+        place = made.begin(group, KINDS.index(kind), (num_bytes, num_bytes, peers[0]))
+        if number < len(calls):
+            made.end(place, is_done=True)
+    return made
+
+
+def log(*arguments: object, **keys: object) -> CallLog:
+    return parse_calls(ring(*arguments, **keys).copy())  # type: ignore[arg-type]
+
+
+GATHER, BARRIER = ("all_gather", 24), ("barrier", 0)
+HUNG = {
+    0: log(0, [GATHER] * 4, GATHER),
+    1: log(1, [GATHER] * 4),
+    2: log(2, [GATHER] * 4, GATHER),
+}
+
+
+def test_who_hung_and_who_waited_is_said_by_call_and_number() -> None:
+    assert reached(HUNG[1]) == "in step 12, after call 4 (all_gather)"
+    assert waiting(HUNG, {1}) == "ranks 0 and 2 waited for it in call 5 (all_gather)"
+    assert difference(HUNG) == ""
+
+
+def test_a_rank_that_hangs_in_a_call_or_before_its_first() -> None:
+    assert reached(log(1, [GATHER], BARRIER)) == "in step 12, in call 2 (barrier)"
+    assert reached(log(1, [], step=0)) == "in step 1, before its first call"
+    assert waiting({1: HUNG[1]}, {1}) == ""
+
+
+def test_ranks_in_other_calls_are_told_apart_and_other_groups_left_out() -> None:
+    logs = {**HUNG, 0: log(0, [GATHER] * 4, ("receive", 8, 2)), 7: log(0, [], GATHER, size=8)}
+    assert waiting(logs, {1}) == (
+        "rank 0 waited for it in message 1 from rank 2, rank 2 waited for it in call 5 (all_gather)"
+    )
+
+
+def test_a_subgroup_is_named_by_its_ranks() -> None:
+    made = CallRing()
+    made.start(2, 4)
+    group = made.subgroup([0, 2])
+    made.begin(group, KINDS.index("send"), (8, 0, 0))
+    said = waits({2: parse_calls(made.copy())})
+    assert said == [([2], "message 1 to rank 0")]
+    made.begin(group, KINDS.index("barrier"), (0, 0, -1))
+    assert reached(log(0, [])) == "in step 12, before its first call"
+    last = parse_calls(made.copy()).calls[-1]
+    assert (last.group, last.number) == (1, 1)
+
+
+def test_the_first_call_that_differs_is_found() -> None:
+    skipped = {
+        0: log(0, [GATHER, GATHER, ("all_gather", 48)], BARRIER),
+        1: log(1, [GATHER, ("all_gather", 48), BARRIER], ("agree", 0)),
+        2: log(2, [GATHER, GATHER, ("all_gather", 48)], BARRIER),
+    }
+    assert difference(skipped) == (
+        "call 2 is all_gather of 24 bytes on ranks 0 and 2, all_gather of 48 bytes on rank 1"
+    )
+    kinds = {0: log(0, [GATHER], BARRIER), 1: log(1, [GATHER], ("broadcast", 8))}
+    assert difference(kinds) == "call 2 is barrier on rank 0, broadcast of 8 bytes on rank 1"
+
+
+@pytest.mark.parametrize("skip", [0, 5, 1500, 2999])
+def test_a_skipped_call_is_found_wherever_the_ring_begins(skip: int) -> None:
+    made: list[Made] = [("all_gather", 8 * (1 + n % 7)) for n in range(3000)]
+    without = made[:skip] + made[skip + 1 :]
+    logs = {0: log(0, made, BARRIER), 1: log(1, without, BARRIER)}
+    assert difference(logs).startswith(f"call {max(skip + 1, 3001 - 1023):,} is ")
+
+
+def test_lists_of_ranks_stay_short() -> None:
+    assert [listed(r) for r in ([3], [2, 1], range(6), range(1000))] == [
+        "rank 3", "ranks 1 and 2", "ranks 0, 1, 2, 3, 4 and 5", "ranks 0, 1, 2, 3, 4 and 995 more",
+    ]  # fmt: skip
+
+
+def write(folder: FlightFolder, waits_too: bool = False) -> None:
+    for slot, open_call in ((0, GATHER), (1, None), (2, GATHER)):
+        folder.keep(slot, ring(slot, [GATHER] * 4, open_call).copy())
+        if waits_too:
+            folder.waiting_file(slot).write_bytes(b"damaged")
+
+
+def test_losses_tell_of_those_that_hung_and_nothing_of_those_that_were_killed(
+    tmp_path: Path,
+) -> None:
+    folder = FlightFolder(tmp_path)
+    write(folder)
+    (lost,) = losses(11, {1: 1}, {1: "did nothing"}, folder)
+    assert lost.reached == "in step 12, after call 4 (all_gather)"
+    assert lost.waiting == "ranks 0 and 2 waited for it in call 5 (all_gather)"
+    assert (lost.step, lost.slot, lost.rank, lost.reason) == (11, 1, 1, "did nothing")
+    (killed,) = losses(11, {1: 1}, {1: ""}, folder)
+    assert (killed.reached, killed.waiting) == ("", "")
+    assert unreported(folder.present(), {1: "did nothing", 0: ""}) == [lost]
+    assert unreported(folder.present(), {}) == []
+
+
+def test_what_is_set_aside_is_no_longer_present_and_only_the_newest_stay(tmp_path: Path) -> None:
+    folder = FlightFolder(tmp_path)
+    for _ in range(5):
+        write(folder, waits_too=True)
+        folder.set_aside([1])
+        assert not folder.waiting_file(1).exists()
+        assert folder.present() == {}  # what is damaged is left out
+    names = sorted(path.name for path in (tmp_path / "flight").iterdir() if path.is_dir())
+    assert names == ["0003", "0004", "0005"]
+    with pytest.raises(DataError, match="waiting_slot_0"):
+        folder.newest()
+    folder.begin()
+    assert sorted(folder.newest()) == [0, 1, 2]
+    assert not list((tmp_path / "flight").glob("*.calls"))
+
+
+def test_a_new_sitting_shows_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+    folder = FlightFolder(tmp_path)
+    folder.begin()
+    assert not (tmp_path / "flight").exists()
+    write(folder, waits_too=True)
+    folder.begin()
+    assert folder.present() == {}
+    assert sorted(folder.newest()) == [0, 1, 2]
+
+
+def test_survivors_of_nothing_leave_nothing(tmp_path: Path) -> None:
+    folder = FlightFolder(tmp_path)
+    write(folder)
+    folder.forget()
+    assert folder.present() == {}
+    with pytest.raises(DataError, match="holds no calls"):
+        folder.newest()

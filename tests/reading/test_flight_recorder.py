@@ -1,0 +1,151 @@
+"""Calls in the format of PyTorch's Flight Recorder, judged by PyTorch's own analyser."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.comm.call_records import CallLog, parse_calls
+from lockstep.comm.calls import KINDS, CallGroup, CallRing
+from lockstep.errors import ConfigError
+from lockstep.reading.flight_recorder import NAMES, write_flight
+
+Act = Callable[..., None]
+
+
+class Rank:
+    """A rank that makes calls without moving anything."""
+
+    def __init__(self, rank: int, size: int = 3) -> None:
+        self.ring, self.rank = CallRing(), rank
+        self.group = self.ring.start(rank, size)
+
+    def call(
+        self, kind: str, given: int = 0, taken: int = 0, peer: int = -1,
+        group: CallGroup | None = None, is_done: bool = True,
+    ) -> None:  # fmt: skip
+        place = self.ring.begin(group or self.group, KINDS.index(kind), (given, taken, peer))
+        if is_done:
+            self.ring.end(place, is_done=True)
+
+    @property
+    def log(self) -> CallLog:
+        return parse_calls(self.ring.copy())
+
+
+@pytest.fixture(autouse=True)
+def _collecting() -> Iterator[None]:
+    yield
+    gc.enable()  # the analyser turns it off
+
+
+def analysed(folder: Path, *options: str) -> Any:
+    """The analyser's database of the collectives it has found."""
+    from torch.distributed.flight_recorder.components.builder import build_db
+    from torch.distributed.flight_recorder.components.config_manager import JobConfig
+    from torch.distributed.flight_recorder.components.loader import read_dir
+
+    arguments: Any = JobConfig().parse_args([str(folder), *options])
+    details, version = read_dir(arguments)
+    return build_db(details, arguments, version)
+
+
+def trained(rank: Rank, steps: int, uneven: bool = True) -> None:
+    """What engines call in some steps."""
+    for step in range(steps):
+        rank.call("all_gather", 8 * (rank.rank + 1) if uneven else 8, 48)
+        parts = [[3, 1, 2], [0, 4, 1], [5, 2, 2]]
+        rank.call("all_to_all", sum(parts[rank.rank]), sum(part[rank.rank] for part in parts))
+        rank.call("broadcast", 16, 16)
+        rank.call("barrier" if step % 2 else "agree")
+
+
+def test_every_kind_that_ranks_share_has_a_name_of_the_analyser() -> None:
+    from torch.distributed.flight_recorder.components.types import COLLECTIVES, P2P
+
+    assert set(NAMES.values()) <= COLLECTIVES | P2P
+    assert set(KINDS) - set(NAMES) == {"finish_sending"}
+
+
+@pytest.mark.parametrize("steps", [3, 700])
+def test_calls_that_all_ranks_have_made_match(tmp_path: Path, steps: int) -> None:
+    ranks = [Rank(number) for number in range(3)]
+    for rank in ranks:
+        trained(rank, steps)
+    assert write_flight({5 + r.rank: r.log for r in ranks}, tmp_path / "out") == []
+    found = analysed(tmp_path / "out")
+    assert len(found.collectives) == min(4 * steps, 1024)
+    assert all(one.pass_check and not one.missing_ranks for one in found.collectives)
+
+
+def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    ranks = [Rank(number) for number in range(3)]
+    for rank in ranks:
+        trained(rank, 2)
+        if rank.rank != 1:
+            rank.call("all_gather", 8, 48, is_done=False)
+            rank.call("barrier", is_done=False)  # tried after the failure
+    write_flight({r.rank: r.log for r in ranks}, tmp_path / "out")
+    *good, last = analysed(tmp_path / "out").collectives
+    assert len(good) == 8
+    assert all(not one.missing_ranks for one in good)
+    assert (last.collective_seq_id, last.missing_ranks) == (9, {1})
+    assert last.collective_name.endswith(":_all_gather_base")
+
+
+def test_the_first_call_that_differs_is_named(tmp_path: Path) -> None:
+    ranks = [Rank(number) for number in range(3)]
+    for rank in ranks:
+        trained(rank, 2)
+        rank.call("broadcast" if rank.rank == 2 else "all_gather", 8, 48, is_done=False)
+    write_flight({r.rank: r.log for r in ranks}, tmp_path / "out")
+    bad = [one for one in analysed(tmp_path / "out").collectives if not one.pass_check]
+    assert bad[0].collective_seq_id == 9
+    # It takes the first file that it meets for what should have been.
+    assert set(bad[0].mismatch_collectives) in ({2}, {0, 1})
+
+
+def test_subgroups_and_messages_match_whatever_their_order(tmp_path: Path) -> None:
+    ranks = [Rank(number, 4) for number in range(4)]
+    pairs = {0: [0, 2], 2: [0, 2], 1: [1, 3], 3: [1, 3]}
+    dice = random.Random(2)
+    for rank in ranks:
+        rank.call("subgroup")
+        inner = rank.ring.subgroup(pairs[rank.rank])
+        other = 1 - pairs[rank.rank].index(rank.rank)
+        for _ in range(6):
+            acts: list[tuple[Any, ...]] = [("send", 8, 0, other), ("receive", 0, 8, other)]
+            for act in dice.sample(acts, 2):
+                rank.call(*act, group=inner)
+            rank.call("finish_sending", group=inner)
+            rank.call("all_gather", 8, 16, group=inner)
+            rank.call("all_gather", 8, 32)
+    write_flight({r.rank: r.log for r in ranks}, tmp_path / "out")
+    found = analysed(tmp_path / "out")
+    assert all(one.pass_check and not one.missing_ranks for one in found.collectives)
+    # A split, and in six rounds one of all, two of pairs, and four messages.
+    assert len(found.collectives) == 1 + 6 * (1 + 2 + 4)
+
+
+def test_ranks_of_which_nothing_is_known_are_told_and_the_analyser_goes_without(
+    tmp_path: Path,
+) -> None:
+    ranks = [Rank(0), Rank(2)]
+    for rank in ranks:
+        trained(rank, 1)
+    assert write_flight({r.rank: r.log for r in ranks}, tmp_path / "out") == [1]
+    assert analysed(tmp_path / "out", "--allow-incomplete-ranks").collectives
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    rank = Rank(0, 1)
+    with pytest.raises(ConfigError, match="is not empty"):
+        write_flight({0: rank.log}, tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_flight({0: rank.log}, tmp_path / "notes")
