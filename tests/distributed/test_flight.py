@@ -1,6 +1,7 @@
 """A rank hangs in a run with real ranks: who hung, after which call, and who waited is said."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_a_stopped_rank_in_a_group_of_which_others_wait(train, tmp_path):
     assert done.returncode == 0, done.stderr
     (event,) = lost(tmp_path / "run")
     assert event["reached"].startswith("in step 11, after call ")
-    assert event["waiting"].startswith("ranks 0 and 1 waited for it in call ")
+    # Its watchdog wakes it for its stack: within that moment it may have sent to one of them.
+    assert re.match(r"ranks? 0.* waited for it in call \d+ \(all_gather\)", event["waiting"])
 
 
 @pytest.mark.slow

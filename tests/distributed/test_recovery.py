@@ -223,8 +223,11 @@ def test_a_stopped_rank_is_ended_by_its_watchdog(train, tmp_path, reference):
     done = train(tmp_path / "run", 3, faults=[PlannedFault(1, 10, "compute", "stop")])
     assert done.returncode == 0, done.stderr
     rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
-    reason = next(r["reason"] for r in rows if r["event"] == "RankLost")
+    lost = next(r for r in rows if r["event"] == "RankLost")
+    reason = lost["reason"]
     assert "was stopped by a signal for 1.5 s" in reason
+    assert lost["reached"].startswith("in step 11, after call ")
+    assert " waited for it in call " in lost["waiting"]
     assert "step.py" in reason  # where it stood
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
+from lockstep.comm.call_records import read_calls
+from lockstep.comm.calls import CallRing
 from lockstep.commands.slurm import job_file
 from lockstep.config import load, override
 from lockstep.data.cifar import read_cifar
@@ -108,6 +110,21 @@ def hint(path: Path) -> None:
 
 def hang(path: Path) -> None:
     assert isinstance(RunDirectory(path.parent).hang_reason(0), str)
+
+
+def recorded() -> bytes:
+    ring = CallRing()
+    group = ring.start(0, 4)
+    for each in (group, ring.subgroup([0, 2]), group):
+        ring.end(ring.begin(each, 0, (8, 32, -1)), is_done=True)
+    return ring.copy()
+
+
+CALLS = (recorded(),)
+
+
+def calls(path: Path) -> None:
+    read_calls(path)
 
 
 def job(path: Path) -> None:

@@ -94,6 +94,7 @@ TARGETS = {
             one_file("hang_of_slot_0.json", readers.hang, b'{"reason": "did nothing"}'),
             json_mutator,
         ),
+        Target("calls", 30, one_file("slot_0.calls", readers.calls, *readers.CALLS), mutate_bytes),
         Target(
             "faults log",
             20,

@@ -7,6 +7,8 @@ from tests.reading.test_histories import PLAN, joined, written
 from tests.reading.test_runs import run_in
 
 from lockstep import errors
+from lockstep.comm.calls import KINDS, CallRing
+from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.follow import EVENTS, read_run
 from lockstep.reading.listing import summarise
@@ -172,3 +174,51 @@ def test_what_strangers_write_is_no_error(tmp_path):
            {**step(times(7), times(8)), "num_steps": 0}]  # fmt: skip
     written(run_dir, odd)
     causes(summarise(run_dir), read_run(run_dir))
+
+
+def waiting_in(directory, rank, kind, num_before=4, size=3):
+    """Have a rank wait in a call, as its watchdog writes it down."""
+    ring = CallRing()
+    group = ring.start(rank, size)
+    for _ in range(num_before):
+        ring.end(ring.begin(group, KINDS.index("all_gather"), (8, 24, -1)), is_done=True)
+    if kind:
+        ring.begin(group, KINDS.index(kind), (8, 24, -1))
+    path = directory.flight.waiting_file(rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(ring.copy())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (("barrier", None, "barrier"),
+         ["ranks 0 and 2 in call 5 (barrier): waiting for the others",
+          "rank 1: not known to wait"]),
+        (("barrier", "broadcast", "barrier"),
+         ["ranks have made different calls, and wait for each other: call 5 is barrier on ranks "
+          "0 and 2, broadcast of 24 bytes on rank 1",
+          "ranks 0 and 2 in call 5 (barrier), rank 1 in call 5 (broadcast)"]),
+    ],
+)  # fmt: skip
+def test_ranks_that_wait_are_told_while_they_do(tmp_path, kinds, said):
+    options = {"counts": (2, 2, 2), "state": "killed"}
+    _, run_dir = found(tmp_path, step(times(0), times(1), times(2)), **options)
+    for rank, kind in enumerate(kinds):
+        waiting_in(RunDirectory(run_dir), rank, kind)
+    cause = next(c for c in causes(summarise(run_dir), read_run(run_dir)) if c.name == "standstill")
+    assert [cause.sentence, *cause.evidence] == said
+
+
+def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
+    _, run_dir = found(tmp_path, step(times(0), times(1)), state="killed")
+    directory = RunDirectory(run_dir)
+    waiting_in(directory, 0, "barrier", size=2)
+    waiting_in(directory, 1, None, size=2)
+    directory.flight.waiting_file(1).rename(directory.flight.lost_file(1))
+    directory.hang_report(1).write_text(json.dumps({"reason": STACK}))
+    hang = next(c for c in causes(summarise(run_dir), read_run(run_dir)) if c.name == "hang")
+    assert hang.sentence == (
+        "rank 1 (slot 1) hung in step 1, after call 4 (all_gather), at task.py:42 in loss; "
+        "rank 0 waited for it in call 5 (barrier)"
+    )
