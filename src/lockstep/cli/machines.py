@@ -102,3 +102,45 @@ def comm_profile(
         from lockstep.commands.comm_profile import command
     options = command.Options(ranks, launcher, sizes, seconds, device, json, plot)
     leave(command.comm_profile(options, Console()))
+
+
+def plan(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str, typer.Option("--ranks", help="Numbers of ranks, with commas between them.")
+    ] = "1,2,4,8,16,64,256,1024,10000",
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option("--ranks-per-host", help="Most ranks of a host; as many as have cores."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", metavar="FILE", help="What `comm-profile --json` has written."),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option("--network", metavar="RATE,LATENCY", help="Between hosts: 10gbit,50us."),
+    ] = None,
+    mtbf: Annotated[
+        float, typer.Option("--mtbf", metavar="HOURS", help="Between two losses of one rank.")
+    ] = 10_000.0,
+    launcher: LauncherOption = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long each training is measured.")
+    ] = 3.0,
+    json: Annotated[Path | None, typer.Option("--json", help="A file for the plan.")] = None,
+) -> None:
+    """Predict time, memory and messages of a step on other numbers of ranks, and choose.
+
+    It trains for some seconds on this host, alone and beside itself, and measures messages here,
+    or takes those of --profile. Nothing else should run meanwhile.
+    """
+    with importing():
+        from rich.console import Console
+
+        from lockstep.commands.plan import command
+    options = command.Options(
+        ranks, ranks_per_host, tuple(profile or ()), network, mtbf, launcher, seconds, json
+    )
+    command.plan(target, overrides or [], options, Console())

@@ -45,7 +45,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": training.train, "resume": training.resume, "eval": training.evaluate,
     "export": training.export, "verify": proving.verify, "chaos": proving.chaos,
     "slurm": machines.slurm, "doctor": machines.doctor,
-    "comm-profile": machines.comm_profile, "report": seeing.report, "diagnose": seeing.diagnose,
+    "comm-profile": machines.comm_profile, "plan": machines.plan,
+    "report": seeing.report, "diagnose": seeing.diagnose,
     "monitor": seeing.monitor,
 }  # fmt: skip
 

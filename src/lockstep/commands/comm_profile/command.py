@@ -12,9 +12,9 @@ from rich.console import Console
 from lockstep.commands.comm_profile.plot import check_plot, write_plot
 from lockstep.commands.comm_profile.rank import Request, command, measured
 from lockstep.commands.comm_profile.tables import heading, skipped_lines, tables
+from lockstep.commands.outputs import check_writable
 from lockstep.commands.waiting import shown_status
-from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError, RankFailure
-from lockstep.files import create_beside
+from lockstep.errors import ConfigError, LaunchError, LockstepError, RankFailure
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.job.capture import Captured, capture
 from lockstep.launchers.job.commands import (
@@ -187,17 +187,8 @@ def _check_files(options: Options) -> None:
     """
     if options.plot is not None:
         check_plot(options.plot)
-    for path in (options.json, options.plot):
-        if path is None:
-            continue
-        try:
-            if path.is_dir():
-                raise IsADirectoryError(0, "is a folder")
-            temporary, descriptor = create_beside(path)
-            os.close(descriptor)
-            temporary.unlink()
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    check_writable(options.json)
+    check_writable(options.plot)
 
 
 def _show(profile: Profile, options: Options, console: Console) -> None:

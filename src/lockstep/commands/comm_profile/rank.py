@@ -49,11 +49,13 @@ class Request:
         sizes: in bytes, ascending.
         seconds: time to take, about.
         device: `cpu`, `cuda` or `auto`.
+        with_torch: whether to measure `torch.distributed` too.
     """
 
     sizes: tuple[int, ...]
     seconds: float
     device: str = "auto"
+    with_torch: bool = True
 
 
 def main(argv: list[str]) -> int:
@@ -112,7 +114,7 @@ def measured(
             def opened() -> str:
                 return open_torch(transport, environment, TIMEOUT_S)
 
-            profile = measuring.profile(facts, opened)
+            profile = measuring.profile(facts, opened if request.with_torch else None)
         except LockstepError:  # all ranks raise it
             _close(transport)
             raise

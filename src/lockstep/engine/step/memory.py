@@ -31,6 +31,11 @@ class Needs:
     """The least bytes that a rank keeps of parameters, gradients and optimizer state.
 
     Activations, and what ranks exchange, come on top.
+
+    Attributes:
+        parameters: of all trainable parameters.
+        largest: of the largest block of the model, or else of all parameters of a dtype.
+        states: of the optimizer's state of all parameters.
     """
 
     def __init__(
@@ -52,8 +57,8 @@ class Needs:
         """
         sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
         self.parameters = sum(sizes)
-        self._largest = max(sizes)
-        self._states = _bytes_of_states(flat, optimizer)
+        self.largest = max(sizes)
+        self.states = _bytes_of_states(flat, optimizer)
         # A microbatch's gradient; there may be one of a few parameters only.
         self._gradient = 0 if has_phases else self.parameters
         self._copies = 2 if has_buddy else 1
@@ -61,17 +66,52 @@ class Needs:
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        whole, num = self.parameters, self._num_microbatches
-        copies = min(self._copies, num_ranks)
-        slices = whole * copies // num_ranks
-        states = self._states if sharding == "none" else self._states * copies // num_ranks
-        if sharding in ("none", "optimizer"):
-            rows = rows_needed(Range(0, -(-num // num_ranks)), num)
-            return (1 + rows) * whole + self._gradient + states
-        # The fold's rows have this rank's own slice; a gradient is whole for a block only.
-        sums = rows_needed(Range(0, num), num) * whole // num_ranks + slices - whole // num_ranks
-        kept = slices + self._largest if sharding == "parameters" else whole
-        return kept + self._largest + sums + states
+        return kept_bytes(
+            sharding,
+            num_ranks,
+            self._num_microbatches,
+            parameters=self.parameters,
+            gradient=self._gradient,
+            largest=self.largest,
+            states=self.states,
+            copies=self._copies,
+        )
+
+
+def kept_bytes(
+    sharding: Sharding,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    parameters: int,
+    gradient: int,
+    largest: int,
+    states: int,
+    copies: int,
+) -> int:
+    """Bytes that each of some ranks keeps of parameters, gradients and optimizer state.
+
+    Args:
+        sharding: what ranks keep their slice of only.
+        num_ranks: ranks that share out microbatches and slices.
+        num_microbatches: microbatches of a step.
+        parameters: bytes of all trainable parameters.
+        gradient: bytes of a microbatch's gradient.
+        largest: bytes of the largest block of the model.
+        states: bytes of the optimizer's state of all parameters.
+        copies: slices that each rank keeps: 2 with a buddy, else 1.
+    """
+    copies = min(copies, num_ranks)
+    slices = parameters * copies // num_ranks
+    own_states = states if sharding == "none" else states * copies // num_ranks
+    if sharding in ("none", "optimizer"):
+        rows = rows_needed(Range(0, -(-num_microbatches // num_ranks)), num_microbatches)
+        return (1 + rows) * parameters + gradient + own_states
+    # The fold's rows have this rank's own slice; a gradient is whole for a block only.
+    rows = rows_needed(Range(0, num_microbatches), num_microbatches)
+    sums = rows * parameters // num_ranks + slices - parameters // num_ranks
+    kept = slices + largest if sharding == "parameters" else parameters
+    return kept + largest + sums + own_states
 
 
 def check_memory(

@@ -1,0 +1,1 @@
+"""`lockstep plan`: measure a task for a while, and predict it elsewhere."""

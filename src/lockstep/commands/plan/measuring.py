@@ -1,0 +1,179 @@
+"""All that a plan is made from: short trainings, and what messages cost on this host."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.commands.comm_profile.command import profile_of
+from lockstep.commands.comm_profile.command import rank_command as profile_command
+from lockstep.commands.comm_profile.facts import versions
+from lockstep.commands.comm_profile.rank import Request
+from lockstep.commands.plan.anatomy import anatomy
+from lockstep.commands.plan.probes import Probe, Prober, Shape
+from lockstep.config import TrainConfig
+from lockstep.engine.step.memory import memory_limits
+from lockstep.engine.task import Task
+from lockstep.planning.facts import Anatomy, Facts, Timed
+from lockstep.planning.profile.profile import Profile
+from lockstep.planning.profile.sizes import MOST_BYTES
+
+_LEAST_BYTES = 1024
+_TIMES_CORES = 2
+"""Ranks of a host are measured up to so many times its cores."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is to be measured.
+
+    Attributes:
+        target: recipe, file or script, as it was given.
+        kind: its class.
+        config: its config.
+        overrides: `key=value` items that made it.
+        numbers: numbers of ranks that are planned.
+        ranks_per_host: most ranks of a host.
+        cores: cores of this one.
+        launcher: what starts several ranks.
+        seconds: time that steps of a training are measured for, about.
+    """
+
+    target: str
+    kind: type[Task]
+    config: TrainConfig
+    overrides: tuple[str, ...]
+    numbers: tuple[int, ...]
+    ranks_per_host: int
+    cores: int
+    launcher: str
+    seconds: float
+
+    @property
+    def most_here(self) -> int:
+        """Most ranks that are measured on this host at the same time."""
+        return max(2, min(self.ranks_per_host, _TIMES_CORES * self.cores))
+
+
+def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
+    """Train for a few steps in each way that is needed.
+
+    Args:
+        measuring: what is to be measured.
+        say: function that is called with what is being done.
+
+    Raises:
+        LockstepError: the task cannot be trained.
+    """
+    config = measuring.config
+    say("building the model")
+    parts = anatomy(measuring.kind, config)
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-", ignore_cleanup_errors=True) as name:
+        prober = Prober(
+            measuring.target, config, measuring.overrides, Path(name), measuring.launcher,
+            measuring.seconds,
+        )  # fmt: skip
+        say("a step on two ranks")
+        pair = prober.first(2 if max(measuring.numbers) > 1 else 1)
+        probes: list[tuple[Probe, Timed]] = []
+        wanted = shapes(measuring, parts)
+        for shape in wanted:
+            say(shape.name)
+            probes.append(prober.timed(shape))
+        busiest = max(wanted, key=lambda s: (s.num_copies <= measuring.cores, s.num_copies))
+        if busiest.num_copies > 1:
+            say(f"{busiest.name}, step by step")
+            _, single = prober.timed(busiest, single=True)
+            probes.append((pair, single))
+    alone, _ = probes[0]
+    timed = [timed for _, timed in probes]
+    least = min((t for t in timed if t.num_ranks == 1), key=lambda t: t.num_microbatches)
+    saved = alone.checkpoints
+    return Facts(
+        task=measuring.target,
+        overrides=measuring.overrides,
+        config_hash=config.hash,
+        measured_at=time.time(),
+        versions=versions(measuring.launcher),
+        host=socket.gethostname(),
+        cores=measuring.cores,
+        memory_bytes=max(0, min(free for _, free in memory_limits())),
+        launcher=measuring.launcher,
+        batch_size=config.batch_size,
+        num_microbatches=config.num_microbatches,
+        total_steps=_total_steps(config, alone),
+        checkpoint_every=config.checkpoint.every,
+        buddy=config.optimizer.buddy,
+        anatomy=parts,
+        timed=tuple(timed),
+        group_bytes=max(0, pair.peak_bytes - least.peak_bytes),
+        group_calls=pair.num_calls,
+        start_s=pair.started_s,
+        checkpoint_bytes=int(saved[0]["num_bytes"]) if saved else 0,
+        checkpoint_s=statistics.median([row["stall_s"] for row in saved]) if saved else 0.0,
+        write_s=statistics.median([row["write_s"] for row in saved]) if saved else 0.0,
+    )
+
+
+def shapes(measuring: Measuring, parts: Anatomy) -> list[Shape]:
+    """The trainings that predictions need; the first is one rank that computes everything."""
+    num, most = measuring.config.num_microbatches, measuring.most_here
+    wanted = [Shape(num)]
+    for number in sorted(measuring.numbers):
+        copies = min(number, most)
+        wanted.append(Shape(-(-num // min(number, num)), copies))
+        if number > most:  # others follow from a line through two
+            wanted += [Shape(1, copies), Shape(min(2, num), copies)]
+    for pp, tp in _replicas(measuring, parts):
+        fitting = [n // (pp * tp) for n in measuring.numbers if n >= pp * tp]
+        if fitting:
+            own = {-(-num // replicas) for replicas in fitting} | {1, num}
+            wanted += [Shape(k, pp=pp, tp=tp) for k in sorted({min(own), max(own)})]
+    return list(dict.fromkeys(wanted))
+
+
+def _replicas(measuring: Measuring, parts: Anatomy) -> list[tuple[int, int]]:
+    """Replicas of several ranks that this host has cores for."""
+    if not parts.is_elementwise:
+        return []
+    sizes = range(1, measuring.cores + 1)
+    return [
+        (pp, tp)
+        for pp in sizes
+        for tp in sizes
+        if 1 < pp * tp <= measuring.cores and pp <= parts.num_blocks and tp <= parts.num_shards
+    ]
+
+
+def profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) -> list[Profile]:
+    """What messages of the task's sizes cost among ranks of this host.
+
+    Raises:
+        LockstepError: ranks could not be started, or one was lost.
+    """
+    numbers = {min(number, measuring.most_here) for number in measuring.numbers if number > 1}
+    request = Request(message_sizes(parts), measuring.seconds, "cpu", with_torch=False)
+    found = []
+    for number in sorted(numbers):
+        say(f"messages among {number} ranks")
+        command = profile_command(measuring.launcher, number, request)
+        found.append(profile_of(command, measuring.seconds))
+    return found
+
+
+def message_sizes(parts: Anatomy) -> tuple[int, ...]:
+    """Sizes at which collectives are measured: what layouts of a model exchange, and about it."""
+    whole = parts.gradient_bytes
+    sizes = (_LEAST_BYTES, whole // 4, whole // 2, whole, 2 * whole, 4 * whole)
+    return tuple(sorted({min(max(size, _LEAST_BYTES), MOST_BYTES) for size in sizes}))
+
+
+def _total_steps(config: TrainConfig, alone: Probe) -> int:
+    """Steps of the whole run; 0 where a stream does not say its length."""
+    per_epoch = int(alone.plan["steps_per_epoch"])
+    return config.steps or config.epochs * per_epoch

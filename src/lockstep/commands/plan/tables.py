@@ -1,0 +1,88 @@
+"""A plan for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.table import Table
+
+from lockstep.commands.comm_profile.tables import time_text
+from lockstep.observe.text import count, duration, size
+from lockstep.planning.plan import Plan, Row
+
+_COLUMNS = ("ranks", "mesh", "step", "compute/sum/wait", "samples/s", "ideal", "memory", "sends")
+_WORTH = 0.98
+"""Slices are shown where a rank then needs at most this part of the memory."""
+
+
+def table(plan: Plan) -> Table:
+    """A row for each layout; the recommended one is marked."""
+    shown = Table()
+    for name in _COLUMNS:
+        shown.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
+    for number, row in enumerate(plan.rows):
+        if number != plan.best and not _is_shown(plan, row):
+            continue
+        style = "green" if number == plan.best else None if row.prediction.fits else "red"
+        shown.add_row(*_cells(row), style=style)
+    return shown
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """What is recommended and why, what checkpoints and losses cost, and what is assumed."""
+    best, facts = plan.recommended, plan.facts
+    way, lost = best.prediction, best.losses
+    hosts = f" on {count(way.num_hosts, 'host')}" if way.num_hosts > 1 else ""
+    keys = " ".join(way.layout.overrides)
+    yield f"recommended: {count(way.layout.num_ranks, 'rank')}{hosts}, mesh {way.layout.name}" + (
+        f" ({keys})" if keys else ""
+    )
+    yield from (f"  {reason}" for reason in plan.reasons)
+    if facts.total_steps:
+        steps = count(facts.total_steps, "step")
+        took = duration(facts.total_steps * way.step_s)
+        yield f"  {steps} take {took}, after a start of {facts.start_s:.1f} s"
+    yield (
+        f"checkpoints: {size(facts.checkpoint_bytes)} in {time_text(facts.write_s)}, of which "
+        f"training stands still for {time_text(facts.checkpoint_s)}; best every "
+        f"{count(lost.interval_steps, 'step')} ({duration(lost.interval_s)}), which costs "
+        f"{lost.checkpoints:.2%}"
+    )
+    yield f"lost ranks: {_losses(plan)}"
+    yield "assumed:"
+    yield from (f"  {line}" for line in plan.assumptions)
+
+
+def _is_shown(plan: Plan, row: Row) -> bool:
+    """Whether a layout differs enough from the one without slices."""
+    way = row.prediction
+    whole = plan.find(replace(way.layout, sharding="none"))
+    if way.layout.sharding == "none" or whole is None:
+        return True
+    return way.peak_bytes <= _WORTH * whole.prediction.peak_bytes
+
+
+def _losses(plan: Plan) -> str:
+    lost, way = plan.recommended.losses, plan.recommended.prediction
+    between_s = plan.hours_between * 3600 / way.layout.num_ranks
+    every = f"one in {duration(between_s)} (each rank one in {plan.hours_between:g} hours)"
+    again = f"to start again costs {lost.restarted:.2%} of the time"
+    if lost.in_place is None:
+        return f"{every}; {again}; the others cannot go on without it"
+    return f"{every}; going on without it costs {lost.in_place:.3%} of the time, {again}"
+
+
+def _cells(row: Row) -> list[str]:
+    way = row.prediction
+    parts = (way.compute_s, way.exchange_s, way.waiting_s)
+    return [
+        f"{way.layout.num_ranks:,}",
+        way.layout.name,
+        time_text(way.step_s),
+        f"{'/'.join(f'{100 * part / way.step_s:.0f}' for part in parts)} %",
+        f"{way.samples_per_s:,.0f}",
+        f"{way.efficiency:.0%}",
+        size(way.peak_bytes),
+        size(way.sent_bytes),
+    ]

@@ -1,0 +1,191 @@
+"""What a collective costs among some ranks, from profiles of others.
+
+A profile that has as many ranks is taken as it is: between two measured sizes, a straight line. For
+other numbers of ranks the time is split into what it takes whatever the size, which grows with the
+levels of a binary tree, and the rest, which grows with the bytes that the busiest rank moves
+(R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in
+MPICH", IJHPCA 19, 2005, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from lockstep.errors import ConfigError
+from lockstep.parallel.reduction import SMALL_BYTES
+from lockstep.planning.profile.operations import OPERATIONS
+from lockstep.planning.profile.profile import Measurement, Profile, Scope
+
+_LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg]bit),([0-9]+(?:\.[0-9]+)?)(us|ms|s)")
+_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def _gathered(num_bytes: float, num_ranks: int, per_host: int) -> float:
+    return num_bytes * (num_ranks - 1) / num_ranks
+
+
+def _dealt(num_bytes: float, num_ranks: int, per_host: int) -> float:
+    return per_host * num_bytes * (num_ranks - per_host) / num_ranks
+
+
+def _passed(num_bytes: float, num_ranks: int, per_host: int) -> float:
+    return num_bytes
+
+
+def _summed(num_bytes: float, num_ranks: int, per_host: int) -> float:
+    if num_bytes * num_ranks <= SMALL_BYTES:
+        return _gathered(num_bytes * num_ranks, num_ranks, per_host)
+    return _dealt(num_bytes, num_ranks, per_host) + _gathered(num_bytes, num_ranks, per_host)
+
+
+_LEAVING: Mapping[str, tuple[int, Callable[[float, int, int], float]]] = MappingProxyType(
+    {
+        "ordered_sum": (2, _summed),
+        "all_gather": (1, _gathered),
+        "all_to_all": (1, _dealt),
+        "to_next": (1, _passed),
+    }
+)
+"""Of each collective, how often all wait for all, and what leaves a host: of its size, the number
+of ranks, and that of a host's."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins hosts.
+
+    Attributes:
+        bytes_per_s: what a host can send in a second.
+        latency_s: seconds of an empty message from host to host.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+def parse_link(text: str) -> Link:
+    """A link as people write it: rate and latency, such as `10gbit,50us`.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    match = _LINK.fullmatch(text.strip().lower())
+    link = Link(0.0, 0.0)
+    if match is not None:
+        link = Link(float(match[1]) * _BITS[match[2]] / 8, float(match[3]) * _SECONDS[match[4]])
+    if not (0 < link.bytes_per_s < math.inf and 0 <= link.latency_s < math.inf):
+        raise ConfigError(
+            f"--network {text}: must be the rate of a host's link and the latency between two "
+            "hosts, such as 10gbit,50us"
+        )
+    return link
+
+
+class Network:
+    """What ranks can be told from, and what is not known of others.
+
+    Args:
+        profiles: profiles of groups of ranks; may be none.
+        ranks_per_host: most ranks of a host.
+        link: what joins hosts; None if that is in the profiles, or not known.
+    """
+
+    def __init__(
+        self, profiles: Sequence[Profile], ranks_per_host: int, link: Link | None = None
+    ) -> None:
+        self._profiles = profiles
+        self._ranks_per_host = ranks_per_host
+        self._link = link
+
+    def num_hosts(self, num_ranks: int) -> int:
+        """Hosts that so many ranks are on."""
+        return -(-num_ranks // self._ranks_per_host)
+
+    def assumes(self, num_ranks: int) -> list[str]:
+        """What has to be believed of a group of so many ranks, for want of a measurement."""
+        found = self._measured("ordered_sum", num_ranks)
+        if num_ranks == 1:
+            return []
+        if found is None:
+            return ["messages cost nothing: there is no profile (--profile FILE)"]
+        said = []
+        if found.num_ranks != num_ranks:
+            said.append(
+                f"messages of other groups follow from those of {found.num_ranks} ranks: latency "
+                "grows with the logarithm of the number of ranks, the rest with the bytes of a rank"
+            )
+        if self.num_hosts(num_ranks) > 1 and found.scope == "inside" and self._link is None:
+            said.append(
+                "messages between hosts cost what they cost inside this one (--profile FILE of "
+                "several hosts, or --network RATE,LATENCY)"
+            )
+        return said
+
+    def seconds(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Seconds of a collective of Lockstep's transport.
+
+        Args:
+            operation: its name, as in profiles.
+            num_bytes: its size, see `Operation.meaning`.
+            num_ranks: ranks that take part.
+        """
+        found = self._measured(operation, num_ranks) if num_ranks > 1 else None
+        if found is None:
+            return 0.0
+        inside = min(num_ranks, self._ranks_per_host) if self._link else num_ranks
+        seconds = _scaled(found, num_bytes, inside) if inside > 1 else 0.0
+        return seconds + self._between(operation, num_bytes, num_ranks)
+
+    def _between(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """What a link adds: all that leaves a host goes through it, one after another."""
+        hosts = self.num_hosts(num_ranks)
+        if self._link is None or hosts == 1:
+            return 0.0
+        trips, leaving = _LEAVING[operation]
+        sent = leaving(num_bytes, num_ranks, self._ranks_per_host)
+        latency_s = trips * math.ceil(math.log2(hosts)) * self._link.latency_s
+        return latency_s + sent / self._link.bytes_per_s
+
+    def _measured(self, operation: str, num_ranks: int) -> Measurement | None:
+        """The measurement of the group that is most like this one."""
+        hosts = self.num_hosts(num_ranks)
+        scopes: list[Scope] = ["all", "inside"] if hosts > 1 else ["inside", "all"]
+        if self._link is not None:
+            num_ranks, scopes = min(num_ranks, self._ranks_per_host), ["inside"]
+        for scope in scopes:
+            found = [p.find("lockstep", operation, scope) for p in self._profiles]
+            there = [measurement for measurement in found if measurement is not None]
+            if there:
+                return min(there, key=lambda m: abs(math.log(m.num_ranks / max(2, num_ranks))))
+        return None
+
+
+def _scaled(found: Measurement, num_bytes: float, num_ranks: int) -> float:
+    """The time of a measured collective among another number of ranks."""
+    seconds = _interpolated(found, num_bytes)
+    if num_ranks == found.num_ranks:
+        return seconds
+    factor = OPERATIONS[f"{found.layer}/{found.operation}"].factor
+    latency = min(found.points[0].median_s, seconds)
+    levels = math.log2(num_ranks) / math.log2(found.num_ranks)
+    moved = factor(num_ranks) / factor(found.num_ranks) if factor(found.num_ranks) else 1.0
+    return latency * levels + (seconds - latency) * moved
+
+
+def _interpolated(found: Measurement, num_bytes: float) -> float:
+    """The median time of a size, on a straight line between the sizes beside it."""
+    points = found.points
+    if num_bytes <= points[0].num_bytes:
+        return points[0].median_s
+    for before, after in pairwise(points):
+        if num_bytes <= after.num_bytes:
+            part = (num_bytes - before.num_bytes) / (after.num_bytes - before.num_bytes)
+            return before.median_s + part * (after.median_s - before.median_s)
+    last = points[-1]
+    return last.median_s * num_bytes / last.num_bytes

@@ -1,0 +1,234 @@
+"""A plan: predictions for layouts, the best of them with reasons, and the file they are kept in.
+
+The file is a JSON object; `format` names it and `version` says how its fields are to be read.
+Bytes are bytes and times seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DataError
+from lockstep.files import MAX_TEXT_BYTES, read_text, replacing
+from lockstep.parsing import as_type, parse_object, shown
+from lockstep.planning.facts import Facts
+from lockstep.planning.layouts import Layout, layouts
+from lockstep.planning.losses import Losses, losses
+from lockstep.planning.network import Network
+from lockstep.planning.prediction import Prediction, predict
+
+FORMAT = "lockstep plan"
+VERSION = 1
+_WORTH = 1.05
+"""Ranks, stages or slices that bring less than this are not worth their trouble."""
+_LEAST_EFFICIENCY = 0.5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout.
+
+    Attributes:
+        prediction: what a step costs.
+        losses: what checkpoints and lost ranks cost.
+    """
+
+    prediction: Prediction
+    losses: Losses
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was measured, and what follows.
+
+    Attributes:
+        format: always `FORMAT`.
+        version: version of the format.
+        facts: what was measured of the task.
+        ranks_per_host: most ranks of a host.
+        hours_between: mean hours between two losses of one rank.
+        rows: all layouts, fewest ranks first.
+        best: number of the row that is recommended.
+        reasons: why that one.
+        assumptions: what has to be believed.
+    """
+
+    format: str
+    version: int
+    facts: Facts
+    ranks_per_host: int
+    hours_between: float
+    rows: tuple[Row, ...]
+    best: int
+    reasons: tuple[str, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def recommended(self) -> Row:
+        """The best layout."""
+        return self.rows[self.best]
+
+    def find(self, layout: Layout) -> Row | None:
+        """What is predicted for a layout; None if it was not asked for."""
+        return next((row for row in self.rows if row.prediction.layout == layout), None)
+
+
+def make_plan(
+    facts: Facts,
+    network: Network,
+    numbers: Sequence[int],
+    ranks_per_host: int,
+    hours_between: float,
+) -> Plan:
+    """Predict all layouts of some numbers of ranks, and choose one.
+
+    Args:
+        facts: what was measured of the task.
+        network: what collectives cost.
+        numbers: numbers of ranks, at least one.
+        ranks_per_host: most ranks of a host.
+        hours_between: mean hours between two losses of one rank.
+    """
+    replicas = {(timed.pp, timed.tp) for timed in facts.timed}
+    rows = []
+    for layout in layouts(numbers, facts.anatomy, replicas):
+        prediction = predict(facts, network, layout, ranks_per_host)
+        rows.append(Row(prediction, losses(facts, prediction, hours_between)))
+    best, reasons = _choose(facts, rows)
+    return Plan(
+        FORMAT,
+        VERSION,
+        facts,
+        ranks_per_host,
+        hours_between,
+        tuple(rows),
+        best,
+        tuple(reasons),
+        tuple(_assumptions(facts, network, rows)),
+    )
+
+
+def _choose(facts: Facts, rows: Sequence[Row]) -> tuple[int, list[str]]:
+    """The number of the best row, and why it is."""
+    ways = [row.prediction for row in rows]
+    fitting = [way for way in ways if way.fits]
+    if not fitting:
+        least = min(ways, key=lambda way: way.peak_bytes)
+        missing = f"no layout fits into memory; {least.layout.name} needs least"
+        return ways.index(least), [missing, "use a smaller model, or more ranks on more hosts"]
+    fastest = min(fitting, key=lambda way: way.step_s)
+    # Of those that are hardly slower, the one with the fewest ranks, and of these the plainest.
+    best = next(way for way in fitting if way.step_s <= fastest.step_s * _WORTH)
+    reasons = [
+        f"{best.samples_per_s:,.0f} samples/s, {best.efficiency:.0%} of what its ranks could"
+    ]
+    if best is not fastest:
+        reasons.append(f"{fastest.layout.name} would be less than 5 % faster")
+    slower = [way for way in fitting if way.layout.num_ranks > best.layout.num_ranks]
+    if slower:
+        reasons.append(f"more ranks bring nothing: {_limit(facts, slower[-1])}")
+    if best.efficiency < _LEAST_EFFICIENCY:
+        lean = [way for way in fitting if way.efficiency >= _LEAST_EFFICIENCY]
+        if lean:
+            thrifty = min(lean, key=lambda way: way.step_s)
+            reasons.append(
+                f"{thrifty.layout.name} needs less time of all ranks together "
+                f"({thrifty.efficiency:.0%})"
+            )
+    unfit = [way.layout.name for way in ways if not way.fits]
+    if unfit:
+        reasons.append(f"do not fit into memory: {', '.join(unfit[:4])}")
+    return ways.index(best), reasons
+
+
+def _limit(facts: Facts, way: Prediction) -> str:
+    """What keeps a layout from being faster."""
+    if way.num_spares:
+        return f"a step has {facts.num_microbatches} microbatches (num_microbatches)"
+    if way.num_hosts == 1 and way.layout.num_ranks > facts.cores:
+        return f"the host has {facts.cores} cores"
+    parts = {"exchange": way.exchange_s, "waiting for the slowest rank": way.waiting_s}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} would take {parts[name] / way.step_s:.0%} of a step"
+
+
+def _assumptions(facts: Facts, network: Network, rows: Sequence[Row]) -> Iterator[str]:
+    """What has to be believed, and what was left out."""
+    numbers = sorted({row.prediction.layout.num_ranks for row in rows})
+    said = dict.fromkeys(line for number in numbers for line in network.assumes(number))
+    yield from said
+    measured = max(timed.num_ranks for timed in facts.timed)
+    if max(numbers) > measured:
+        yield (
+            f"other hosts are as fast as {facts.host}; at most {measured} of its ranks were "
+            "measured at the same time"
+        )
+    if any(row.prediction.layout.sharding != "none" for row in rows):
+        yield "an optimizer in slices takes as long as a whole one: it is faster"
+    if facts.anatomy.has_tables:
+        yield "rows of tables cost nothing to exchange: they do, as many as a step looks up"
+    if not facts.jitter:
+        yield "no rank waits for another: single steps were not told apart"
+    yield "evaluation and the start are not part of a step"
+
+
+def to_json(plan: Plan) -> str:
+    """A plan as JSON."""
+    return json.dumps(asdict(plan), indent=1, allow_nan=False)
+
+
+def write_plan(path: Path, plan: Plan) -> None:
+    """Write a plan to a file.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            file.write(f"{to_json(plan)}\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, or is something else.
+    """
+    advice = "write one with `lockstep plan TASK --json FILE`"
+    try:
+        return _parsed(parse_object(read_text(path, MAX_TEXT_BYTES, follow_links=True)))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}; {advice}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: is no plan: {error}; {advice}") from None
+
+
+def _parsed(values: dict[str, Any]) -> Plan:
+    found = values.get("format"), values.get("version")
+    if found[0] != FORMAT:
+        raise ValueError(f"format={shown(found[0])}: must be {FORMAT!r}")
+    if found[1] != VERSION:
+        raise ValueError(f"version={shown(found[1])}: this Lockstep reads version {VERSION}")
+    plan = as_type(Plan, values)
+    for problem in _problems(plan):
+        raise ValueError(problem)
+    return plan
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    """What cannot be in a plan that was made."""
+    if not 0 <= plan.best < len(plan.rows):
+        yield f"best={plan.best}: there is no such row"
+    for number, row in enumerate(plan.rows):
+        layout, way = row.prediction.layout, row.prediction
+        if min(layout.num_ranks, layout.pp, layout.tp) < 1:
+            yield f"rows.{number}.prediction.layout: sizes must be at least 1"
+        if not 0 < way.step_s < math.inf or way.peak_bytes < 0:
+            yield f"rows.{number}.prediction: times must be greater than 0, and finite"
