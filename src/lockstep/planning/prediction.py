@@ -146,7 +146,9 @@ def exchange_seconds(facts: Facts, network: Network, layout: Layout) -> float:
         # With a node of each rank both are the same call, and the second has the additions too.
         return max(adding, seconds) if sum(nodes) == ranks else seconds + adding / 2
     seconds = network.seconds("ordered_sum", column, ranks)
-    seconds += (sum(nodes) / ranks - 1) * network.seconds("all_to_all", column, ranks)
+    # A rank that has no node still adds up its slice of the others', who send all of theirs.
+    more = max(0.0, sum(nodes) / ranks - 1.0)
+    seconds += more * network.seconds("all_to_all", column, ranks)
     if layout.sharding == "optimizer" and facts.buddy:
         seconds += network.seconds("to_next", column / ranks, ranks)
     return seconds

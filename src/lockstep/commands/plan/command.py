@@ -20,7 +20,7 @@ from lockstep.parsing import parse_int
 from lockstep.planning.network import Network, parse_link
 from lockstep.planning.plan import Plan, make_plan, write_plan
 from lockstep.planning.profile.profile import read_profile
-from lockstep.targets import absolute, configured
+from lockstep.targets import absolute, configured, is_script
 
 _MOST_RANKS = 1_000_000
 _MOST_NUMBERS = 64
@@ -102,6 +102,8 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host {options.ranks_per_host}: must be at least 1")
     numbers = _numbers(options.ranks)
+    if is_script(target):
+        raise ConfigError(f"{target}: is a script; name its task, as in {target}:MyTask")
     kind, config = configured(target, overrides)
     if config.device == "cuda":
         raise ConfigError("device=cuda: a plan is of ranks on CPUs so far; set device=cpu")

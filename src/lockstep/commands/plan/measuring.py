@@ -33,7 +33,7 @@ class Measuring:
     """What is to be measured.
 
     Attributes:
-        target: recipe, file or script, as it was given.
+        target: recipe, or `file.py:Task` with the whole path.
         kind: its class.
         config: its config.
         overrides: `key=value` items that made it.

@@ -18,7 +18,6 @@ from lockstep.launchers.job.commands import rank_environment
 from lockstep.launching.start import rank_command
 from lockstep.observe import read_events, read_result
 from lockstep.planning.facts import Timed
-from lockstep.targets import absolute, is_script
 
 _NEVER = 1_000_000_000
 """Steps between evaluations of a training that is to have none."""
@@ -122,7 +121,7 @@ class Prober:
     """Trains a task in a folder of its own, again and again.
 
     Args:
-        target: recipe, file or script.
+        target: recipe, or `file.py:Task` with the whole path.
         config: its config.
         overrides: `key=value` items that made it.
         folder: folder for run directories.
@@ -216,11 +215,10 @@ class Prober:
         Raises:
             LockstepError: it failed.
         """
-        where, script = absolute(self._target), is_script(self._target)
-        sitting = Sitting(str(folder), False, tuple(overrides) if script else (), False, where)
+        sitting = Sitting(str(folder), console=False, target=self._target)
         num_ranks = shape.num_replicas * shape.pp * shape.tp
         launcher = self._launcher if num_ranks > 1 else "python"
-        command = rank_command(launcher, num_ranks, where, overrides)
+        command = rank_command(launcher, num_ranks, self._target, overrides)
         env = rank_environment(self._config.threads) | sitting.to_env()
         said = capture(command, env, _TIMEOUT_S)
         if said.exit_code == 0:
