@@ -124,9 +124,8 @@ def _choose(facts: Facts, rows: Sequence[Row]) -> tuple[int, list[str]]:
     fastest = min(fitting, key=lambda way: way.step_s)
     # Of those that are hardly slower, the one with the fewest ranks, and of these the plainest.
     best = next(way for way in fitting if way.step_s <= fastest.step_s * _WORTH)
-    reasons = [
-        f"{best.samples_per_s:,.0f} samples/s, {best.efficiency:.0%} of what its ranks could"
-    ]
+    speed = f"{best.samples_per_s:,.0f} samples/s"
+    reasons = [f"{speed}, {best.efficiency:.0%} of what so many single ranks would do"]
     if best is not fastest:
         reasons.append(f"{fastest.layout.name} would be less than 5 % faster")
     slower = [way for way in fitting if way.layout.num_ranks > best.layout.num_ranks]

@@ -187,7 +187,7 @@ class Prober:
         since = time.time()
         with ThreadPoolExecutor(len(folders)) as pool:
             list(pool.map(lambda folder: self._start(shape, folder, overrides), folders))
-        return _probe(folders, since)
+        return probe_of(folders, since)
 
     def _keys(self, shape: Shape, num_steps: int, log_every: int) -> list[str]:
         size = -(-self._config.batch_size // self._config.num_microbatches)
@@ -240,7 +240,13 @@ def _reason(folder: Path, said: Any) -> str:
         return lines[-1] if lines else f"exit code {said.exit_code}"
 
 
-def _probe(folders: Sequence[Path], since: float) -> Probe:
+def probe_of(folders: Sequence[Path], since: float) -> Probe:
+    """What run directories of trainings tell that were started at the same time.
+
+    Args:
+        folders: a run directory for each.
+        since: Unix time of their start.
+    """
     rows = [read_events(folder / "events.jsonl") for folder in folders]
     steps = [[row for row in of if row["event"] == "StepDone"] for of in rows]
     started_s = max(of[0]["time"] for of in steps) - since

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rich import box
 from rich.table import Table
 
 from lockstep.commands.comm_profile.tables import time_text
 from lockstep.observe.text import count, duration, size
 from lockstep.planning.plan import Plan, Row
 
-_COLUMNS = ("ranks", "mesh", "step", "compute/sum/wait", "samples/s", "ideal", "memory", "sends")
+_COLUMNS = ("ranks", "mesh", "step", "c/s/w %", "samples/s", "ideal", "memory", "sends")
 _WORTH = 0.98
 """Slices are shown where a rank then needs at most this part of the memory."""
 
 
 def table(plan: Plan) -> Table:
     """A row for each layout; the recommended one is marked."""
-    shown = Table()
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         shown.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     for number, row in enumerate(plan.rows):
@@ -31,6 +32,7 @@ def table(plan: Plan) -> Table:
 
 def lines(plan: Plan) -> Iterator[str]:
     """What is recommended and why, what checkpoints and losses cost, and what is assumed."""
+    yield "c/s/w: parts of a step that are computing, sums of gradients, waiting for the slowest"
     best, facts = plan.recommended, plan.facts
     way, lost = best.prediction, best.losses
     hosts = f" on {count(way.num_hosts, 'host')}" if way.num_hosts > 1 else ""
@@ -80,7 +82,7 @@ def _cells(row: Row) -> list[str]:
         f"{way.layout.num_ranks:,}",
         way.layout.name,
         time_text(way.step_s),
-        f"{'/'.join(f'{100 * part / way.step_s:.0f}' for part in parts)} %",
+        f"{'/'.join(f'{100 * part / way.step_s:.0f}' for part in parts)}",
         f"{way.samples_per_s:,.0f}",
         f"{way.efficiency:.0%}",
         size(way.peak_bytes),
