@@ -19,7 +19,7 @@ _WORTH = 0.98
 
 def table(plan: Plan) -> Table:
     """A row for each layout; the recommended one is marked."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     for name in _COLUMNS:
         shown.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     for number, row in enumerate(plan.rows):
@@ -79,7 +79,7 @@ def _cells(row: Row) -> list[str]:
     way = row.prediction
     parts = (way.compute_s, way.exchange_s, way.waiting_s)
     return [
-        f"{way.layout.num_ranks:,}",
+        str(way.layout.num_ranks),
         way.layout.name,
         time_text(way.step_s),
         f"{'/'.join(f'{100 * part / way.step_s:.0f}' for part in parts)}",
