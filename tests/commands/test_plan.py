@@ -116,7 +116,7 @@ def test_jitter_is_free_of_accidents() -> None:
 
 
 def test_a_plan_can_be_read_on_a_narrow_terminal() -> None:
-    made = make_plan(facts(), network(), (1, 2, 64), 2, 1000.0)
+    made = make_plan(facts(), network(), (1, 2, 64, 10_000), 2, 1000.0)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table(made))
     shown = console.export_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rich import box
 from rich.table import Table
 
 from lockstep.commands.comm_profile.tables import time_text
@@ -19,7 +18,7 @@ _WORTH = 0.98
 
 def table(plan: Plan) -> Table:
     """A row for each layout; the recommended one is marked."""
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    shown = Table(box=None, pad_edge=False, padding=(0, 0, 0, 1))
     for name in _COLUMNS:
         shown.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     for number, row in enumerate(plan.rows):
