@@ -1,0 +1,224 @@
+"""How far `lockstep plan` is off: predicted beside measured steps and memory, as a page section.
+
+`sections()` gives those of `docs/benchmarks/seeing.md`; started alone, it prints, and `--only NAME`
+takes one task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.network import Lab
+from lab.ranks import start_ranks
+from lockstep.observe import read_events
+from lockstep.planning.layouts import Layout
+from lockstep.planning.network import Network
+from lockstep.planning.plan import Plan, make_plan, read_plan
+from lockstep.planning.profile.profile import read_profile
+from lockstep.planning.profile.sizes import size_text
+from page import Section, page
+from run import machine
+
+TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
+RANKS = (1, 2, 3, 4)
+LAUNCHERS = ("mpi", "local")
+SHAPES = ("1gbit", "100mbit")
+_WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
+_SECONDS = 5.0
+_NEVER = 1_000_000_000
+_TIMEOUT_S = 900
+_LOCKSTEP = (sys.executable, "-m", "lockstep")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task to plan.
+
+    Attributes:
+        name: what the table calls it.
+        target: recipe or `file.py:Task`.
+        keys: of its config.
+    """
+
+    name: str
+    target: str
+    keys: tuple[str, ...] = ()
+
+
+CASES = (
+    Case("digits, CNN", "digits"),
+    Case("digits, CNN, batch 1024", "digits", ("batch_size=1024",)),
+    Case("linear layers, 9 k", TASK, ("width=64", "depth=2", "batch_size=2000", "samples=8192")),
+    Case("linear layers, 0.3 M", TASK, ("width=384", "batch_size=512")),
+    Case("linear layers, 2.2 M", TASK, ("width=1024", "batch_size=512")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prediction and what came of it.
+
+    Attributes:
+        case: name of the task.
+        where: launcher, or shape of the network.
+        ranks: number of ranks.
+        predicted: seconds of a step, and bytes of memory.
+        measured: the same.
+        parts: seconds of the prediction: computing, sums, waiting.
+    """
+
+    case: str
+    where: str
+    ranks: int
+    predicted: tuple[float, int]
+    measured: tuple[float, int]
+    parts: tuple[float, float, float]
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Predicted over measured, less 1: of the time, and of the memory."""
+        step, peak = (p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))
+        return step, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="just the task of this name")
+    parser.add_argument("--without-lab", action="store_true", help="no shaped networks")
+    args = parser.parse_args()
+    cases = [case for case in CASES if args.only in (None, case.name)]
+    shapes = () if args.without_lab else SHAPES
+    print(page("Plans", "planned", machine(("torch", "mpi4py")), sections(cases, shapes)))
+
+
+def sections(cases: Sequence[Case] = CASES, shapes: Sequence[str] = SHAPES) -> list[Section]:
+    """Predicted beside measured, of each task on each number of ranks."""
+    section = Section(
+        "Predicted steps",
+        "`lockstep plan --ranks 1,2,3,4` of each task and launcher; then trainings of about "
+        f"{_SECONDS:.0f} s on as many ranks. A step is the median of reports, each a mean of "
+        "`log_every` (10) steps; memory is the greatest resident set of a rank. Shaped networks: "
+        "two network namespaces with a rank each, whose links are slowed (`benchmarks/lab`); "
+        "messages as `lockstep comm-profile` measured them there. c/s/w: what was predicted for "
+        "computing, the sum of gradients, and waiting. The machine has two cores: 3 and 4 ranks "
+        "take turns.",
+        ("task", "where", "ranks", "predicted", "measured", "off", "c/s/w ms", "memory", "off"),
+    )
+    pairs = [pair for case in cases for pair in _pairs(case, shapes)]
+    for pair in pairs:
+        step, peak = pair.errors
+        parts = "/".join(f"{1e3 * part:.2f}" for part in pair.parts)
+        section.rows.append(
+            (
+                pair.case, pair.where, str(pair.ranks), f"{1e3 * pair.predicted[0]:.2f} ms",
+                f"{1e3 * pair.measured[0]:.2f} ms", f"{step:+.1%}", parts,
+                f"{pair.measured[1] / 2**20:.0f} MiB", f"{peak:+.1%}",
+            )
+        )  # fmt: skip
+    section.raw["rows"] = [pair.__dict__ for pair in pairs]
+    _judge(section, pairs)
+    return [section]
+
+
+def _judge(section: Section, pairs: Sequence[Pair]) -> None:
+    steps = [abs(pair.errors[0]) for pair in pairs]
+    fitting = [abs(pair.errors[0]) for pair in pairs if pair.ranks <= 2]
+    peaks = [abs(pair.errors[1]) for pair in pairs]
+    worst, median = max(steps), statistics.median(steps)
+    section.at_most(f"worst step ≤ {_WORST:.0%}", f"{worst:.1%}", worst <= _WORST)
+    section.at_most(f"median step ≤ {_MEDIAN:.0%}", f"{median:.1%}", median <= _MEDIAN)
+    section.at_most(f"worst memory ≤ {_MEMORY:.0%}", f"{max(peaks):.1%}", max(peaks) <= _MEMORY)
+    section.verdicts.append(
+        f"- {len(pairs)} rows. Of those with a core for each rank ({len(fitting)}): worst "
+        f"{max(fitting):.1%}, median {statistics.median(fitting):.1%}"
+    )
+
+
+def _pairs(case: Case, shapes: Sequence[str]) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plans = {launcher: _plan(case, launcher, folder) for launcher in LAUNCHERS}
+        for launcher, plan in plans.items():
+            for ranks in RANKS:
+                if ranks == 1 and launcher != LAUNCHERS[0]:
+                    continue
+                yield _compared(
+                    case, launcher, plan, ranks, _train(case, plan, launcher, ranks, folder)
+                )
+        for shape in shapes:
+            yield _shaped(case, plans["mpi"], shape, folder)
+
+
+def _plan(case: Case, launcher: str, folder: Path) -> Plan:
+    path = folder / f"{launcher}.json"
+    argv = [*_LOCKSTEP, "plan", case.target, *case.keys, "--ranks", ",".join(map(str, RANKS)),
+            "--launcher", launcher, "--ranks-per-host", "4", "--json", str(path)]  # fmt: skip
+    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=_TIMEOUT_S)
+    return read_plan(path)
+
+
+def _keys(case: Case, plan: Plan, ranks: int) -> list[str]:
+    row = plan.find(Layout(ranks))
+    assert row is not None
+    steps = max(40, int(_SECONDS / row.prediction.step_s) // 10 * 10)
+    return [*case.keys, f"steps={steps}", f"eval_every={_NEVER}", f"checkpoint.every={steps // 2}"]
+
+
+def _train(case: Case, plan: Plan, launcher: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    run_dir = folder / f"{launcher}-{ranks}"
+    many = ["-n", str(ranks), "--launcher", launcher] if ranks > 1 else []
+    argv = [*_LOCKSTEP, "train", case.target, *_keys(case, plan, ranks), "--run-dir", str(run_dir),
+            *many]  # fmt: skip
+    subprocess.run(argv, check=True, capture_output=True, timeout=_TIMEOUT_S)
+    return read_events(run_dir / "events.jsonl")
+
+
+def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
+    """Two hosts with a rank each."""
+    profile, run_dir = folder / f"{shape}.json", folder / shape
+    whole = plan.facts.anatomy.gradient_bytes
+    sizes = ",".join(size_text(n) for n in sorted({1024, whole // 2, whole, 2 * whole}))
+    with ExitStack() as stack:
+        lab = stack.enter_context(Lab(2, shape))
+        said = stack.enter_context((folder / "lab.log").open("w"))
+        argv = ["lockstep", "comm-profile", "--sizes", sizes, "--seconds", "10"]
+        _checked(start_ranks(lab, 1, [*argv, "--json", str(profile)], "mpi", output=said).exit_code)
+        network = Network([read_profile(profile)], ranks_per_host=4)
+        shaped = make_plan(plan.facts, network, RANKS, 4, plan.hours_between)
+        keys = [*_keys(case, shaped, 2), "--run-dir", str(run_dir)]
+        argv = ["lockstep", "train", case.target, *keys]
+        _checked(start_ranks(lab, 1, argv, "mpi", output=said).exit_code)
+    return _compared(case, shape, shaped, 2, read_events(run_dir / "events.jsonl"))
+
+
+def _checked(exit_code: int) -> None:
+    if exit_code:
+        raise SystemExit(f"ranks of the laboratory ended with exit code {exit_code}")
+
+
+def _compared(
+    case: Case, where: str, plan: Plan, ranks: int, rows: Sequence[dict[str, Any]]
+) -> Pair:
+    row = plan.find(Layout(ranks))
+    assert row is not None
+    reports = [r for r in rows if r["event"] == "StepDone"][1:]
+    step_s = statistics.median(r["seconds"] / r["num_steps"] for r in reports)
+    peak = max(rank["peak_bytes"] for rank in reports[-1]["ranks"])
+    way = row.prediction
+    parts = (way.compute_s, way.exchange_s, way.waiting_s)
+    pair = Pair(case.name, where, ranks, (way.step_s, way.peak_bytes), (step_s, peak), parts)
+    print(pair, *(f"{error:+.1%}" for error in pair.errors), file=sys.stderr, flush=True)
+    return pair
+
+
+if __name__ == "__main__":
+    main()
