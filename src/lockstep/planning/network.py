@@ -155,7 +155,8 @@ class Network:
     def _measured(self, operation: str, num_ranks: int) -> Measurement | None:
         """The measurement of the group that is most like this one."""
         hosts = self.num_hosts(num_ranks)
-        scopes: list[Scope] = ["all", "inside"] if hosts > 1 else ["inside", "all"]
+        scopes: list[Scope] = ["all", "between", "inside"]
+        scopes = scopes if hosts > 1 else scopes[::-1]
         if self._link is not None:
             num_ranks, scopes = min(num_ranks, self._ranks_per_host), ["inside"]
         for scope in scopes:
