@@ -53,8 +53,8 @@ def facts(**changes: Any) -> Facts:
     plain = Facts(
         task="digits", overrides=(), config_hash="0" * 12, measured_at=1.0, versions={}, host="h",
         cores=2, memory_bytes=8192 * MIB, launcher="mpi", batch_size=256, num_microbatches=8,
-        total_steps=100, checkpoint_every=0, buddy=True, anatomy=anatomy(), timed=tuple(timed),
-        group_bytes=10 * MIB, group_calls=1.0, start_s=4.0, checkpoint_bytes=MIB,
+        total_steps=100, buddy=True, anatomy=anatomy(), timed=tuple(timed),
+        group_bytes=10 * MIB, start_s=4.0, checkpoint_bytes=MIB,
         checkpoint_s=0.02, write_s=0.05,
     )  # fmt: skip
     return replace(plain, **changes)

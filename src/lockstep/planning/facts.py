@@ -85,12 +85,10 @@ class Facts:
         batch_size: samples of a step.
         num_microbatches: microbatches of a step.
         total_steps: steps of the whole run.
-        checkpoint_every: steps between checkpoints; 0 where they are at the ends of epochs.
         buddy: whether a rank keeps the slice of another one too.
         anatomy: what the model is made of.
         timed: steps that were measured.
         group_bytes: memory that a rank needs more when it is one of two.
-        group_calls: collectives of a step of two ranks.
         start_s: seconds from the command to the first step.
         checkpoint_bytes: size of a checkpoint.
         checkpoint_s: seconds in which training stands still for one.
@@ -109,12 +107,10 @@ class Facts:
     batch_size: int
     num_microbatches: int
     total_steps: int
-    checkpoint_every: int
     buddy: bool
     anatomy: Anatomy
     timed: tuple[Timed, ...]
     group_bytes: int
-    group_calls: float
     start_s: float
     checkpoint_bytes: int
     checkpoint_s: float

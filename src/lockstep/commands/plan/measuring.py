@@ -19,7 +19,9 @@ from lockstep.commands.plan.probes import Probe, Prober, Shape
 from lockstep.config import TrainConfig
 from lockstep.engine.step.memory import memory_limits
 from lockstep.engine.task import Task
-from lockstep.planning.facts import Anatomy, Facts, Timed
+from lockstep.parallel.fold import rows_needed
+from lockstep.parallel.layout import Range
+from lockstep.planning.facts import Anatomy, Facts
 from lockstep.planning.profile.profile import Profile
 from lockstep.planning.profile.sizes import MOST_BYTES
 
@@ -80,19 +82,20 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         )  # fmt: skip
         say("a step on two ranks")
         pair = prober.first(2 if max(measuring.numbers) > 1 else 1)
-        probes: list[tuple[Probe, Timed]] = []
         wanted = shapes(measuring, parts)
-        for shape in wanted:
+        say(wanted[0].name)
+        alone, whole = prober.timed(wanted[0])
+        timed = [whole]
+        for shape in wanted[1:]:
             say(shape.name)
-            probes.append(prober.timed(shape))
+            timed.append(prober.timed(shape)[1])
         busiest = max(wanted, key=lambda s: (s.num_copies <= measuring.cores, s.num_copies))
         if busiest.num_copies > 1:
             say(f"{busiest.name}, step by step")
-            _, single = prober.timed(busiest, single=True)
-            probes.append((pair, single))
-    alone, _ = probes[0]
-    timed = [timed for _, timed in probes]
-    least = min((t for t in timed if t.num_ranks == 1), key=lambda t: t.num_microbatches)
+            timed.append(prober.timed(busiest, single=True)[1])
+    # What a rank has that computes one microbatch, and is alone.
+    rows = rows_needed(Range(0, config.num_microbatches), config.num_microbatches)
+    lean_bytes = alone.peak_bytes - (rows - 1) * parts.gradient_bytes
     saved = alone.checkpoints
     return Facts(
         task=measuring.target,
@@ -107,12 +110,10 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         batch_size=config.batch_size,
         num_microbatches=config.num_microbatches,
         total_steps=_total_steps(config, alone),
-        checkpoint_every=config.checkpoint.every,
         buddy=config.optimizer.buddy,
         anatomy=parts,
         timed=tuple(timed),
-        group_bytes=max(0, pair.peak_bytes - least.peak_bytes),
-        group_calls=pair.num_calls,
+        group_bytes=max(0, pair.peak_bytes - lean_bytes),
         start_s=pair.started_s,
         checkpoint_bytes=int(saved[0]["num_bytes"]) if saved else 0,
         checkpoint_s=statistics.median([row["stall_s"] for row in saved]) if saved else 0.0,

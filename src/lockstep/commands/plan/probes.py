@@ -85,11 +85,6 @@ class Probe:
         return max(int(r["peak_bytes"]) for rows in self.reports for r in rows[-1]["ranks"])
 
     @property
-    def num_calls(self) -> float:
-        """Collectives and messages of a rank in a step; the greatest of the ranks."""
-        return self._most("num_calls")
-
-    @property
     def sent_bytes(self) -> float:
         """Bytes that all ranks of a copy sent in a step."""
         rows = self.reports[0]
@@ -106,15 +101,6 @@ class Probe:
             mean = statistics.fmean(seconds)
             found += [each / mean for each in seconds]
         return tuple(sorted(found))
-
-    def _most(self, name: str) -> float:
-        rows = self.reports[0]
-        num_steps = sum(row["num_steps"] for row in rows)
-        by_rank: dict[int, float] = {}
-        for row in rows:
-            for rank in row["ranks"]:
-                by_rank[rank["rank"]] = by_rank.get(rank["rank"], 0.0) + rank[name]
-        return float(max(by_rank.values()) / num_steps)
 
 
 class Prober:
@@ -157,16 +143,13 @@ class Prober:
             single: whether each step is reported by itself.
         """
         assert self._microbatch_s, "first has been called"
-        ranks = shape.num_copies * shape.pp * shape.tp
         guess = self._microbatch_s * shape.num_microbatches
         num_steps = int(min(max(self._seconds / guess, _LEAST_REPORTS + 1), _MOST_STEPS))
         most = max(1, num_steps // (_LEAST_REPORTS + 1))
         log_every = 1 if single else min(self._config.log_every, most)
         num_steps = max(2, num_steps // log_every) * log_every
         probe = self._train(shape, num_steps, log_every)
-        self._microbatch_s = max(
-            self._microbatch_s / 4, probe.step_s / shape.num_microbatches / max(1, ranks / 2)
-        )
+        self._microbatch_s = probe.step_s / shape.num_microbatches
         return probe, Timed(
             num_microbatches=shape.num_microbatches,
             num_copies=shape.num_copies,
