@@ -1,7 +1,7 @@
-"""How far `lockstep plan` is off: predicted beside measured steps and memory, as a page section.
+"""How far `lockstep plan` is off: predicted beside measured steps and memory.
 
-`sections()` gives those of `docs/benchmarks/seeing.md`; started alone, it prints, and `--only NAME`
-takes one task.
+Writes `docs/benchmarks/plans.md` and `plans.json`; as root, for it makes network namespaces. `--only
+NAME` takes one task, `--without-lab` leaves shaped networks out; both print.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lockstep.planning.network import Network
 from lockstep.planning.plan import Plan, make_plan, read_plan
 from lockstep.planning.profile.profile import read_profile
 from lockstep.planning.profile.sizes import size_text
-from page import Section, page
-from run import machine
+from page import Section, command, page, write
+from run import DOCS, machine
 
 TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
 RANKS = (1, 2, 3, 4)
@@ -92,15 +92,21 @@ class Pair:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="just the task of this name")
-    parser.add_argument("--without-lab", action="store_true", help="no shaped networks")
+    parser.add_argument("--only", help="just the task of this name, printed")
+    parser.add_argument("--without-lab", action="store_true", help="no shaped networks, printed")
     args = parser.parse_args()
     cases = [case for case in CASES if args.only in (None, case.name)]
     shapes = () if args.without_lab else SHAPES
-    print(page("Plans", "planned", machine(("torch", "mpi4py")), sections(cases, shapes)))
+    facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
+    sections = [section_of([pair for case in cases for pair in _pairs(case, shapes)])]
+    text = page("Plans", "plans", facts, sections, "Each plan and each run is made once.")
+    if args.only or args.without_lab:
+        print(text)
+        return
+    write(DOCS, "plans", text, facts, sections)
 
 
-def sections(cases: Sequence[Case] = CASES, shapes: Sequence[str] = SHAPES) -> list[Section]:
+def section_of(pairs: Sequence[Pair]) -> Section:
     """Predicted beside measured, of each task on each number of ranks."""
     section = Section(
         "Predicted steps",
@@ -113,7 +119,6 @@ def sections(cases: Sequence[Case] = CASES, shapes: Sequence[str] = SHAPES) -> l
         "take turns.",
         ("task", "where", "ranks", "predicted", "measured", "off", "c/s/w ms", "memory", "off"),
     )
-    pairs = [pair for case in cases for pair in _pairs(case, shapes)]
     for pair in pairs:
         step, peak = pair.errors
         parts = "/".join(f"{1e3 * part:.2f}" for part in pair.parts)
@@ -126,7 +131,7 @@ def sections(cases: Sequence[Case] = CASES, shapes: Sequence[str] = SHAPES) -> l
         )  # fmt: skip
     section.raw["rows"] = [pair.__dict__ for pair in pairs]
     _judge(section, pairs)
-    return [section]
+    return section
 
 
 def _judge(section: Section, pairs: Sequence[Pair]) -> None:
