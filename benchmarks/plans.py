@@ -1,7 +1,7 @@
 """How far `lockstep plan` is off: predicted beside measured steps and memory.
 
-Writes `docs/benchmarks/plans.md` and `plans.json`; as root, for it makes network namespaces. `--only
-NAME` takes one task, `--without-lab` leaves shaped networks out; both print.
+Writes `docs/benchmarks/plans.md` and `plans.json`; as root, for it makes network namespaces.
+`--only NAME` takes one task, `--without-lab` leaves shaped networks out; both print.
 """
 
 from __future__ import annotations
