@@ -41,6 +41,9 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "error": None,
         "checkpoint": "c/step_500",
         "test_step": None,
+        "measured": None,
+        "predicted": None,
+        "predicted_reason": "",
     }
     assert os.listdir(path.parent) == ["result.json"]
     assert json.loads(path.read_text())["metrics"]["gap"] == "Infinity"

@@ -19,11 +19,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lockstep.observe.costs import Measured, Predicted, StepCost
 from lockstep.observe.event_hub import EventHub
 from lockstep.observe.showing.console import ConsoleView
 from lockstep.observe.showing.notebook import NotebookView, in_notebook
 from lockstep.observe.showing.quiet import QuietView
 from lockstep.observe.sink import Sink, Sinks
+from lockstep.observe.step_meter import StepMeter
 from lockstep.observe.storing.jsonl import (
     EventsJsonl,
     end_of_events,
@@ -33,7 +35,7 @@ from lockstep.observe.storing.jsonl import (
 )
 from lockstep.observe.storing.metrics_csv import MetricsCsv
 from lockstep.observe.storing.pictures import Pictures
-from lockstep.observe.storing.result import ResultJson, read_result
+from lockstep.observe.storing.result import ResultJson, cost_of, read_result
 from lockstep.observe.storing.tensorboard import TensorBoard
 from lockstep.observe.trackers.tracker_sink import TrackerSink
 
@@ -41,15 +43,20 @@ __all__ = [
     "ConsoleView",
     "EventHub",
     "EventsJsonl",
+    "Measured",
     "MetricsCsv",
     "NotebookView",
     "Pictures",
+    "Predicted",
     "QuietView",
     "ResultJson",
     "Sink",
     "Sinks",
+    "StepCost",
+    "StepMeter",
     "TensorBoard",
     "TrackerSink",
+    "cost_of",
     "end_of_events",
     "event_from_row",
     "follow_events",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.engine.events import Event, Joined, RunStarted
+from lockstep.engine.events import Event, Failed, Finished, Joined, RunStarted
+from lockstep.observe.costs import Predicted
 from lockstep.observe.sink import Sinks
+from lockstep.observe.step_meter import StepMeter
 
 
 class EventHub:
     """Shows and stores events where it is open, on rank 0; remembers the newest ones elsewhere.
 
     So when rank 0 is lost, the next one can write what may not have been written yet. Sinks don't
-    write again what has been.
+    write again what has been. What steps cost it follows everywhere, and says so before the end.
 
     Args:
         open_sinks: function that opens everything that shows and stores events.
@@ -22,6 +24,7 @@ class EventHub:
         self._open_sinks = open_sinks
         self._sinks: Sinks | None = None
         self._recent: list[Event] = []
+        self._meter = StepMeter()
 
     def open(self) -> None:
         """Show and store events from now on; no-op if it already does."""
@@ -30,7 +33,16 @@ class EventHub:
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
+        self._meter.take(event)
+        if isinstance(event, (Finished, Failed)):
+            self._hand(self._meter.measured(event.step))
+        self._hand(event)
+
+    def _hand(self, event: Event) -> None:
+        """Show and store an event, or remember it."""
         if self._sinks is None:
+            if isinstance(event, Predicted):  # of a start: whoever takes over later has no use for it
+                return
             if isinstance(event, RunStarted) and not event.continued:
                 self._recent.clear()  # of a run that goes back, these are steps to be done again
             # Ranks are never more than one step apart.

@@ -59,13 +59,16 @@ def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
     ]
 
 
-def summary(plan: RunStarted | None, end: Finished, resumable: bool = True) -> Pairs:
+def summary(
+    plan: RunStarted | None, end: Finished, resumable: bool = True, step_time: str = ""
+) -> Pairs:
     """How a run ended.
 
     Args:
         plan: the start of the run, if it is known.
         end: the end of the run.
         resumable: whether `lockstep resume` can go on with the run.
+        step_time: what a step has taken.
     """
     run_dir = plan.run_dir if plan else ""
     pairs = [
@@ -78,6 +81,7 @@ def summary(plan: RunStarted | None, end: Finished, resumable: bool = True) -> P
         ("of the carry", end.carry_sha256),
         ("of tables", end.tables_sha256),
         ("time", f"{duration(end.wall_s)} on {count(end.world_size, 'rank')}"),
+        ("step", step_time),
         ("checkpoint", end.checkpoint),
         ("run", run_dir),
         ("go on with", resume_command(run_dir) if resumable and end.status == "stopped" else ""),

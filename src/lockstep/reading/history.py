@@ -23,7 +23,7 @@ from lockstep.engine.events import (
 )
 from lockstep.engine.timing import Times
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import event_from_row
+from lockstep.observe import Measured, Predicted, StepMeter, event_from_row
 from lockstep.parsing import shown
 from lockstep.reading.curves import Curves, CurveStore
 
@@ -126,6 +126,7 @@ class History:
         self.end: Finished | Failed | None = None
         self.first_of_sitting = self.num_steps = self.num_at_start = 0
         self._newcomers: list[Process] = []
+        self._meter = StepMeter()
         self.problems: list[str] = []
         self.num_problems = 0
 
@@ -155,7 +156,10 @@ class History:
     def _take(self, event: Event, time: float) -> None:
         self.started = self.started or time
         self.newest = time
+        self._meter.take(event)
         match event:
+            case Predicted() | Measured():
+                return
             case StepDone():
                 self._add_step(event)
                 return
@@ -185,6 +189,11 @@ class History:
                 self._store.add(event.step, values, origin)
         self.step = max(self.step, event.step)
         self.happenings.append(Happening(time, event))
+
+    @property
+    def cost(self) -> Measured:
+        """What the steps of the newest sitting cost by now, and what was predicted."""
+        return self._meter.measured(self.step)
 
     @property
     def living(self) -> list[Process]:

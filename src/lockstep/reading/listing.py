@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.files import read_text
-from lockstep.observe import event_from_row, read_result
+from lockstep.observe import Measured, StepCost, cost_of, event_from_row, read_result
 from lockstep.observe.showing.pace import Pace
 from lockstep.parsing import flattened, parse_object, parse_yaml
 from lockstep.reading.follow import EVENTS, IDENTITY, is_claimed
@@ -48,6 +48,8 @@ class Summary:
         problems: what cannot be read.
         left_s: seconds to the last step, as of the newest event; None if they are not known.
         config_hash: of what can change the result; empty if it is not known.
+        cost: what the steps of the newest sitting have cost, and what was predicted; None while it
+            goes on, or if it is not known.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class Summary:
     problems: tuple[str, ...] = ()
     left_s: float | None = None
     config_hash: str = ""
+    cost: Measured | None = None
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -77,10 +80,16 @@ class Summary:
             "step": self.step, "total_steps": self.total_steps, "ranks": self.ranks,
             "started": self.started, "newest": self.newest, "sha256": self.sha256,
             "tags": self.tags, "seconds": max(0.0, self.newest - self.started),
+            "step_s": self._step_s("measured"), "predicted_step_s": self._step_s("predicted"),
         }  # fmt: skip
         if key in own:
             return own[key]
         return self.metrics[key] if key in self.metrics else self.config.get(key)
+
+    def _step_s(self, name: Literal["measured", "predicted"]) -> float | None:
+        """Seconds of a step as they are kept in the result; None if they are not."""
+        cost: StepCost | None = getattr(self.cost, name, None)
+        return cost.step_s if cost else None
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:
@@ -158,6 +167,7 @@ def summarise(run_dir: Path) -> Summary:
         problems=tuple(problems),
         left_s=_left_s(rows) if state == "running" else None,
         config_hash=str(identity.get("config_hash") or ""),
+        cost=cost_of(result) if result else None,
     )
 
 

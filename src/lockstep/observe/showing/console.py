@@ -26,6 +26,7 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe import text
+from lockstep.observe.costs import Measured, Predicted, step_time
 from lockstep.observe.layout import Item, fitted, printable, row, wrapped
 from lockstep.observe.showing.held import HeldLine
 from lockstep.observe.showing.live import Display, LiveArea
@@ -85,6 +86,7 @@ class ConsoleView(Sink):
         self._plan: RunStarted | None = None
         self._announced = True
         self._done: StepDone | None = None
+        self._cost: Measured | None = None
         self._withheld = False
         self._printed_at = -inf
         self._started_at = self._progress_at = clock()
@@ -102,8 +104,10 @@ class ConsoleView(Sink):
         self._start_live()
 
     def __call__(self, event: Event) -> None:
-        """Show one event; what a task logs is for files."""
-        if isinstance(event, Logged):
+        """Show one event; what a task logs is for files, and what steps cost for the summary."""
+        if isinstance(event, Measured):
+            self._cost = event
+        if isinstance(event, (Logged, Predicted, Measured)):
             return
         with self._lock:
             self._held.raise_late()
@@ -188,7 +192,8 @@ class ConsoleView(Sink):
             return
         if isinstance(event, Finished):
             self.close()
-            self._print_block(text.summary(self._plan, event, self._resumable))
+            took = step_time(self._cost)
+            self._print_block(text.summary(self._plan, event, self._resumable, took))
             return
         if isinstance(event, Failed):
             self.close()

@@ -32,6 +32,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Warned": ("message",),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
+    "Measured": (),
     "Finished": (),
 }
 """Events that come again when work is done again after a fault, and, beside the step, the fields

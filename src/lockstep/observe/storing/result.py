@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lockstep.engine.events import Event, Failed, Finished, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.files import read_bytes, replacing
+from lockstep.observe.costs import Measured, StepCost
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import opening
 from lockstep.observe.storing.rows import dumps
@@ -22,17 +23,28 @@ _ADVICE = "resume the run to have it written again"
 
 
 @dataclass(frozen=True)
+class _Foretold(StepCost):
+    """What steps were predicted to cost, and by what."""
+
+    by: str
+
+
+@dataclass(frozen=True)
 class _Checked:
-    """The part of a result that others rely on."""
+    """The part of a result that others rely on; what older versions did not write has defaults."""
 
     status: Literal["completed", "stopped", "failed"]
     step: int
     params_sha256: str | None
     metrics: dict[str, float | Literal["NaN", "Infinity", "-Infinity"]]
     exit_code: int
+    measured: StepCost | None = None
+    predicted: _Foretold | None = None
+    predicted_reason: str = ""
 
 
 _KEYS = tuple(_Checked.__dataclass_fields__)
+_NEEDED = _KEYS[: _KEYS.index("measured")]
 
 
 class ResultJson(Sink):
@@ -44,7 +56,10 @@ class ResultJson(Sink):
     failed), `metrics`, `arrays` (metrics of more than one number), `world_size`, `wall_s`,
     `exit_code`, `error` (class name, null unless failed), `task`, `config_hash`, `run_dir`,
     `checkpoint`, `finished_at` (ISO 8601, UTC), `test_step` (whose parameters the test splits were
-    evaluated with; null if there was none).
+    evaluated with; null if there was none), `measured` (an object of `step_s` in seconds and
+    `peak_bytes`: what the steps of this sitting have cost; null if it had too few reports),
+    `predicted` (the same, and `by`: what has predicted it; null where nothing can be said),
+    `predicted_reason` (why it is null, or not the plan's; empty if it is).
 
     Args:
         path: path of the file.
@@ -62,6 +77,7 @@ class ResultJson(Sink):
         self._started_at = clock()
         self._step = 0
         self._plan: RunStarted | None = None
+        self._cost: Measured | None = None
         self._pending: dict[str, Any] | None = None
         self._before: dict[str, Any] = {}
 
@@ -74,6 +90,8 @@ class ResultJson(Sink):
             with suppress(RunDirectoryError):
                 self._before = read_result(self._path)
             self._path.unlink(missing_ok=True)
+        elif isinstance(event, Measured):
+            self._cost = event
         elif isinstance(event, Finished):
             self._pending = self._kept(self._common() | _finished(event))
         elif isinstance(event, Failed):
@@ -105,6 +123,7 @@ class ResultJson(Sink):
             "config_hash": plan.config_hash if plan else None,
             "run_dir": plan.run_dir if plan else str(self._path.parent),
             "finished_at": datetime.fromtimestamp(now, timezone.utc).isoformat(),
+            **_costs(self._cost),
         }
 
     def _write(self) -> None:
@@ -136,15 +155,40 @@ def read_result(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RunDirectoryError(f"{path}: is damaged: {error}; {_ADVICE}") from None
-    missing = next((key for key in _KEYS if key not in result), None)
+    missing = next((key for key in _NEEDED if key not in result), None)
     if missing is not None:
         raise RunDirectoryError(f"{path}: is not a result of lockstep: no key {missing!r}")
     try:
-        checked = as_type(_Checked, {key: result[key] for key in _KEYS})
+        checked = as_type(_Checked, {key: result[key] for key in _KEYS if key in result})
     except ValueError as error:
         raise RunDirectoryError(f"{path}: is damaged: {error}; {_ADVICE}") from None
     # Not-finite numbers are strings in JSON.
     return result | {"metrics": {name: float(value) for name, value in checked.metrics.items()}}
+
+
+def cost_of(result: Mapping[str, Any]) -> Measured | None:
+    """What the steps of a run have cost, in a result of `read_result`; None if it says nothing."""
+    measured, predicted = result.get("measured"), result.get("predicted")
+    if measured is None and predicted is None:
+        return None
+    foretold = _Foretold(**predicted) if predicted else None
+    return Measured(
+        step=result["step"],
+        measured=StepCost(**measured) if measured else None,
+        predicted=foretold,
+        by=foretold.by if foretold else "",
+        reason=result.get("predicted_reason", ""),
+    )
+
+
+def _costs(cost: Measured | None) -> dict[str, Any]:
+    """The keys of a result that tell what steps have cost."""
+    predicted = cost.predicted if cost else None
+    return {
+        "measured": cost.measured if cost else None,
+        "predicted": vars(predicted) | {"by": cost.by} if cost and predicted else None,
+        "predicted_reason": cost.reason if cost else "",
+    }
 
 
 def _finished(event: Finished) -> dict[str, Any]:

@@ -1,0 +1,168 @@
+"""What the steps of a sitting cost, and what was predicted of them: learnt from events."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from lockstep.engine.events import Evaluated, Event, Joined, Recovered, RunStarted, StepDone
+from lockstep.observe import text
+from lockstep.observe.costs import Measured, Predicted, StepCost
+
+FIRST_REPORTS = "the first reports"
+"""What predicts steps where no plan does."""
+
+_MOST_VALUES = 4096
+
+
+class SampledMedian:
+    """The median of any number of values, of which a bounded number is kept.
+
+    Up to `most` values it is exact. Whenever that many are kept, every second one is dropped, and
+    from then on twice as many come for each that is kept: those that are kept are always spread
+    evenly over all that came.
+
+    Args:
+        most: greatest number of values that are kept; even.
+    """
+
+    def __init__(self, most: int = _MOST_VALUES) -> None:
+        assert most > 0, most
+        assert most % 2 == 0, most
+        self._most = most
+        self._values: list[float] = []
+        self._num = 0
+        self._every = 1
+
+    def add(self, value: float) -> None:
+        """Count a value in."""
+        number, self._num = self._num, self._num + 1
+        if number % self._every:
+            return
+        if len(self._values) == self._most:
+            del self._values[1::2]
+            self._every *= 2
+        self._values.append(value)
+
+    def __len__(self) -> int:
+        """How many values are kept."""
+        return len(self._values)
+
+    @property
+    def value(self) -> float:
+        """The median of those that are kept, of which there must be one."""
+        return statistics.median(self._values)
+
+
+class StepMeter:
+    """Follows a run's events, and says what the steps of the newest sitting cost.
+
+    Reports count if they come from as many ranks as the sitting began with. The first report is
+    left out, for the first step is slow. Without a plan the second one is the prediction. What
+    steps cost is the median over all later reports, without evaluations and checkpoints, and the
+    most memory that a rank had. It takes the same memory however many reports there are.
+    """
+
+    def __init__(self) -> None:
+        self._plan: RunStarted | None = None
+        self._coming: Predicted | None = None
+        self._said: Measured | None = None
+        self._second: StepCost | None = None
+        self._evaluating_s = 0.0
+        self._start(None)
+
+    def take(self, event: Event) -> None:
+        """Learn from an event."""
+        match event:
+            case StepDone():
+                self._report(event)
+            case Evaluated():
+                self._evaluating_s += event.seconds
+            case Predicted():
+                self._coming = event
+            case Measured():
+                self._said = event
+            case Joined():
+                self._has_joined = True
+            case Recovered():
+                self._has_joined = False
+            case RunStarted() if not event.continued:
+                # A run that goes back to a checkpoint in the midst of a sitting says that it starts
+                # too; but then its ranks don't join anew.
+                if self._has_joined or self._plan is None:
+                    self._start(event)
+
+    def measured(self, step: int) -> Measured:
+        """What is known by now; what the run itself has said of its sitting, once it has.
+
+        Args:
+            step: number of steps that are committed.
+        """
+        if self._said is not None:
+            return self._said
+        measured = StepCost(self._times.value, self._peak_bytes) if len(self._times) else None
+        told, reasons = self._told, []
+        if told is not None and told.reason:
+            reasons.append(told.reason)
+        if told is not None and told.by:
+            predicted, by = told.cost, told.by
+        else:
+            predicted, by = self._second if measured else None, FIRST_REPORTS
+            if predicted is None:
+                reasons.append(self._why_nothing())
+        return Measured(
+            step=step,
+            measured=measured,
+            predicted=predicted,
+            by=by if predicted else "",
+            reason="; ".join(reasons),
+        )
+
+    @property
+    def _told(self) -> Predicted | None:
+        """What a plan has told; nobody tells a process that comes later when the sitting began."""
+        return self._coming if self._plan is None else self._predicted
+
+    @property
+    def _goes_by_second(self) -> bool:
+        """Whether the second report is the prediction."""
+        return self._plan is not None and not (self._told and self._told.by)
+
+    def _start(self, plan: RunStarted | None) -> None:
+        """Forget the sitting before."""
+        self._plan = plan
+        self._predicted = self._coming
+        self._said = None
+        if plan is not None:
+            self._coming = None
+        self._num_ranks = plan.world_size if plan else 0
+        self._has_joined = False
+        self._num_reports = 0
+        self._evaluating_s = 0.0
+        self._second = None
+        self._times = SampledMedian()
+        self._peak_bytes = 0
+
+    def _report(self, done: StepDone) -> None:
+        pauses_s = self._evaluating_s + max((r.checkpoint_s for r in done.ranks), default=0.0)
+        self._evaluating_s = 0.0
+        self._num_reports += 1
+        self._num_ranks = self._num_ranks or len(done.ranks)
+        if self._num_reports == 1 or done.num_steps < 1 or len(done.ranks) != self._num_ranks:
+            return
+        step_s = (done.seconds - pauses_s) / done.num_steps
+        if not 0 < step_s < math.inf:
+            return
+        peak_bytes = max((r.peak_bytes for r in done.ranks if r.peak_bytes > 0), default=0)
+        if self._goes_by_second and self._second is None:
+            self._second = StepCost(step_s, peak_bytes)
+            return
+        self._times.add(step_s)
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+
+    def _why_nothing(self) -> str:
+        if self._plan is None and self._num_reports:
+            return "the process that stores this has joined after the first reports"
+        if not self._num_ranks:
+            return "no report"
+        return f"fewer than 3 reports of {text.count(self._num_ranks, 'rank')}"
