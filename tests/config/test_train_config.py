@@ -32,6 +32,7 @@ NO_OUTCOME = {
     "hang_timeout_s",
     "log_every",
     "min_ranks",
+    "plan",
     "mesh.interleave",
     "mesh.pp",
     "mesh.shrink",

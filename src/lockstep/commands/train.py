@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError, LaunchError, LockstepError
-from lockstep.front import Sitting, claim, leave, new_run_dir, run
+from lockstep.front import Sitting, claim, foretold, leave, new_run_dir, run
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import detect
 from lockstep.launching.start import (
@@ -100,6 +100,7 @@ def train(
         )
         return _train_here(target, overrides, sitting, config_file)
     task = make_task(kind, config)
+    foretold(config, num_ranks)  # so that what is wrong with its file is said at once
     path = run_dir or new_run_dir(task.name)
     sitting = Sitting(str(path), resume, (), False, where, quiet, profile, per_rank=per_rank)
     directory = RunDirectory(path)

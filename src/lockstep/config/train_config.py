@@ -122,9 +122,8 @@ class TrainConfig(Section):
     write into the run directory, and nothing to the network, unless their own variables of the
     environment say otherwise."""
     plan: str = Field(default="", json_schema_extra=NO_OUTCOME)
-    """A file of `lockstep plan TASK --json FILE`: what it predicts of a step is shown beside what steps
-    cost, and stored with it in `result.json`; a relative path begins where the command is started.
-    Without one, the first reports predict the later ones."""
+    """A file of `lockstep plan TASK --json FILE`: what it predicts is shown beside what steps cost,
+    and kept with it in `result.json`. Without one, the first reports predict the later ones."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time."""
 

@@ -1,7 +1,9 @@
 """The front door: from a task and a config to a finished run, wherever this process is."""
 
 from lockstep.front.api import leave, main, train
-from lockstep.front.rank import TIMEOUT_S, choose_device, claim, find_device, new_run_dir, run
+from lockstep.front.device import choose_device, find_device
+from lockstep.front.foretelling import foretold
+from lockstep.front.rank import TIMEOUT_S, claim, new_run_dir, run
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import SITTING, Sitting
 
@@ -14,6 +16,7 @@ __all__ = [
     "choose_device",
     "claim",
     "find_device",
+    "foretold",
     "leave",
     "main",
     "new_run_dir",

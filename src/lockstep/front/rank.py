@@ -25,7 +25,9 @@ from lockstep.engine.loop import Trainer
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.task import Task, with_config
-from lockstep.errors import ConfigError, LockstepError, shortened
+from lockstep.errors import LockstepError, shortened
+from lockstep.front.device import choose_device
+from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import Sitting
 from lockstep.launchers.rank.environment import Environment, detect
@@ -160,10 +162,13 @@ def _run(
         try:
             if transport.is_newcomer:
                 task = edited(task, os.environ, environment.rank)
+                foretold = foretold_to_newcomer(planned, environment.world_size)
+                if foretold is not None:
+                    runtime.emit(foretold)
                 trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
                 claimed = partial(claim, directory, task, config, sitting)
-                trainer = _assembled(task, planned, claimed, runtime, directory)
+                trainer = _assembled(task, planned, claimed, runtime, directory, hints)
             for hint in hints:
                 runtime.emit(Warned(step=0, message=hint))
             finished = trainer.run()
@@ -218,15 +223,23 @@ def _assembled(
     claimed: Callable[[], object],
     runtime: Runtime,
     directory: RunDirectory,
+    hints: list[str],
 ) -> Trainer:
-    """Everything up to the first step; begun again should a rank die meanwhile."""
+    """Everything up to the first step; begun again should a rank die meanwhile.
+
+    What a plan has nothing to say of is added to the hints.
+    """
     transport = runtime.transport
     patience_s = 0.0
     while True:
         try:
+            foretold = foretold_to_all(config, transport)
             on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
             on_first(transport, claimed)
             on_first(transport, runtime.take_over)
+            if foretold is not None:
+                runtime.emit(foretold)
+                hints += [foretold.reason] if foretold.reason else []
             return Trainer(task, config, runtime, directory)
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
@@ -254,31 +267,6 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sit
     kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
     identity = Identity(task.name, config.hash, sitting.target or "", kept)
     directory.open(config, identity, sitting.resume)
-
-
-def choose_device(wanted: str, environment: Environment) -> torch.device:
-    """The device of this rank: its own GPU if there is one for each rank of the host.
-
-    Raises:
-        ConfigError: device=cuda, and there is no GPU for this rank.
-    """
-    device = find_device(wanted, environment)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def find_device(wanted: str, environment: Environment) -> torch.device:
-    """As `choose_device`, without making it this process's current one."""
-    count = torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and count < environment.local_world_size):
-        return torch.device("cpu")
-    if environment.local_rank >= count:
-        raise ConfigError(
-            f"device='cuda': this host has {count} GPUs for {environment.local_world_size} ranks; "
-            "start fewer ranks or set device=cpu"
-        )
-    return torch.device("cuda", environment.local_rank)
 
 
 def new_run_dir(name: str) -> Path:

@@ -58,6 +58,9 @@ def _details(run: Watched) -> Iterator[str]:
     for problem in (run.problem, *history.problems):
         if problem:
             yield telling.shown(problem)
+    took = telling.cost_of_steps(history, run.summary)
+    if took:
+        yield took
     is_running = run.summary.state == "running"
     for row in telling.rank_rows(history, is_running, telling.Looks()):
         shares = zip(text.KINDS_OF_WORK, telling.told_shares(row.all), strict=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from lockstep.engine.events import Event, Failed, Finished, Improved, RankLost, RunStarted, Warned
 from lockstep.observe import text
+from lockstep.observe.costs import step_time
 from lockstep.observe.layout import printable
 from lockstep.reading.diagnosis.cause import Cause, percent
 from lockstep.reading.history import KINDS, Happening, History, Process
 from lockstep.reading.listing import Summary
+from lockstep.reading.telling import cost_of_run
 
 STYLES = {
     "running": "green", "living": "green", "completed": "cyan", "newcomer": "cyan",
@@ -157,6 +159,12 @@ def newest_loss(summary: Summary) -> str:
     ]
     values = [text.number(value) for _, value in found[:2] if value is not None]
     return " | ".join(values)
+
+
+def cost_of_steps(history: History, summary: Summary) -> str:
+    """`a step 5.9 ms; 6.1 ms predicted by plan.json`; empty while too little was measured."""
+    told = step_time(cost_of_run(summary, history))
+    return told and shown(f"a step {told}")
 
 
 def told_event(happening: Happening) -> str:

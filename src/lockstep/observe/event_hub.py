@@ -41,7 +41,7 @@ class EventHub:
     def _hand(self, event: Event) -> None:
         """Show and store an event, or remember it."""
         if self._sinks is None:
-            if isinstance(event, Predicted):  # of a start: whoever takes over later has no use for it
+            if isinstance(event, Predicted):  # only the meter needs it: it is of the start
                 return
             if isinstance(event, RunStarted) and not event.continued:
                 self._recent.clear()  # of a run that goes back, these are steps to be done again

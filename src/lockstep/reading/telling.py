@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from lockstep.observe import text
+from lockstep.observe import Measured, text
+from lockstep.observe.costs import seconds
 from lockstep.reading.differences import Partings
+from lockstep.reading.history import History
+from lockstep.reading.listing import Summary
 
 
 def letter(number: int) -> str:
     """What a run is called in a comparison: A, B and so on."""
     return chr(ord("A") + number) if number < 26 else f"run {number + 1}"
+
+
+def cost_of_run(summary: Summary, history: History) -> Measured:
+    """What the steps of a run cost: as its result says, else as its events tell by now."""
+    return summary.cost or history.cost
+
+
+def costs_of_runs(costs: Sequence[Measured]) -> Iterator[list[str]]:
+    """Rows of a comparison: names, and for each run what its steps cost and what was predicted.
+
+    There are none where nothing is known of any run; a run of which nothing is known has "".
+    """
+    measured = [seconds(cost.measured.step_s) if cost.measured else "" for cost in costs]
+    predicted = [
+        f"{seconds(cost.predicted.step_s)} ({cost.by})" if cost.predicted else "" for cost in costs
+    ]
+    if any(measured):
+        yield ["time of a step", *measured]
+        yield ["predicted", *predicted]
 
 
 def lines_of_partings(pair: str, found: Partings) -> Iterator[str]:

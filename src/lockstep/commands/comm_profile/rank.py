@@ -27,7 +27,7 @@ from lockstep.commands.comm_profile.peers import Group, grouped, joined
 from lockstep.commands.comm_profile.profiler import Profiler
 from lockstep.commands.comm_profile.torch_calls import joined_torch, open_torch
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError, RankFailure
-from lockstep.front.rank import find_device
+from lockstep.front import find_device
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.output import tell

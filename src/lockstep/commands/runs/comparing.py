@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lockstep.observe import text
+from lockstep.observe import Measured, text
 from lockstep.reading.configs import config_differences
 from lockstep.reading.differences import Partings, partings
 from lockstep.reading.follow import read_run
 from lockstep.reading.listing import Summary, summarise
-from lockstep.reading.telling import letter, lines_of_partings
+from lockstep.reading.telling import cost_of_run, costs_of_runs, letter, lines_of_partings
 
 _MOST_KEYS = 40
 
@@ -29,7 +29,8 @@ def compared(runs: Sequence[Path]) -> tuple[list[str], bool]:
     summaries = [summarise(run) for run in runs]
     histories = [read_run(run) for run in runs]
     lines = [f"{letter(n)}  {run}" for n, run in enumerate(runs)]
-    lines += ["", *_configs(summaries), "", *_results(summaries)]
+    costs = [cost_of_run(*run) for run in zip(summaries, histories, strict=True)]
+    lines += ["", *_configs(summaries), "", *_results(summaries, costs)]
     differ = False
     hashes = [history.plan.config_hash if history.plan else "" for history in histories]
     for number in range(1, len(runs)):
@@ -68,7 +69,7 @@ def _configs(summaries: Sequence[Summary]) -> Iterator[str]:
         yield f"  … and {len(found) - _MOST_KEYS} more"
 
 
-def _results(summaries: Sequence[Summary]) -> Iterator[str]:
+def _results(summaries: Sequence[Summary], costs: Sequence[Measured]) -> Iterator[str]:
     rows = {
         "state": [run.state for run in summaries],
         "step": [f"{run.step:,}" for run in summaries],
@@ -76,6 +77,8 @@ def _results(summaries: Sequence[Summary]) -> Iterator[str]:
         "seconds": [text.number(run.value("seconds")) for run in summaries],
         "SHA-256": [run.sha256[:16] or "none" for run in summaries],
     }
+    for name, *values in costs_of_runs(costs):
+        rows[name] = [value or "none" for value in values]
     for name in dict.fromkeys(name for run in summaries for name in run.metrics):
         rows[name] = [
             repr(run.metrics[name]) if name in run.metrics else "none" for run in summaries

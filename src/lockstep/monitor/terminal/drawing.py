@@ -45,6 +45,9 @@ def head(run: Watched, width: int, now: float) -> Text:
         shown.append("\n" + telling.bar(summary, max(_LEAST_BAR, min(_MOST_BAR, width))), "cyan")
     ranks = telling.ranks_alive(run.history, summary) if run.is_open else ""
     shown.append("\n" + fitted((Item(0, ranks), Item(1, _age(summary.newest, now))), width))
+    took = telling.cost_of_steps(run.history, summary) if run.is_open else ""
+    if took:
+        shown.append(f"\n{took}")
     if summary.sha256:
         shown.append(f"\nSHA-256 {telling.shown(summary.sha256)}")
     shown.append(f"\n{telling.shown(str(run.path))}", style="dim")

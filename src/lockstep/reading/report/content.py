@@ -18,6 +18,7 @@ from lockstep.engine.events import (
 )
 from lockstep.errors import CheckpointError
 from lockstep.observe import text
+from lockstep.observe.costs import peak_memory, step_time
 from lockstep.reading.configs import config_differences
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import partings
@@ -27,7 +28,7 @@ from lockstep.reading.listing import Summary, summarise
 from lockstep.reading.report.blocks import Block, Grid, Heading, Listing, Paragraph
 from lockstep.reading.report.figures import pictures
 from lockstep.reading.report.logged import logged_blocks
-from lockstep.reading.telling import letter, lines_of_partings
+from lockstep.reading.telling import cost_of_run, costs_of_runs, letter, lines_of_partings
 
 _MOST_HAPPENINGS = 200
 _SECONDS_A_DAY = 86_400
@@ -85,6 +86,9 @@ def _outcome(summary: Summary, history: History) -> Iterator[Block]:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(history.started))
         rows.append(["started", began])
         rows.append(["from the first event to the newest", _long(history.newest - history.started)])
+    cost = cost_of_run(summary, history)
+    told = [["time of a step", step_time(cost)], ["memory of a rank", peak_memory(cost)]]
+    rows += [row for row in told if row[1]]
     rows += [[name, repr(value)] for name, value in summary.metrics.items()]
     if summary.tags:
         rows.append(["tags", " ".join(summary.tags)])
@@ -107,6 +111,7 @@ def _side_by_side(
         ["state", *(run.state for run in summaries)],
         ["step", *(f"{run.step:,}" for run in summaries)],
         ["SHA-256", *(run.sha256[:16] for run in summaries)],
+        *costs_of_runs([cost_of_run(*run) for run in zip(summaries, histories, strict=True)]),
         *([name, *(repr(run.metrics.get(name, "")) for run in summaries)] for name in names),
     ]
     yield Grid(["result", *letters], rows)
