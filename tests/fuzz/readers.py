@@ -25,13 +25,25 @@ from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
 from lockstep.front import SITTING, Sitting
 from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.slurm.nodelist import expand, first_host
-from lockstep.observe import EventsJsonl, MetricsCsv, event_from_row, read_events, read_result
+from lockstep.observe import (
+    EventsJsonl,
+    Measured,
+    MetricsCsv,
+    Predicted,
+    StepCost,
+    cost_of,
+    event_from_row,
+    read_events,
+    read_result,
+)
+from lockstep.observe.costs import peak_memory, step_time
 from lockstep.observe.storing.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import part_of_curves
 from lockstep.reading.follow import read_run
 from lockstep.reading.listing import summarise
+from lockstep.reading.telling import cost_of_run
 from lockstep.recipes.quantum.commands import training_log
 from lockstep.recipes.ufs.fields.bands import Selection, keep_bands, read_band
 from lockstep.recipes.ufs.fields.bands import load as load_band
@@ -81,6 +93,8 @@ def events(path: Path) -> None:
 def shown(path: Path) -> None:
     history, summary = read_run(path.parent), summarise(path.parent)
     list(told(summary, history, causes(summary, history)))
+    step_time(cost_of_run(summary, history))
+    peak_memory(cost_of_run(summary, history))
     parting, _ = part_of_curves(history, history)
     assert parting is None
     assert summary.step >= 0 or history.step < 0
@@ -101,6 +115,9 @@ def result(path: Path) -> None:
     result = read_result(path)
     assert result["status"] in ("completed", "stopped", "failed")
     assert all(isinstance(value, float) for value in result["metrics"].values())
+    told = cost_of(result)
+    step_time(told)
+    peak_memory(told)
 
 
 def hint(path: Path) -> None:
@@ -307,12 +324,15 @@ def band(folder: Path, _: Path) -> Made:
 
 
 def event_rows() -> bytes:
+    cost = StepCost(0.5, 1 << 20)
     events = [
+        Predicted(step=0, by="plan.json", cost=cost),
         run_started(),
         joined(0, "n1"),
         step_done(1),
         step_done(2),
         evaluated(2, accuracy=0.5),
+        Measured(step=2, measured=cost, predicted=cost, by="plan.json"),
         finished(2),
     ]
     return b"".join(dumps(row_of(event, 1.5)).encode() + b"\n" for event in events)
@@ -332,6 +352,9 @@ RESULT = {
     "config_hash": "0" * 16,
     "run_dir": "run",
     "checkpoint": None,
+    "measured": {"step_s": 0.5, "peak_bytes": 1 << 20},
+    "predicted": {"step_s": 0.25, "peak_bytes": 1 << 20, "by": "plan.json"},
+    "predicted_reason": "",
 }
 IDENTITY = {"task": "t", "config_hash": "0" * 16, "target": "digits", "overrides": ["lr=1"]}
 CSV = (

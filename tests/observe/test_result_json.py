@@ -11,7 +11,7 @@ from sample_events import Recorder, finished, full_disk, run_started, step_done
 
 from lockstep.engine.events import Failed, Warned
 from lockstep.errors import RunDirectoryError
-from lockstep.observe import ResultJson, Sinks, read_result
+from lockstep.observe import Measured, ResultJson, Sinks, StepCost, cost_of, read_result
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -79,6 +79,81 @@ def test_a_run_that_was_complete_before_keeps_its_result(tmp_path: Path) -> None
     other(run_started(step=400))
     other(finished(500, metrics={}))
     assert read_result(path)["metrics"] == {}
+
+
+COST = Measured(
+    step=500, measured=StepCost(0.5, 7), predicted=StepCost(0.25, 6), by="plan.json", reason="why"
+)
+
+
+def test_what_steps_have_cost_is_beside_what_was_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    for cost in (COST, Measured(step=500, measured=StepCost(0.5, 7), predicted=None, reason="why")):
+        sink = ResultJson(path)
+        sink(run_started())
+        sink(cost)
+        sink(finished(500))
+        result = read_result(path)
+        foretold = {"step_s": 0.25, "peak_bytes": 6, "by": "plan.json"}
+        assert result["measured"] == {"step_s": 0.5, "peak_bytes": 7}
+        assert result["predicted"] == (foretold if cost.predicted else None)
+        assert result["predicted_reason"] == "why"
+        read = cost_of(result)
+        assert read is not None
+        assert (read.measured, read.by, read.reason) == (cost.measured, cost.by, cost.reason)
+        assert (read.predicted is None) == (cost.predicted is None)
+    assert read_result(path)["predicted"] is None
+
+
+def test_a_run_that_was_complete_before_keeps_what_its_steps_have_cost(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    first = ResultJson(path)
+    for event in (run_started(), COST, finished(500)):
+        first(event)
+    before = read_result(path)
+    again = ResultJson(path)
+    nothing = Measured(step=500, measured=None, predicted=None, reason="no report")
+    for event in (run_started(step=500), nothing, finished(500)):
+        again(event)
+    after = read_result(path)
+    for key in ("measured", "predicted", "predicted_reason"):
+        assert after[key] == before[key]
+
+
+def test_a_failed_run_tells_what_its_steps_have_cost(tmp_path: Path) -> None:
+    sink = ResultJson(tmp_path / "result.json")
+    for event in (run_started(), COST, Failed(step=7, error="E", message="m")):
+        sink(event)
+    assert read_result(tmp_path)["measured"] == {"step_s": 0.5, "peak_bytes": 7}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("measured", {"step_s": 0.5}), ("measured", {"step_s": "0.5", "peak_bytes": 7}),
+        ("measured", {"step_s": math.nan, "peak_bytes": 7}), ("measured", 0.5),
+        ("measured", {"step_s": -1.0, "peak_bytes": 7}), ("predicted", []),
+        ("measured", {"step_s": 0.5, "peak_bytes": 7.5}), ("predicted_reason", None),
+        ("predicted", {"step_s": 0.5, "peak_bytes": 7}),
+        ("predicted", {"step_s": 0.5, "peak_bytes": 7, "by": 1}),
+        ("predicted", {"step_s": 0.5, "peak_bytes": 7, "by": "p", "more": 1}),
+    ],
+)  # fmt: skip
+def test_costs_that_nobody_has_written_are_damage(tmp_path: Path, key: str, value: Any) -> None:
+    ResultJson(tmp_path / "result.json")(finished())
+    result = json.loads((tmp_path / "result.json").read_text())
+    (tmp_path / "result.json").write_text(json.dumps(result | {key: value}))
+    with pytest.raises(RunDirectoryError, match=f"is damaged: {key}"):
+        read_result(tmp_path)
+
+
+def test_a_result_of_an_older_version_says_nothing_of_costs(tmp_path: Path) -> None:
+    ResultJson(tmp_path / "result.json")(finished())
+    result = json.loads((tmp_path / "result.json").read_text())
+    for key in ("measured", "predicted", "predicted_reason"):
+        del result[key]
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    assert cost_of(read_result(tmp_path)) is None
 
 
 def test_a_run_that_goes_on_has_no_result_of_an_earlier_sitting(tmp_path: Path) -> None:
