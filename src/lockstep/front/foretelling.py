@@ -10,7 +10,7 @@ from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import on_first
 from lockstep.errors import ConfigError, DataError
-from lockstep.observe import Predicted, StepCost
+from lockstep.observe import Predicted, StepCost, text
 from lockstep.parsing import shown
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def foretold(config: TrainConfig, num_ranks: int) -> Predicted | None:
     layout = _layout(config, num_ranks)
     row = plan.find(layout)
     if row is None:
-        reason = f"{config.plan} has no row for {layout.num_ranks} ranks (mesh {layout.name})"
+        ranks = text.count(num_ranks, "rank")
+        reason = f"{config.plan} has no row for {ranks} (mesh {layout.name})"
         return Predicted(step=0, by=config.plan, cost=None, reason=reason)
     cost = StepCost(row.prediction.step_s, row.prediction.peak_bytes)
     return Predicted(step=0, by=config.plan, cost=cost)
