@@ -42,6 +42,17 @@ def test_once_says_all_of_a_single_run(here, tmp_path):
     assert any("started on 3 ranks (local, gloo)" in line for line in lines)
 
 
+def test_once_says_what_steps_take_beside_what_was_predicted(here, tmp_path):
+    folder = run_in(tmp_path / "run", *START, *(done(n, 2.0) for n in range(1, 5)))
+    out = here("monitor", str(folder), "--once").stdout
+    assert "\na step 500 ms; 500 ms predicted by the first reports\n" in out
+    hostile = {"event": "Predicted", "by": HOSTILE, "cost": {"step_s": 0.25, "peak_bytes": 1}}
+    folder = run_in(tmp_path / "other", hostile, *START, *(done(n, 2.0) for n in range(1, 3)))
+    out = here("monitor", str(folder), "--once").stdout
+    assert r"a step 500 ms; 250 ms predicted by a\x1b[31mb\x07c" in out
+    assert out.replace("\n", "").isprintable()
+
+
 def test_once_works_before_the_first_run(here, tmp_path):
     assert here("monitor", "--once").stdout == "no runs in runs yet\n"
 

@@ -51,6 +51,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path):
         await until(app, pilot, lambda: "step 2/9" in shown(app))
         assert "3 of 3 ranks" in shown(app)
         assert "train/loss  newest 2  least 2  most 3" in shown(app)
+        assert "a step " not in shown(app)  # two reports say too little
         await pilot.press("right")
         assert "train/accuracy  newest 0.75" in shown(app)
         await pilot.press("left", "l")
@@ -64,6 +65,18 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path):
         assert "completed" in shown(app)
         await pilot.press("escape")
         assert table(app)[0][1] == "completed"
+
+    on_screen([folder], drive)
+
+
+def test_what_a_step_takes_is_beside_what_was_predicted_while_a_run_goes_on(tmp_path):
+    plan = {"event": "Predicted", "by": "plan.json", "cost": {"step_s": 0.25, "peak_bytes": 1}}
+    folder = running(tmp_path / "run", plan, *START, done(1, 3.0), done(2, 2.0))
+
+    async def drive(app, pilot):
+        await until(
+            app, pilot, lambda: "a step 500 ms; 250 ms predicted by plan.json" in shown(app)
+        )
 
     on_screen([folder], drive)
 

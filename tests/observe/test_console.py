@@ -22,7 +22,15 @@ from sample_events import (
 from shown_runs import HIDE_CURSOR, SHOW_CURSOR, Pty, Shown, ranks
 
 from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
-from lockstep.observe import ConsoleView, QuietView, Sinks, text
+from lockstep.observe import (
+    ConsoleView,
+    Measured,
+    Predicted,
+    QuietView,
+    Sinks,
+    StepCost,
+    text,
+)
 from lockstep.observe.showing.terminal import stdout_console
 
 
@@ -195,6 +203,18 @@ def test_an_event_of_an_unknown_kind_is_shown_too() -> None:
     assert text.line(RankLost(step=3, rank=2, cause="killed")) == (
         "step 3: rank lost: rank 2, cause killed"
     )
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_summary_tells_what_a_step_took_beside_what_was_predicted(is_terminal: bool) -> None:
+    predicted = StepCost(0.0061, 1)
+    cost = Measured(step=500, measured=StepCost(0.0059, 1), predicted=predicted, by="a\x1bb.json")
+    foretold = Predicted(step=0, by="b.json", cost=predicted)
+    shown = Shown(terminal=is_terminal)(foretold, run_started(), joined(0), cost, finished(500))
+    assert shown.count(r"^step        5.9 ms; 6.1 ms predicted by a\\x1bb.json$") == 1
+    assert shown.count("predicted") == 1
+    nothing = Measured(step=500, measured=None, predicted=None, reason="no report")
+    assert not Shown()(run_started(), nothing, finished(500)).count("predict|report")
 
 
 def test_the_summary_tells_how_it_ended() -> None:

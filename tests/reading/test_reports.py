@@ -88,6 +88,26 @@ def test_what_processes_have_said_is_in_their_table(tmp_path):
     assert "2.0 KiB | 3.0 MiB | 1,200 |" in text
 
 
+def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):
+    reports = [done(n, 2.0) for n in range(1, 5)]
+    for row in reports:
+        row["ranks"][0]["peak_bytes"] = row["step"] << 20
+    kept = {"step_s": 0.004, "peak_bytes": 3 << 20}
+    foretold = kept | {"step_s": 0.005, "by": "p|an.json"}
+    one = run_in(tmp_path / "one", *map(joined, range(3)), PLAN, *reports)
+    two = run_in(tmp_path / "two", *map(joined, range(3)), PLAN, *reports,
+                 measured=kept, predicted=foretold, predicted_reason="")  # fmt: skip
+    text = as_markdown(report_of([one]), "figures")
+    assert "| time of a step | 500 ms; 500 ms predicted by the first reports |" in text
+    assert "| memory of a rank | 4.0 MiB; 2.0 MiB predicted by the first reports |" in text
+    text = as_markdown(report_of([one, two]), "figures").replace("\\|", "|")
+    assert "| time of a step | 500 ms | 4 ms |" in text
+    assert "| predicted | 500 ms (the first reports) | 5 ms (p|an.json) |" in text
+    assert "| time of a step | 4 ms; 5 ms predicted by p|an.json |" in text
+    early = run_in(tmp_path / "early", *map(joined, range(3)), PLAN, reports[0])
+    assert "time of a step" not in as_markdown(report_of([early]), "figures")
+
+
 def test_markdown_has_its_pictures_beside_it(runs, tmp_path):
     blocks = list(report_of(runs))
     text = as_markdown(blocks, "figures of it")

@@ -307,6 +307,29 @@ def test_runs_that_were_stopped_and_reported_otherwise_are_equal(here, tmp_path)
     assert "part at step" not in (tmp_path / "r.md").read_text()
 
 
+def test_what_steps_cost_is_compared_and_can_be_sorted_by(here, tmp_path):
+    for name, step_s in (("one", 0.25), ("two", 0.125)):
+        cost = {"step_s": step_s, "peak_bytes": 0}
+        predicted = cost | {"by": f"{name}.json"}
+        reports = [done(n, 1.0) for n in range(1, 3)]
+        run_in(tmp_path / name, *map(joined, range(3)), PLAN, *reports,
+               measured=cost, predicted=predicted)  # fmt: skip
+    run_in(tmp_path / "new")
+    rows = [
+        line.split() for line in here("runs", "compare", "one", "two", "new").stdout.splitlines()
+    ]
+    assert ["time", "of", "a", "step", "250", "ms", "125", "ms", "none"] in rows
+    assert ["predicted", "250", "ms", "(one.json)", "125", "ms", "(two.json)", "none"] in rows
+    found = here(
+        "runs", "one", "two", "--sort", "step_s", "--columns", "name,predicted_step_s", "--json"
+    )
+    assert [json.loads(line) for line in found.stdout.splitlines()] == [
+        {"name": "two", "predicted_step_s": 0.125}, {"name": "one", "predicted_step_s": 0.25}
+    ]  # fmt: skip
+    chosen = here("runs", "one", "two", "--where", "step_s<0.2", "--columns", "name")
+    assert chosen.stdout.split() == ["name", "two"]
+
+
 def test_runs_without_a_step_in_common_are_not_called_equal(here, tmp_path):
     for name, step in (("one", 3), ("two", 5)):
         run_in(tmp_path / name, *map(joined, range(3)), PLAN, done(step, 1.0))
