@@ -24,7 +24,7 @@ from lockstep.planning.layouts import Layout
 from lockstep.planning.plan import make_plan, read_plan
 from lockstep.targets import configured
 
-OPTIONS = Options("1,2", None, (), None, 1000.0, None, 1.0, None, quiet=True)
+OPTIONS = Options("1,2", None, (), None, 1000.0, None, 1.0, 1, None, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,7 @@ OPTIONS = Options("1,2", None, (), None, 1000.0, None, 1.0, None, quiet=True)
         ({"ranks": "10000000"}, "--ranks"), ({"ranks_per_host": 0}, "--ranks-per-host 0"),
         ({"network": "fast"}, "--network fast"), ({"hours_between": 0.0}, "--mtbf 0"),
         ({"hours_between": float("nan")}, "--mtbf nan"), ({"seconds": 0.0}, "--seconds 0"),
+        ({"rounds": 0}, "--rounds 0"),
         ({"launcher": "ssh"}, "--launcher ssh"), ({"json": Path("/none/plan.json")}, "/none/"),
         ({"profiles": (Path("none.json"),)}, "none.json"),
     ],

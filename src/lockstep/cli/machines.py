@@ -129,6 +129,9 @@ def plan(
     seconds: Annotated[
         float, typer.Option("--seconds", help="How long each training is measured.")
     ] = 3.0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="How often; the fastest counts. More on a busy machine.")
+    ] = 1,
     json: Annotated[Path | None, typer.Option("--json", help="A file for the plan.")] = None,
 ) -> None:
     """Predict time, memory and messages of a step on other numbers of ranks, and choose.
@@ -141,6 +144,14 @@ def plan(
 
         from lockstep.commands.plan import command
     options = command.Options(
-        ranks, ranks_per_host, tuple(profile or ()), network, mtbf, launcher, seconds, json
+        ranks,
+        ranks_per_host,
+        tuple(profile or ()),
+        network,
+        mtbf,
+        launcher,
+        seconds,
+        rounds,
+        json,
     )
     command.plan(target, overrides or [], options, Console())

@@ -25,6 +25,7 @@ from lockstep.targets import absolute, configured, is_script
 _MOST_RANKS = 1_000_000
 _MOST_NUMBERS = 64
 _MOST_SECONDS = 600.0
+_MOST_ROUNDS = 100
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Options:
         hours_between: mean hours between two losses of one rank.
         launcher: what starts several ranks; None to choose.
         seconds: time that steps of a training are measured for, about.
+        rounds: how often each training is done, in turn; the fastest counts.
         json: file for the plan.
         quiet: whether to show no spinner.
     """
@@ -50,6 +52,7 @@ class Options:
     hours_between: float
     launcher: str | None
     seconds: float
+    rounds: int
     json: Path | None
     quiet: bool = False
 
@@ -97,6 +100,8 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
         raise ConfigError(
             f"--seconds {options.seconds:g}: must be more than 0, and {_MOST_SECONDS:g} at most"
         )
+    if not 1 <= options.rounds <= _MOST_ROUNDS:
+        raise ConfigError(f"--rounds {options.rounds}: must be between 1 and {_MOST_ROUNDS}")
     if not 0 < options.hours_between < float("inf"):
         raise ConfigError(f"--mtbf {options.hours_between:g}: must be hours, more than 0")
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
@@ -118,6 +123,7 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
         cores=cores,
         launcher=choose_launcher(options.launcher, max(2, *numbers)),
         seconds=options.seconds,
+        rounds=options.rounds,
     )
 
 
