@@ -60,7 +60,6 @@ class Case:
 
 CASES = (
     Case("digits, CNN", "digits"),
-    Case("digits, CNN, batch 1024", "digits", ("batch_size=1024",)),
     Case("linear layers, 9 k", TASK, ("width=64", "depth=2", "batch_size=2000", "samples=8192")),
     Case("linear layers, 0.3 M", TASK, ("width=384", "batch_size=512")),
     Case("linear layers, 2.2 M", TASK, ("width=1024", "batch_size=512")),
@@ -176,6 +175,7 @@ def _plan(case: Case, launcher: str, folder: Path) -> Plan:
     argv = [
         *_LOCKSTEP, "plan", case.target, *case.keys, "--ranks", ",".join(map(str, RANKS)),
         "--launcher", launcher, "--ranks-per-host", str(max(RANKS)), "--rounds", str(ROUNDS),
+        "--seconds", "2",
         "--json", str(path),
     ]  # fmt: skip
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=_TIMEOUT_S)
