@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lockstep
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.front import Sitting, run

@@ -12,7 +12,7 @@ import pytest
 
 FAULTS = """
 import resource
-import lockstep, lockstep.engine.loop
+import lockstep, lockstep.engine.run.loop
 import torch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 torch.zeros(64 << 20, dtype=torch.uint8)

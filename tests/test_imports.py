@@ -42,7 +42,7 @@ def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
     assert not imported(tmp_path, "import lockstep as ls; ls.LockstepError") & SLOW
     modules = imported(tmp_path, "import lockstep as ls; ls.Task, ls.Loss, ls.TrainConfig")
     assert "torch" in modules
-    assert not modules & {"lockstep.front", "lockstep.engine.loop", "rich", "typer", "mpi4py"}
+    assert not modules & {"lockstep.front", "lockstep.engine.run.loop", "rich", "typer", "mpi4py"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.data.loader import Loader, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import check_judged
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.errors import ConfigError
 
 NAN, INF = math.nan, math.inf

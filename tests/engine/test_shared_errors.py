@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.engine.task import Loss, Task

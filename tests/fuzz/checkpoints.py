@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.checkpointer import Checkpointer

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import lockstep as ls
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.tables.files import StreamedTables, cuts, described, file_name, read_fields

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
-from lockstep.comm.transport import GroupBroken, LocalTransport, Sending
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import GroupBroken, Sending
 from lockstep.errors import TaskError
 from lockstep.parallel.depth_axis import TIED, DepthAxis, balanced
 from lockstep.parallel.layout import Range

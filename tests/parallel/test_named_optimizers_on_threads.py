@@ -20,8 +20,8 @@ from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
 from lockstep.engine.optimizer import flat_optimizer
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.restore import restore

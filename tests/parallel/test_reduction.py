@@ -19,7 +19,8 @@ from sums import (
 )
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import Transport
 from lockstep.parallel import reduction
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.exchange import gather_slices

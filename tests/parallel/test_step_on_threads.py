@@ -13,14 +13,15 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.digests import model_digest
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas
 from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.restore import restore

@@ -17,7 +17,7 @@ STACK = (
     "did nothing for 3.0 s; its Python stack:\nThread 0x1 (most recent call first):\n"
     '  File "/x/lib/python3.11/threading.py", line 331 in wait\n'
     '  File "/home/me/task.py", line 42 in loss\n'
-    '  File "/x/lockstep/engine/loop.py", line 9 in run\n'
+    '  File "/x/lockstep/engine/run/loop.py", line 9 in run\n'
 )
 
 

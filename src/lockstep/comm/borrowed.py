@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.torchdist.process_group_transport import GroupTransport
-from lockstep.comm.transport import LocalTransport, Transport, collective
+from lockstep.comm.transport import Transport, collective
 
 
 class BorrowedGroup(GroupTransport):
@@ -57,7 +58,7 @@ def borrowed(group: Any, device: torch.device) -> Transport:
     # A program that has a communicator has imported mpi4py; others must not call MPI_Init here.
     mpi4py = sys.modules.get("mpi4py.MPI")
     if mpi4py is not None and isinstance(group, mpi4py.Intracomm):
-        from lockstep.comm.mpi.transport import BorrowedComm
+        from lockstep.comm.mpi.borrowed_comm import BorrowedComm
 
         return BorrowedComm(group)
     raise TypeError(f"a {type(group).__name__}")

@@ -23,8 +23,8 @@ from lockstep.engine.passes.compiled import compile_by_shape
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.places import Places
-from lockstep.engine.progress import check_watched
 from lockstep.engine.recovery.consistency import check_same, check_start
+from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import check_memory

@@ -21,8 +21,8 @@ from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
-from lockstep.engine.loop import Trainer
 from lockstep.engine.pulse import Pulse
+from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import LockstepError, shortened

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.hints import ignored_methods
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
-from lockstep.engine.loop import Trainer
+from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 from lockstep.recipes import load_recipe

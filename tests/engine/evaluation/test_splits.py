@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.engine.assembly import assemble
 from lockstep.engine.evaluation.splits import by_split, evaluated_splits, judged
 from lockstep.engine.runtime import Runtime

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import Transport
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import Scores
 from lockstep.engine.passes.compute import Compute

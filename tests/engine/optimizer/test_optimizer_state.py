@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in
 from lockstep.engine.checkpoint.format import Snapshot, read, write
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
-from lockstep.engine.loop import Trainer
 from lockstep.engine.optimizer.choice import check_optimizer
 from lockstep.engine.optimizer.optimizer_state import from_json, to_json
 from lockstep.engine.passes.compute import copied
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.sharded_state import whole_state
+from lockstep.engine.run.loop import Trainer
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
 import lockstep as ls
 from lockstep.config import ScheduleConfig, TrainConfig
 from lockstep.engine.optimizer.schedule import lr_factor
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.errors import TaskError
 
 LR, STEPS = 0.3, 40

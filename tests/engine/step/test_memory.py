@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 import lockstep as ls
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.runtime import shared_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.engine.step.non_finite import non_finite_loss
 
 

@@ -12,7 +12,7 @@ from tests.nn.models import PLAN, TOKENS, Transformer
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import Heads, ShardedLogits, ShardedTensor, shard
 from lockstep.nn.cutting import (

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +20,24 @@ _MERGE_S = 30.0
 _START_S = 30.0
 
 Comm = MPI.Intracomm
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The replacement of lost ranks.
+
+    Attributes:
+        size: number of ranks to come back to.
+        most: greatest number of newcomers.
+        argv: function from the number of a newcomer, from 0, to the program and arguments that it
+            runs.
+        joins: whether this process is a newcomer itself.
+    """
+
+    size: int
+    most: int
+    argv: Callable[[int], Sequence[str]]
+    joins: bool = False
 
 
 class Newcomer:

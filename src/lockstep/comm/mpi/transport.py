@@ -7,46 +7,25 @@ Importing this module initialises MPI.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.mpi.growth import Newcomer, agreed, join, take_in
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.mpi.growth import Growth, Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
+from lockstep.comm.mpi.memory import DATATYPES, memory_of
+from lockstep.comm.mpi.survivors import shrunk_to_living, whole
 from lockstep.comm.transport import (
     GroupBroken,
-    LocalTransport,
     Sending,
     Transport,
     collective,
     count_broadcast,
     offsets,
 )
-
-# Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
-# which MPI does not have.
-_DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The replacement of lost ranks.
-
-    Attributes:
-        size: number of ranks to come back to.
-        most: greatest number of newcomers.
-        argv: function from the number of a newcomer, from 0, to the program and arguments that it
-            runs.
-        joins: whether this process is a newcomer itself.
-    """
-
-    size: int
-    most: int
-    argv: Callable[[int], Sequence[str]]
-    joins: bool = False
 
 
 class MpiTransport(Transport):
@@ -96,7 +75,7 @@ class MpiTransport(Transport):
         last, MpiTransport._last = MpiTransport._last, None
         if last is None:
             return MPI.COMM_WORLD.Dup()
-        living = _whole(_shrink(last)) if self.can_regroup else last.Dup()
+        living = whole(shrunk_to_living(last)) if self.can_regroup else last.Dup()
         if living.size == last.size:  # where ranks are lost, MPI may wait for them
             last.Free()
         return living
@@ -104,12 +83,12 @@ class MpiTransport(Transport):
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
-        kind = _DATATYPES[out.itemsize]
+        kind = DATATYPES[out.itemsize]
         starts = offsets(counts)
         mine = out[starts[self.rank] :][: counts[self.rank]]
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
-        memory = _memory(out)
+        memory = memory_of(out)
         if min(counts) == max(counts):
             # The call of a small step: what is counted here costs a fifth of a microsecond.
             moved = memory.nbytes // self.size * (self.size - 1)
@@ -126,7 +105,7 @@ class MpiTransport(Transport):
         sent, received = [counts[self.rank]] * self.size, list(counts)
         sent[self.rank] = received[self.rank] = 0
         self.comm.Alltoallv(
-            [_memory(mine), (sent, [0] * self.size), kind],
+            [memory_of(mine), (sent, [0] * self.size), kind],
             [memory, (received, starts), kind],
         )
 
@@ -140,7 +119,7 @@ class MpiTransport(Transport):
         recv_counts: Sequence[int],
     ) -> None:
         """See `Transport.all_to_all`."""
-        kind = _DATATYPES[send.itemsize]
+        kind = DATATYPES[send.itemsize]
         starts = offsets(recv_counts)
         # A rank copies its own part in half the time that MPI takes.
         to_others, from_others = list(send_counts), list(recv_counts)
@@ -149,21 +128,21 @@ class MpiTransport(Transport):
         to_others[self.rank] = from_others[self.rank] = 0
         self.traffic.add(sum(to_others) * send.itemsize, (recv.numel() - own) * recv.itemsize)
         self.comm.Alltoallv(
-            [_memory(send), (to_others, list(send_offsets)), kind],
-            [_memory(recv), (from_others, starts), kind],
+            [memory_of(send), (to_others, list(send_offsets)), kind],
+            [memory_of(recv), (from_others, starts), kind],
         )
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """See `Transport.broadcast`."""
         count_broadcast(self, tensor, root)
-        self.comm.Bcast([_memory(tensor), _DATATYPES[tensor.itemsize]], root=root)
+        self.comm.Bcast([memory_of(tensor), DATATYPES[tensor.itemsize]], root=root)
 
     @collective
     def send(self, tensor: Tensor, to: int) -> Sending:
         """See `Transport.send`."""
         self.traffic.add(tensor.numel() * tensor.itemsize, 0)
-        buffer = [_memory(tensor), _DATATYPES[tensor.itemsize]]
+        buffer = [memory_of(tensor), DATATYPES[tensor.itemsize]]
         return Sending(self, self.comm.Isend(buffer, dest=to), tensor)
 
     @collective
@@ -175,7 +154,7 @@ class MpiTransport(Transport):
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
         self.traffic.add(0, tensor.numel() * tensor.itemsize)
-        self.comm.Recv([_memory(tensor), _DATATYPES[tensor.itemsize]], source=source)
+        self.comm.Recv([memory_of(tensor), DATATYPES[tensor.itemsize]], source=source)
 
     @collective
     def barrier(self) -> None:
@@ -227,7 +206,7 @@ class MpiTransport(Transport):
         self._subgroups.clear()
         if self._is_alone:
             joined, self._num_taken = join()
-            self._adopt(_whole(joined))
+            self._adopt(whole(joined))
             self._is_alone = False
             self._count_anew()
             return
@@ -240,7 +219,7 @@ class MpiTransport(Transport):
                 before.Agree(0)
         # The old communicator is not freed: messages of what was interrupted may still be under
         # way, and Open MPI gives the number they carry to another one when this one is gone.
-        shrunk = _whole(_shrink(before))
+        shrunk = whole(shrunk_to_living(before))
         if self._growth is not None and takes_in:
             shrunk = self._grow(shrunk, self._growth)
         self._adopt(shrunk)
@@ -257,12 +236,12 @@ class MpiTransport(Transport):
             comm.Revoke()
             is_told = False
         if not agreed(comm, is_told):
-            return self._grow(_whole(_shrink(comm)), growth)
+            return self._grow(whole(shrunk_to_living(comm)), growth)
         if is_ready[0]:
             merged = take_in(comm, self._newcomer, self._num_taken)
             self._newcomer = None
             self._num_taken += 1
-            comm = _whole(_shrink(comm) if merged is None else merged)
+            comm = whole(shrunk_to_living(comm) if merged is None else merged)
         if self._newcomer is not None and self._newcomer.has_failed:
             self._newcomer = None
         # A new rank 0 has started none itself; it knows only how many were taken in.
@@ -325,46 +304,3 @@ class Subgroup(MpiTransport):
 
     def close(self) -> None:
         """Nothing to do: what is interrupted may still be under way in it."""
-
-
-class BorrowedComm(MpiTransport):
-    """A copy of a communicator that a program has made itself; a lost rank ends it."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Copy the communicator; all its ranks call this."""
-        Transport.__init__(self)
-        self._growth = None
-        self._newcomer = None
-        self._subgroups = []
-        self._adopt(comm.Dup())
-
-    def close(self) -> None:
-        """Free the copy."""
-        self.comm.Free()
-
-
-def _shrink(comm: MPI.Intracomm) -> MPI.Intracomm:
-    shrunk = comm.Shrink()
-    assert isinstance(shrunk, MPI.Intracomm)
-    return shrunk
-
-
-def _whole(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A new communicator once it is complete everywhere, without those that died meanwhile.
-
-    Agreement is the same on all survivors. Open MPI 5 crashes where a revocation finds a
-    communicator that is not complete.
-    """
-    comm.Set_errhandler(MPI.ERRORS_RETURN)
-    while not agreed(comm):
-        comm = _shrink(comm)
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
-    return comm
-
-
-def _memory(tensor: Tensor) -> MPI.buffer:
-    """The memory of a tensor for MPI, whose owner it leaves as it was.
-
-    A tensor that was given to numpy can no longer give back its memory (`FlatTensors.close`).
-    """
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.torchdist.elastic_subgroup import ElasticSubgroup, cut
 from lockstep.comm.torchdist.process_group_transport import GroupTransport
 from lockstep.comm.torchdist.sockets import Connections
@@ -24,7 +25,7 @@ from lockstep.comm.torchdist.waiting import (
     finish_message,
     never_destroy,
 )
-from lockstep.comm.transport import LocalTransport, Transport, collective
+from lockstep.comm.transport import Transport, collective
 
 _BUILD_S = 30.0
 """Seconds that ranks may take to find each other in the store and to connect."""

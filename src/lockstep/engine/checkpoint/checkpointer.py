@@ -21,9 +21,9 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits

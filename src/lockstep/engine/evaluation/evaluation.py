@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import Transport
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.evaluation.batches import evaluation_batches
 from lockstep.engine.evaluation.metric_states import Leaf

@@ -16,7 +16,7 @@ from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.logs.log import Logbook
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.engine.evaluation.splits import Scores, by_split
 from lockstep.engine.events import Warned
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.errors import RankFailure, shared

@@ -14,9 +14,7 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
-from lockstep.engine.microbatches import Microbatches
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import (
     NOWHERE,
     Held,
@@ -27,8 +25,10 @@ from lockstep.engine.recovery.positions import (
     refuse_strangers,
 )
 from lockstep.engine.recovery.sharded_state import collect
-from lockstep.engine.reporter import Reporter
-from lockstep.engine.run_state import RunState
+from lockstep.engine.run.microbatches import Microbatches
+from lockstep.engine.run.progress import Progress
+from lockstep.engine.run.reporter import Reporter
+from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, on_first
 from lockstep.engine.snapshot.restore import copy_state
 from lockstep.errors import RankFailure, shared

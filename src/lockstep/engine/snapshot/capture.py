@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.engine.carry.carries import Held, named_tensors
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.snapshot.whole_tensors import WholeTensors
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.nn.cutting import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.optimizer.optimizer_state import DTYPES, OptimizerState, dtype_name
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.snapshot.capture import capture, held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.engine.tables.files import load_whole

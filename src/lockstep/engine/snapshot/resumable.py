@@ -18,7 +18,7 @@ from lockstep.engine.carry.carries import check_named
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
 from lockstep.engine.passes.precision import LossScale, LossScaleState
-from lockstep.engine.progress import Progress
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import CheckpointError, LockstepError

@@ -6,7 +6,8 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice

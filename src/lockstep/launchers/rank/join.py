@@ -8,8 +8,9 @@ import sys
 
 import torch
 
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.torchdist.store import LOOPBACK
-from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.comm.transport import Transport
 from lockstep.errors import EnvironError
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.rank.environment import REPLACE, SIZE, SLOT, Environment
@@ -76,7 +77,8 @@ def _over_mpi(
             "that library, and `lockstep doctor` to check"
         )
     if device.type == "cpu":
-        from lockstep.comm.mpi.transport import Growth, MpiTransport
+        from lockstep.comm.mpi.growth import Growth
+        from lockstep.comm.mpi.transport import MpiTransport
 
         if not (is_first and environment.replacements):
             return MpiTransport()

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lockstep.comm.transport import LocalTransport
+from lockstep.comm.local_transport import LocalTransport
 from lockstep.config import TrainConfig, load
 from lockstep.data.random import kept_generators
 from lockstep.engine.assembly import evaluations

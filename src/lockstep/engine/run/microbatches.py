@@ -8,8 +8,8 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.balance import Balancer, Proposal
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Dealt

@@ -18,18 +18,18 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hooks.hooks import Hooks
-from lockstep.engine.microbatches import Microbatches
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
-from lockstep.engine.reporter import Reporter
-from lockstep.engine.run_state import RunState
+from lockstep.engine.run.group_size import check_size
+from lockstep.engine.run.microbatches import Microbatches
+from lockstep.engine.run.progress import Progress
+from lockstep.engine.run.reporter import Reporter
+from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup
 from lockstep.engine.snapshot.streamed import streamed_digest
 from lockstep.engine.snapshot.whole_tensors import whole_digest
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
-from lockstep.errors import ConfigError, TaskFailure, shared
-from lockstep.parallel.mesh import sizes_of_replicas
+from lockstep.errors import TaskFailure
 
 EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143, TOO_FEW_RANKS: 75}
 """What a process that stopped before the end exits with: 128 + the number of the usual signal, or
@@ -66,7 +66,7 @@ class Trainer:
         self._runtime = runtime
         self._transport = runtime.transport
         if not joins:
-            _check_size(config, runtime)
+            check_size(config, runtime)
         else:
             runtime.at("join", 0)
         parts = self._parts = assemble(task, config, runtime)
@@ -286,32 +286,3 @@ class Trainer:
             return streamed_digest(train_step, parts.model, unsaved)
         with train_step.parameters.whole():
             return whole_digest(parts.places, parts.model, train_step.flat, unsaved)
-
-
-def _check_size(config: TrainConfig, runtime: Runtime) -> None:
-    """Refuse a group that is smaller than it may become.
-
-    Raises:
-        ConfigError: there are less than `min_ranks` ranks, or less than a replica needs; on all
-            ranks.
-    """
-    size = runtime.transport.size
-    needed = config.mesh.tp * config.mesh.pp
-    if needed > size:
-        keys = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
-        said = ", ".join(f"{key}={value}" for key, value in keys.items() if value > 1)
-        fitting = [f"{pp}x{tp}" for pp, tp in sizes_of_replicas(size, config.num_shards)]
-        raise shared(
-            ConfigError(
-                f"{said}: a replica needs {needed} ranks, and world size is {size}; start more "
-                f"ranks, or set mesh.pp x mesh.tp to one of {', '.join(fitting)}, or "
-                "mesh.shrink=replan"
-            )
-        )
-    if config.min_ranks > runtime.transport.size:
-        raise shared(
-            ConfigError(
-                f"min_ranks={config.min_ranks}: is more than the {runtime.transport.size} ranks "
-                "there are; start more ranks or lower it"
-            )
-        )

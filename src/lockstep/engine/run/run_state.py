@@ -10,8 +10,8 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.evaluation.splits import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
 from lockstep.engine.hooks.hooks import Hooks
-from lockstep.engine.progress import Progress
-from lockstep.engine.reporter import Reporter
+from lockstep.engine.run.progress import Progress
+from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 

@@ -22,8 +22,8 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.engine.flight.losses import losses
-from lockstep.engine.progress import Progress
 from lockstep.engine.recovery.positions import NOWHERE, Origin
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
