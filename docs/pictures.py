@@ -36,7 +36,7 @@ WALKS = {
 """The section of the page whose listing is drawn, by picture."""
 
 _ROOMS = (
-    "front", "engine/recovery", "engine", "engine/hooks", "engine/evaluation", "engine/checkpoint",
+    "front", "engine/recovery", "engine/run", "engine/hooks", "engine/evaluation", "engine/checkpoint",
     "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes", "engine/tables",
     "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
