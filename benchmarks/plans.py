@@ -34,7 +34,7 @@ ROUNDS = 2
 """Of each training, planned or not; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
-_SECONDS = 4.0
+_SECONDS = 3.0
 _NEVER = 1_000_000_000
 _TIMEOUT_S = 900
 Cost = tuple[float, int]
@@ -213,7 +213,7 @@ def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(2, shape))
         said = stack.enter_context((folder / "lab.log").open("w"))
-        argv = ["lockstep", "comm-profile", "--sizes", sizes, "--seconds", "10"]
+        argv = ["lockstep", "comm-profile", "--sizes", sizes, "--seconds", "6"]
         _checked(start_ranks(lab, 1, [*argv, "--json", str(profile)], "mpi", output=said).exit_code)
         network = Network([read_profile(profile)], ranks_per_host=max(RANKS))
         shaped = make_plan(plan.facts, network, RANKS, max(RANKS), plan.hours_between)
