@@ -36,9 +36,9 @@ WALKS = {
 """The section of the page whose listing is drawn, by picture."""
 
 _ROOMS = (
-    "front", "engine/recovery", "engine/run", "engine/hooks", "engine/evaluation", "engine/checkpoint",
-    "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes", "engine/tables",
-    "engine/carry", "data", "parallel", "comm",
+    "front", "engine/recovery", "engine/run", "engine/hooks", "engine/evaluation",
+    "engine/checkpoint", "engine/snapshot", "engine/step", "engine/optimizer", "engine/passes",
+    "engine/tables", "engine/carry", "data", "parallel", "comm",
 )  # fmt: skip
 """Columns of a walk, from the upper floors to the lower ones."""
 
