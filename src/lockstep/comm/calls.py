@@ -93,6 +93,10 @@ class CallRing:
         self._use(memoryview(bytearray(NUM_BYTES)))
         self._words[0] = MAGIC
 
+    def __reduce__(self) -> tuple[type[CallRing], tuple[()]]:
+        """A copy has no calls: it is that of a model, or of something else that has a transport."""
+        return CallRing, ()
+
     def _use(self, memory: memoryview) -> None:
         self._memory = memory
         self._words = memory.cast("q")
