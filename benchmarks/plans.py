@@ -1,7 +1,7 @@
 """How far `lockstep plan` is off: predicted beside measured steps and memory.
 
 Writes `docs/benchmarks/plans.md` and `plans.json`; as root, for it makes network namespaces.
-`--only NAME` takes one task, `--without-lab` leaves shaped networks out; both print.
+`--only NAME` takes one task, `--without-lab` leaves shaped networks out, `--print` writes nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ ROUNDS = 2
 """Of each training, planned or not; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
+_ROWS = 40
 _SECONDS = 3.0
 _NEVER = 1_000_000_000
 _TIMEOUT_S = 900
@@ -95,15 +96,16 @@ class Pair:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="just the task of this name, printed")
-    parser.add_argument("--without-lab", action="store_true", help="no shaped networks, printed")
+    parser.add_argument("--only", action="append", help="just the tasks of these names")
+    parser.add_argument("--without-lab", action="store_true", help="no shaped networks")
+    parser.add_argument("--print", action="store_true", help="instead of writing the page")
     args = parser.parse_args()
-    cases = [case for case in CASES if args.only in (None, case.name)]
+    cases = [case for case in CASES if not args.only or case.name in args.only]
     shapes = () if args.without_lab else SHAPES
     facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
     sections = [section_of([pair for case in cases for pair in _pairs(case, shapes)])]
     text = page("Plans", "plans", facts, sections, "Nothing else runs.")
-    if args.only or args.without_lab:
+    if args.print:
         print(text)
         return
     write(DOCS, "plans", text, facts, sections)
@@ -145,8 +147,9 @@ def _judge(section: Section, pairs: Sequence[Pair]) -> None:
     section.at_most(f"worst step ≤ {_WORST:.0%}", f"{worst:.1%}", worst <= _WORST)
     section.at_most(f"median step ≤ {_MEDIAN:.0%}", f"{median:.1%}", median <= _MEDIAN)
     section.at_most(f"worst memory ≤ {_MEMORY:.0%}", f"{max(peaks):.1%}", max(peaks) <= _MEMORY)
+    section.at_most(f"rows ≥ {_ROWS}", str(len(pairs)), len(pairs) >= _ROWS)
     section.verdicts.append(
-        f"- {len(pairs)} rows. Of those with a core for each rank ({len(fitting)}): worst "
+        f"- Of those with a core for each rank ({len(fitting)}): worst "
         f"{max(fitting):.1%}, median {statistics.median(fitting):.1%}"
     )
 
