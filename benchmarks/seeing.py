@@ -30,6 +30,9 @@ def main() -> None:
         "`python benchmarks/seeing.py`, which measures nothing itself.", "",
     ]  # fmt: skip
     for stem, title in PAGES.items():
+        if not (DOCS / f"{stem}.md").exists():
+            lines += [f"## {title}", "", f"Not measured yet: `python benchmarks/{stem}.py`.", ""]
+            continue
         text = (DOCS / f"{stem}.md").read_text(encoding="utf-8")
         facts = json.loads((DOCS / f"{stem}.json").read_text(encoding="utf-8"))["facts"]
         lines += [f"## [{title}]({stem}.md)", "", f"{facts['date']}: {facts['command']}", ""]
