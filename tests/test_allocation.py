@@ -35,6 +35,7 @@ def page_faults(**env: str) -> int:
     not HUGE.exists() or "[madvise]" not in HUGE.read_text(),
     reason="this system gives large pages to all programs, or to none",
 )
+@pytest.mark.slow
 def test_large_tensors_are_in_large_pages_unless_the_user_says_otherwise() -> None:
     assert page_faults() < PAGES / 4
     assert page_faults(THP_MEM_ALLOC_ENABLE="0") > PAGES / 2

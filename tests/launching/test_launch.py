@@ -130,6 +130,7 @@ def test_a_task_that_holds_more_than_its_config_is_copied_with_it(
         launch(task, launcher="mpi")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced_by_one_that_gets_the_copy_too(
     launch: Callable[..., ls.Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

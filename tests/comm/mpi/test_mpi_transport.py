@@ -60,6 +60,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_no_operation_goes_through_in_a_broken_group() -> None:
     command = mpirun_command(3, [sys.executable, "-c", SCRIPT], cores=1)
     done = subprocess.run(

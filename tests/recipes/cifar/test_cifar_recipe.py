@@ -111,6 +111,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         task.loss(task.build_model(), task.dataset("train")[:2])
 
 
+@pytest.mark.slow
 def test_ranks_give_the_bits_of_one_process_and_learn(lockstep, tmp_path: Path) -> None:
     keys = [f"data_dir={fashion(tmp_path)}", "depth=8", "width=4", "batch_size=20", "epochs=12",
             "shift=1", "schedule.warmup_steps=4"]  # fmt: skip

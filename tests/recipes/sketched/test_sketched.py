@@ -160,7 +160,8 @@ def test_bits_do_not_depend_on_the_mesh(lockstep, model):
     assert "one SHA-256" in done.stdout
 
 
-@pytest.mark.parametrize("case", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["mlp", "transformer"])
 def test_bits_do_not_depend_on_ranks_nor_on_a_resume(lockstep, tmp_path, case):
     keys = (*CASES[case], "log_every=10")
     hashes = {}
