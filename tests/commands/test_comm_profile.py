@@ -27,11 +27,11 @@ from lockstep.commands.comm_profile.tables import (
     skipped_lines,
     speed_text,
     tables,
-    time_text,
 )
 from lockstep.commands.comm_profile.torch_calls import TORCH_CALLS
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError
 from lockstep.launchers.rank.environment import Environment
+from lockstep.observe.text import brief
 from lockstep.planning.profile.operations import OPERATIONS
 from lockstep.planning.profile.profile import Host, Profile
 
@@ -256,13 +256,13 @@ def test_tables_have_every_number() -> None:
         (1.5e-6, "1.5 µs"),
         (9.999e-4, "1 ms"),
         (0.0123, "12.3 ms"),
-        (0.9996, "1 s"),
-        (1234.5, "1234 s"),
+        (0.9996, "1.00 s"),
+        (1235.0, "0:20:35"),
         (0.0, "0 µs"),
     ],
 )
 def test_times_have_units(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
+    assert brief(seconds) == text
 
 
 def test_speeds_have_units() -> None:

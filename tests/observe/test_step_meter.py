@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sample_events import Recorder, evaluated, finished, joined, run_started, step_done
 
 from lockstep.engine.events import Event, Failed, RankTimes, Recovered
-from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, StepMeter
-from lockstep.observe.costs import peak_memory, seconds, step_time
+from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, StepMeter, text
+from lockstep.observe.costs import peak_memory, step_time
 from lockstep.observe.step_meter import SampledMedian
 
 START = [joined(0), joined(1), run_started(world_size=2)]
@@ -211,4 +211,4 @@ def test_in_words() -> None:
     ],
 )  # fmt: skip
 def test_times_in_words(value: float, words: str | None) -> None:
-    assert words in (None, seconds(value))
+    assert words in (None, text.brief(value))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.planning.layouts import SHARDINGS, Layout, layouts
 from lockstep.planning.losses import losses
 from lockstep.planning.memory import peak_bytes
 from lockstep.planning.network import Link, Network, parse_link
-from lockstep.planning.plan import Plan, make_plan, read_plan, to_json, write_plan
+from lockstep.planning.plan import Plan, make_plan, read_plan, write_plan
 from lockstep.planning.prediction import (
     excess_of_slowest,
     exchange_seconds,
@@ -181,6 +181,15 @@ def test_a_link_costs_what_leaves_a_host() -> None:
     assert summed == pytest.approx(2e-4 + 4 * MIB * (1 + 3 / 4) / 125e6)
 
 
+def test_a_link_counts_where_no_messages_inside_a_host_are_known() -> None:
+    bare = Network([], 2, Link(125e6, 1e-4))
+    assert bare.seconds("all_gather", 4 * MIB, 4) == pytest.approx(1e-4 + 4 * MIB * 3 / 4 / 125e6)
+    assert "inside a host cost nothing" in bare.assumes(4)[0]
+    alone = network(per_host=1, link=Link(125e6, 1e-4))
+    assert alone.seconds("all_gather", 4 * MIB, 2) == pytest.approx(1e-4 + 4 * MIB / 2 / 125e6)
+    assert alone.assumes(2) == []
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "fast", "10gbit", "0gbit,1us", "10gbit,-1us", "1e9gbit,1us", "nangbit,1us", "1gbit;1us"],
@@ -293,7 +302,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(json.loads(to_json(plan())) | change))
+    path.write_text(json.dumps(asdict(plan()) | change))
     with pytest.raises(DataError, match=re.escape(said)) as caught:
         read_plan(path)
     assert "lockstep plan TASK --json FILE" in str(caught.value)
@@ -301,7 +310,7 @@ def test_what_is_no_plan_is_refused(change: dict[str, Any], said: str, tmp_path:
 
 def test_times_that_cannot_be_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    values = json.loads(to_json(plan()))
+    values = asdict(plan())
     values["rows"][0]["prediction"] |= {"compute_s": 0.0, "exchange_s": 0.0, "waiting_s": 0.0}
     path.write_text(json.dumps(values))
     with pytest.raises(DataError, match="times must be greater than 0"):
@@ -314,7 +323,7 @@ def test_a_damaged_plan_is_an_error_and_no_traceback(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    text = to_json(plan()).encode()
+    text = json.dumps(asdict(plan())).encode()
     at = data.draw(st.integers(0, len(text) - 1))
     path.write_bytes(text[:at] + data.draw(st.binary(max_size=4)) + text[at + 1 :])
     with suppress(DataError):

@@ -69,9 +69,9 @@ def step_time(cost: Measured | None) -> str:
     if cost is None or cost.measured is None:
         return ""
     if cost.predicted is None:
-        return f"{seconds(cost.measured.step_s)}; no prediction: {cost.reason}"
-    predicted = f"{seconds(cost.predicted.step_s)} predicted by {cost.by}"
-    return f"{seconds(cost.measured.step_s)}; {predicted}"
+        return f"{text.brief(cost.measured.step_s)}; no prediction: {cost.reason}"
+    predicted = f"{text.brief(cost.predicted.step_s)} predicted by {cost.by}"
+    return f"{text.brief(cost.measured.step_s)}; {predicted}"
 
 
 def peak_memory(cost: Measured | None) -> str:
@@ -82,11 +82,3 @@ def peak_memory(cost: Measured | None) -> str:
     if cost.predicted is None or not cost.predicted.peak_bytes:
         return measured
     return f"{measured}; {text.size(cost.predicted.peak_bytes)} predicted by {cost.by}"
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that suits it: 85.3 µs, 5.9 ms, 1.25 s, 0:01:05."""
-    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
-        if value * scale < 999.5:  # rounded to three digits it would be 1,000
-            return f"{value * scale:.3g} {unit}"
-    return text.duration(value)

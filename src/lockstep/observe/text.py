@@ -266,6 +266,14 @@ def duration(seconds: float) -> str:
     return clock(seconds)
 
 
+def brief(seconds: float) -> str:
+    """A time in the unit that suits it, with three digits: 85.3 µs, 5.9 ms, 1.25 s, 0:01:05."""
+    for unit, scale in (("µs", 1e6), ("ms", 1e3)):
+        if seconds * scale < 999.5:  # rounded to three digits it would be 1,000
+            return f"{seconds * scale:.3g} {unit}"
+    return duration(seconds)
+
+
 def clock(seconds: float) -> str:
     """Hours, minutes and seconds: 0:01:05."""
     minutes, second = divmod(round(seconds), 60)

@@ -109,13 +109,15 @@ class Network:
 
     def assumes(self, num_ranks: int) -> list[str]:
         """What has to be believed of a group of so many ranks, for want of a measurement."""
-        found = self._measured("ordered_sum", num_ranks)
-        if num_ranks == 1:
+        inside = min(num_ranks, self._ranks_per_host) if self._link else num_ranks
+        if inside == 1:
             return []
+        found = self._measured("ordered_sum", inside)
         if found is None:
-            return ["messages cost nothing: there is no profile (--profile FILE)"]
+            where = " inside a host" if self._link else ""
+            return [f"messages{where} cost nothing: there is no profile of them (--profile FILE)"]
         said = []
-        if found.num_ranks != num_ranks:
+        if found.num_ranks != inside:
             said.append(
                 f"messages of other groups follow from those of {found.num_ranks} ranks: latency "
                 "grows with the logarithm of the number of ranks, the rest with the bytes of a rank"
@@ -135,11 +137,9 @@ class Network:
             num_bytes: its size, see `Operation.meaning`.
             num_ranks: ranks that take part.
         """
-        found = self._measured(operation, num_ranks) if num_ranks > 1 else None
-        if found is None:
-            return 0.0
         inside = min(num_ranks, self._ranks_per_host) if self._link else num_ranks
-        seconds = _scaled(found, num_bytes, inside) if inside > 1 else 0.0
+        found = self._measured(operation, inside) if inside > 1 else None
+        seconds = _scaled(found, num_bytes, inside) if found is not None else 0.0
         return seconds + self._between(operation, num_bytes, num_ranks)
 
     def _between(self, operation: str, num_bytes: float, num_ranks: int) -> float:
@@ -158,7 +158,7 @@ class Network:
         scopes: list[Scope] = ["all", "between", "inside"]
         scopes = scopes if hosts > 1 else scopes[::-1]
         if self._link is not None:
-            num_ranks, scopes = min(num_ranks, self._ranks_per_host), ["inside"]
+            scopes = ["inside"]
         for scope in scopes:
             found = [p.find("lockstep", operation, scope) for p in self._profiles]
             there = [measurement for measurement in found if measurement is not None]

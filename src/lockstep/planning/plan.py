@@ -6,17 +6,14 @@ Bytes are bytes and times seconds.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lockstep.errors import DataError
-from lockstep.files import MAX_TEXT_BYTES, read_text, replacing
-from lockstep.parsing import as_type, parse_object, shown
+from lockstep.parsing import as_type, parse_object
 from lockstep.planning.facts import Facts
+from lockstep.planning.files import check_format, read, write
 from lockstep.planning.layouts import Layout, layouts
 from lockstep.planning.losses import Losses, losses
 from lockstep.planning.network import Network
@@ -176,22 +173,13 @@ def _assumptions(facts: Facts, network: Network, rows: Sequence[Row]) -> Iterato
     yield "evaluation and the start are not part of a step"
 
 
-def to_json(plan: Plan) -> str:
-    """A plan as JSON."""
-    return json.dumps(asdict(plan), indent=1, allow_nan=False)
-
-
 def write_plan(path: Path, plan: Plan) -> None:
     """Write a plan to a file.
 
     Raises:
         DataError: it cannot be written.
     """
-    try:
-        with replacing(path) as file:
-            file.write(f"{to_json(plan)}\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    write(path, plan)
 
 
 def read_plan(path: Path) -> Plan:
@@ -200,21 +188,12 @@ def read_plan(path: Path) -> Plan:
     Raises:
         DataError: the file cannot be read, is damaged, or is something else.
     """
-    advice = "write one with `lockstep plan TASK --json FILE`"
-    try:
-        return _parsed(parse_object(read_text(path, MAX_TEXT_BYTES, follow_links=True)))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}; {advice}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: is no plan: {error}; {advice}") from None
+    return read(path, _from_json, "plan", "lockstep plan TASK --json FILE")
 
 
-def _parsed(values: dict[str, Any]) -> Plan:
-    found = values.get("format"), values.get("version")
-    if found[0] != FORMAT:
-        raise ValueError(f"format={shown(found[0])}: must be {FORMAT!r}")
-    if found[1] != VERSION:
-        raise ValueError(f"version={shown(found[1])}: this Lockstep reads version {VERSION}")
+def _from_json(text: str) -> Plan:
+    values = parse_object(text)
+    check_format(values, FORMAT, VERSION)
     plan = as_type(Plan, values)
     for problem in _problems(plan):
         raise ValueError(problem)

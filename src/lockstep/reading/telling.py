@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lockstep.observe import Measured, text
-from lockstep.observe.costs import seconds
 from lockstep.reading.differences import Partings
 from lockstep.reading.history import History
 from lockstep.reading.listing import Summary
@@ -26,9 +25,10 @@ def costs_of_runs(costs: Sequence[Measured]) -> Iterator[list[str]]:
 
     There are none where nothing is known of any run; a run of which nothing is known has "".
     """
-    measured = [seconds(cost.measured.step_s) if cost.measured else "" for cost in costs]
+    measured = [text.brief(cost.measured.step_s) if cost.measured else "" for cost in costs]
     predicted = [
-        f"{seconds(cost.predicted.step_s)} ({cost.by})" if cost.predicted else "" for cost in costs
+        f"{text.brief(cost.predicted.step_s)} ({cost.by})" if cost.predicted else ""
+        for cost in costs
     ]
     if any(measured):
         yield ["time of a step", *measured]

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from lockstep.observe.text import brief
 from lockstep.planning.profile.operations import OPERATIONS
 from lockstep.planning.profile.profile import Measurement, Profile, Scope
 from lockstep.planning.profile.sizes import size_text
 
-_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
-_ONE = 0.9995
-"""What rounds to 1 with three digits."""
 _MEANT = {
     "inside": "inside a host",
     "between": "between hosts, one rank of each",
@@ -50,13 +48,6 @@ def skipped_lines(profile: Profile) -> Iterator[str]:
                 )
 
 
-def time_text(seconds: float) -> str:
-    """A time in the unit that suits it, with three digits."""
-    unit, scale = next((u for u in _UNITS if seconds * u[1] >= _ONE), _UNITS[-1])
-    value = seconds * scale
-    return f"{value:.3g} {unit}" if value < 1000 * _ONE else f"{value:.0f} {unit}"
-
-
 def speed_text(bytes_per_s: float) -> str:
     """A bandwidth in GB/s or MB/s of powers of 1,000."""
     if bytes_per_s >= 1e8:
@@ -77,9 +68,9 @@ def _times(title: str, measurements: list[Measurement]) -> Table:
                 key,
                 size_text(point.num_bytes) if has_size else "",
                 str(point.num_samples),
-                time_text(point.min_s),
-                time_text(point.median_s),
-                time_text(point.p99_s),
+                brief(point.min_s),
+                brief(point.median_s),
+                brief(point.p99_s),
                 speed_text(point.algorithm_bytes_per_s) if has_size else "",
                 speed_text(point.bus_bytes_per_s) if has_size else "",
             )
@@ -104,7 +95,7 @@ def _fits(measurements: list[Measurement]) -> Table:
             table.add_row(
                 key,
                 f"{size_text(piece.first_bytes)}–{size_text(piece.last_bytes)}",
-                time_text(piece.alpha_s),
+                brief(piece.alpha_s),
                 speed_text(speed) if speed else "∞",
                 speed_text(speed * factor) if speed else "∞",
                 worst,

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from lockstep.commands.comm_profile.tables import time_text
-from lockstep.observe.text import count, duration, size
+from lockstep.observe.text import brief, count, duration, size
 from lockstep.planning.plan import Plan, Row
 
 _COLUMNS = ("ranks", "mesh", "step", "c/s/w %", "samples/s", "ideal", "memory", "sends")
@@ -45,8 +44,8 @@ def lines(plan: Plan) -> Iterator[str]:
         took = duration(facts.total_steps * way.step_s)
         yield f"  {steps} take {took}, after a start of {facts.start_s:.1f} s"
     yield (
-        f"checkpoints: {size(facts.checkpoint_bytes)} in {time_text(facts.write_s)}, of which "
-        f"training stands still for {time_text(facts.checkpoint_s)}; best every "
+        f"checkpoints: {size(facts.checkpoint_bytes)} in {brief(facts.write_s)}, of which "
+        f"training stands still for {brief(facts.checkpoint_s)}; best every "
         f"{count(lost.interval_steps, 'step')} ({duration(lost.interval_s)}), which costs "
         f"{lost.checkpoints:.2%}"
     )
@@ -80,7 +79,7 @@ def _cells(row: Row) -> list[str]:
     return [
         str(way.layout.num_ranks),
         way.layout.name,
-        time_text(way.step_s),
+        brief(way.step_s),
         f"{'/'.join(f'{100 * part / way.step_s:.0f}' for part in parts)}",
         f"{way.samples_per_s:,.0f}",
         f"{way.efficiency:.0%}",

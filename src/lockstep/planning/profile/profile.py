@@ -14,9 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import DataError
-from lockstep.files import MAX_TEXT_BYTES, read_text, replacing
 from lockstep.parsing import as_type, parse_object, shown
+from lockstep.planning.files import check_format, read, write
 from lockstep.planning.profile.fit import Fit
 from lockstep.planning.profile.operations import OPERATIONS, Layer
 from lockstep.planning.profile.sizes import MOST_BYTES
@@ -143,11 +142,7 @@ def from_json(text: str) -> Profile:
         ValueError: it is no such JSON, or what it says cannot be.
     """
     values = parse_object(text)
-    found = values.get("format"), values.get("version")
-    if found[0] != FORMAT:
-        raise ValueError(f"format={shown(found[0])}: must be {FORMAT!r}")
-    if found[1] != VERSION:
-        raise ValueError(f"version={shown(found[1])}: this Lockstep reads version {VERSION}")
+    check_format(values, FORMAT, VERSION)
     profile = as_type(Profile, values)
     for problem in _problems(profile):
         raise ValueError(problem)
@@ -160,12 +155,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    text = json.dumps(asdict(profile), indent=1, allow_nan=False)
-    try:
-        with replacing(path) as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+    write(path, profile)
 
 
 def read_profile(path: Path) -> Profile:
@@ -174,13 +164,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         DataError: the file cannot be read, is damaged, or is something else.
     """
-    advice = "write one with `lockstep comm-profile --json FILE`"
-    try:
-        return from_json(read_text(path, MAX_TEXT_BYTES, follow_links=True))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}; {advice}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: is no communication profile: {error}; {advice}") from None
+    return read(path, from_json, "communication profile", "lockstep comm-profile --json FILE")
 
 
 def _problems(profile: Profile) -> Iterator[str]:
