@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.planning.test_plans import anatomy, facts, network
 
 from lockstep.commands.plan.command import Options, plan
-from lockstep.commands.plan.measuring import Measuring, message_sizes, shapes
+from lockstep.commands.plan.measuring import Measuring, groups, message_sizes, shapes
 from lockstep.commands.plan.probes import Probe, Shape, probe_of
 from lockstep.commands.plan.tables import lines, table
 from lockstep.config import override
@@ -65,6 +65,14 @@ def test_each_number_of_this_host_is_measured_as_it_will_be() -> None:
     more = shapes(measuring((4, 16)), anatomy())
     # Two on each host: a line through two numbers of microbatches gives all others.
     assert more == [Shape(8), Shape(2, 2), Shape(1, 2)]
+
+
+def test_groups_are_as_large_as_this_host_may_have() -> None:
+    assert groups(measuring((1,))) == []
+    assert groups(measuring((1, 2, 3))) == [Shape(8, num_replicas=2)]
+    assert groups(measuring((2, 3, 99), per_host=4)) == [
+        Shape(8, num_replicas=n) for n in (2, 3, 4)
+    ]
 
 
 def test_replicas_are_measured_where_there_are_cores_for_them() -> None:

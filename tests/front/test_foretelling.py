@@ -32,7 +32,7 @@ def plan_of(of: ls.TrainConfig, ranks: Sequence[int] = (1, 2, 3), **facts: Any) 
         "task": "line", "overrides": (), "config_hash": of.hash, "measured_at": 0.0,
         "versions": {}, "host": "h", "cores": 4, "memory_bytes": 1 << 34, "launcher": "local",
         "batch_size": of.batch_size, "num_microbatches": of.num_microbatches, "total_steps": 24,
-        "buddy": False, "group_bytes": 1 << 20,
+        "buddy": False, "groups": (), "messages": (), "group_bytes": 1 << 20,
         "anatomy": Anatomy(2, 8, 8, 8, 2, 1, True, False),
         "timed": (Timed(1, 1, 1, 1, 0.01, 1 << 28), Timed(8, 1, 1, 1, 0.08, 1 << 28),
                   Timed(4, 1, 2, 1, 0.05, 1 << 28)),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.layout import leaves, merges, split
-from lockstep.planning.facts import Anatomy, Facts, Timed
+from lockstep.planning.facts import Anatomy, Facts, Group, Timed
 from lockstep.planning.layouts import SHARDINGS, Layout, layouts
 from lockstep.planning.losses import losses
 from lockstep.planning.memory import peak_bytes
@@ -29,6 +29,7 @@ from lockstep.planning.prediction import (
     predict,
     sent_bytes,
     step_seconds,
+    surplus_seconds,
 )
 from lockstep.planning.profile.operations import OPERATIONS
 from lockstep.planning.profile.profile import FORMAT, VERSION, Host, Measurement, Profile, Scope
@@ -54,7 +55,7 @@ def facts(**changes: Any) -> Facts:
         task="digits", overrides=(), config_hash="0" * 12, measured_at=1.0, versions={}, host="h",
         cores=2, memory_bytes=8192 * MIB, launcher="mpi", batch_size=256, num_microbatches=8,
         total_steps=100, buddy=True, anatomy=anatomy(), timed=tuple(timed),
-        group_bytes=10 * MIB, start_s=4.0, checkpoint_bytes=MIB,
+        groups=(), messages=(), group_bytes=10 * MIB, start_s=4.0, checkpoint_bytes=MIB,
         checkpoint_s=0.02, write_s=0.05,
     )  # fmt: skip
     return replace(plain, **changes)
@@ -161,6 +162,29 @@ def test_messages_among_more_ranks_are_not_quicker(one: int, other: int) -> None
     for name in ("ordered_sum", "all_gather", "all_to_all"):
         of_few = network(per_host=1 << 20).seconds(name, MIB, few)
         assert of_few <= network(per_host=1 << 20).seconds(name, MIB, many) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.0061, 0.008, 0.05])
+def test_what_was_trained_is_predicted_as_it_took(step_s: float) -> None:
+    known = facts(groups=(Group(2, step_s),), messages=(profile(2),))
+    way = predict(known, network(), Layout(2), 2)
+    assert way.compute_s == 0.006
+    assert way.step_s == pytest.approx(max(step_s, way.compute_s))
+    assert min(way.exchange_s, way.waiting_s) >= 0.0
+
+
+def test_what_ranks_of_a_host_lose_together_counts_in_all_layouts() -> None:
+    plain = facts()
+    slow = facts(groups=(Group(2, 0.009), Group(4, 0.05)), messages=(profile(2), profile(4)))
+    parts = predict(plain, network(), Layout(2), 2).step_s
+    for layout in (Layout(2, sharding="gradients"), Layout(64)):
+        lost = (
+            predict(slow, network(), layout, 2).step_s - predict(plain, network(), layout, 2).step_s
+        )
+        assert lost == pytest.approx(0.009 - parts)
+    for layout, per_host in ((Layout(1), 2), (Layout(64), 1), (Layout(2, pp=2), 2)):
+        known = facts(timed=(*plain.timed, Timed(8, 1, 2, 1, 0.01, MIB)), groups=slow.groups)
+        assert surplus_seconds(known, layout, per_host) == 0.0
 
 
 def test_one_rank_says_nothing() -> None:

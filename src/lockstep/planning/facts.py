@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.config.train_config import Sharding
+from lockstep.planning.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Timed:
     def num_ranks(self) -> int:
         """Ranks of this host that computed."""
         return self.num_copies * self.pp * self.tp
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one host that trained together, each a whole replica.
+
+    Attributes:
+        num_ranks: number of ranks.
+        step_s: seconds of a step, the median of reports.
+    """
+
+    num_ranks: int
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,8 @@ class Facts:
         buddy: whether a rank keeps the slice of another one too.
         anatomy: what the model is made of.
         timed: steps that were measured.
+        groups: steps of ranks of this host that did talk to each other.
+        messages: what messages cost among them.
         group_bytes: memory that a rank needs more when it is one of two.
         start_s: seconds from the command to the first step.
         checkpoint_bytes: size of a checkpoint.
@@ -110,6 +126,8 @@ class Facts:
     buddy: bool
     anatomy: Anatomy
     timed: tuple[Timed, ...]
+    groups: tuple[Group, ...]
+    messages: tuple[Profile, ...]
     group_bytes: int
     start_s: float
     checkpoint_bytes: int

@@ -21,7 +21,8 @@ class Prediction:
         num_hosts: hosts that they are on.
         compute_s: seconds in which the slowest rank computes, fetches batches and steps.
         exchange_s: seconds in which ranks sum their gradients.
-        waiting_s: seconds in which ranks wait for whichever of them is slowest in this step.
+        waiting_s: seconds in which ranks wait for whichever of them is slowest in this step, and
+            in which those of a host are in each other's way.
         samples_per_s: samples of all ranks for each second.
         efficiency: what a rank does, over what one does that is alone.
         peak_bytes: the most memory that a rank has.
@@ -59,11 +60,12 @@ def predict(facts: Facts, network: Network, layout: Layout, ranks_per_host: int)
     """
     per_host = min(layout.num_ranks, ranks_per_host)
     num_microbatches = facts.num_microbatches
-    compute = step_seconds(facts, layout, layout.most_microbatches(num_microbatches), per_host)
+    compute, exchange, waiting = _parts(facts, network, layout, per_host)
+    beyond = max(0.0, exchange + waiting + surplus_seconds(facts, layout, per_host))
+    exchange = min(exchange, beyond)
+    waiting = beyond - exchange
+    total = compute + beyond
     working = min(layout.num_replicas, num_microbatches)
-    waiting = compute * excess_of_slowest(facts.jitter, working)
-    exchange = exchange_seconds(facts, network, layout)
-    total = compute + waiting + exchange
     alone = step_seconds(facts, Layout(1), num_microbatches, 1)
     peak = peak_bytes(facts, layout)
     return Prediction(
@@ -79,6 +81,36 @@ def predict(facts: Facts, network: Network, layout: Layout, ranks_per_host: int)
         num_spares=layout.num_ranks - working * layout.pp * layout.tp,
         fits=peak * per_host <= facts.memory_bytes,
     )
+
+
+def surplus_seconds(facts: Facts, layout: Layout, per_host: int) -> float:
+    """Seconds by which a step of ranks that trained together on this host exceeds its parts.
+
+    Messages between ranks that have just computed, and come at different times, cost more than
+    messages alone; more ranks than cores, some of which wait, more than as many that compute. It is
+    taken from the group that is most like the ranks of a host, and the same for all layouts.
+
+    Args:
+        facts: what was measured.
+        layout: the ranks.
+        per_host: ranks of a host.
+    """
+    if layout.num_replicas == 1 or per_host == 1 or not facts.groups:
+        return 0.0
+    near = min(facts.groups, key=lambda group: abs(group.num_ranks - per_host))
+    network = Network(facts.messages, near.num_ranks)
+    return near.step_s - sum(_parts(facts, network, Layout(near.num_ranks), near.num_ranks))
+
+
+def _parts(
+    facts: Facts, network: Network, layout: Layout, per_host: int
+) -> tuple[float, float, float]:
+    """Seconds of computing, of messages, and of waiting for the slowest."""
+    most = layout.most_microbatches(facts.num_microbatches)
+    compute = step_seconds(facts, layout, most, per_host)
+    working = min(layout.num_replicas, facts.num_microbatches)
+    waiting = compute * excess_of_slowest(facts.jitter, working)
+    return compute, exchange_seconds(facts, network, layout), waiting
 
 
 def step_seconds(facts: Facts, layout: Layout, num_microbatches: int, per_host: int) -> float:

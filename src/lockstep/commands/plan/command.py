@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.commands.outputs import check_writable
-from lockstep.commands.plan.measuring import Measuring, measure, profiles
+from lockstep.commands.plan.measuring import Measuring, measure
 from lockstep.commands.plan.tables import lines, table
 from lockstep.commands.waiting import shown_status
 from lockstep.errors import ConfigError
@@ -35,7 +35,7 @@ class Options:
     Attributes:
         ranks: numbers of ranks, with commas between them.
         ranks_per_host: most ranks of a host; None for as many as have cores.
-        profiles: files of communication profiles; empty to measure on this host.
+        profiles: files of communication profiles; empty for those of this host.
         network: link between hosts, as `parse_link` takes it.
         hours_between: mean hours between two losses of one rank.
         launcher: what starts several ranks; None to choose.
@@ -74,10 +74,9 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
                 status.update(f"measuring {target}: {what}")
 
         facts = measure(measuring, say)
-        found = given or profiles(measuring, facts.anatomy, say)
     made = make_plan(
         facts,
-        Network(found, measuring.ranks_per_host, link),
+        Network(given or facts.messages, measuring.ranks_per_host, link),
         measuring.numbers,
         measuring.ranks_per_host,
         options.hours_between,

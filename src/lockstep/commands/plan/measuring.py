@@ -21,7 +21,7 @@ from lockstep.engine.step.memory import memory_limits
 from lockstep.engine.task import Task
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
-from lockstep.planning.facts import Anatomy, Facts, Timed
+from lockstep.planning.facts import Anatomy, Facts, Group, Timed
 from lockstep.planning.profile.profile import Profile
 from lockstep.planning.profile.sizes import MOST_BYTES
 
@@ -65,14 +65,14 @@ class Measuring:
 
 
 def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
-    """Train for a few steps in each way that is needed.
+    """Train for a few steps in each way that is needed, and send messages of such sizes.
 
     Args:
         measuring: what is to be measured.
         say: function that is called with what is being done.
 
     Raises:
-        LockstepError: the task cannot be trained.
+        LockstepError: the task cannot be trained, or a rank was lost.
     """
     config = measuring.config
     say("building the model")
@@ -84,9 +84,9 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         )  # fmt: skip
         say("a step on two ranks")
         pair = prober.first(2 if max(measuring.numbers) > 1 else 1)
-        wanted = shapes(measuring, parts)
-        best = _fastest(prober, wanted, measuring.rounds, say)
-        alone, timed = best[0][0], [each for _, each in best]
+        wanted, together = shapes(measuring, parts), groups(measuring)
+        best = _fastest(prober, [*wanted, *together], measuring.rounds, say)
+        alone, timed = best[wanted[0]][0], [best[shape][1] for shape in wanted]
         busiest = max(wanted, key=lambda s: (s.num_copies <= measuring.cores, s.num_copies))
         if busiest.num_copies > 1:
             say(f"{busiest.name}, step by step")
@@ -111,6 +111,8 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         buddy=config.optimizer.buddy,
         anatomy=parts,
         timed=tuple(timed),
+        groups=tuple(Group(shape.num_replicas, best[shape][0].step_s) for shape in together),
+        messages=tuple(_profiles(measuring, parts, say)),
         group_bytes=max(0, pair.peak_bytes - lean_bytes),
         start_s=pair.started_s,
         checkpoint_bytes=int(saved[0]["num_bytes"]) if saved else 0,
@@ -121,18 +123,26 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
 
 def _fastest(
     prober: Prober, wanted: Sequence[Shape], rounds: int, say: Callable[[str], None]
-) -> list[tuple[Probe, Timed]]:
+) -> dict[Shape, tuple[Probe, Timed]]:
     """Of each shape the fastest of some trainings: what else the machine does only slows down."""
     found: dict[Shape, list[tuple[Probe, Timed]]] = {shape: [] for shape in wanted}
     for number in range(rounds):
         for shape in wanted:
             say(f"{shape.name}, round {number + 1} of {rounds}")
             found[shape].append(prober.timed(shape))
-    return [min(tried, key=lambda pair: pair[1].step_s) for tried in found.values()]
+    return {shape: min(tried, key=lambda pair: pair[1].step_s) for shape, tried in found.items()}
+
+
+def groups(measuring: Measuring) -> list[Shape]:
+    """The trainings of several ranks that talk to each other, as many as this host may have."""
+    numbers = {min(number, measuring.most_here) for number in measuring.numbers if number > 1}
+    return [
+        Shape(measuring.config.num_microbatches, num_replicas=number) for number in sorted(numbers)
+    ]
 
 
 def shapes(measuring: Measuring, parts: Anatomy) -> list[Shape]:
-    """The trainings that predictions need; the first is one rank that computes everything."""
+    """The trainings that do not; the first is one rank that computes everything."""
     num, most = measuring.config.num_microbatches, measuring.most_here
     wanted = [Shape(num)]
     for number in sorted(measuring.numbers):
@@ -161,18 +171,17 @@ def _replicas(measuring: Measuring, parts: Anatomy) -> list[tuple[int, int]]:
     ]
 
 
-def profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) -> list[Profile]:
-    """What messages of the task's sizes cost among ranks of this host.
+def _profiles(measuring: Measuring, parts: Anatomy, say: Callable[[str], None]) -> list[Profile]:
+    """What messages of the task's sizes cost among the ranks of each group.
 
     Raises:
         LockstepError: ranks could not be started, or one was lost.
     """
-    numbers = {min(number, measuring.most_here) for number in measuring.numbers if number > 1}
     request = Request(message_sizes(parts), measuring.seconds, "cpu", with_torch=False)
     found = []
-    for number in sorted(numbers):
-        say(f"messages among {number} ranks")
-        command = profile_command(measuring.launcher, number, request)
+    for shape in groups(measuring):
+        say(f"messages among {shape.num_replicas} ranks")
+        command = profile_command(measuring.launcher, shape.num_replicas, request)
         found.append(profile_of(command, measuring.seconds))
     return found
 

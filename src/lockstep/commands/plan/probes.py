@@ -143,13 +143,13 @@ class Prober:
             single: whether each step is reported by itself.
         """
         assert self._microbatch_s, "first has been called"
-        guess = self._microbatch_s * shape.num_microbatches
+        guess = self._microbatch_s * shape.num_microbatches / shape.num_replicas
         num_steps = int(min(max(self._seconds / guess, _LEAST_REPORTS + 1), _MOST_STEPS))
         most = max(1, num_steps // (_LEAST_REPORTS + 1))
         log_every = 1 if single else min(self._config.log_every, most)
         num_steps = max(2, num_steps // log_every) * log_every
         probe = self._train(shape, num_steps, log_every)
-        self._microbatch_s = probe.step_s / shape.num_microbatches
+        self._microbatch_s = probe.step_s * shape.num_replicas / shape.num_microbatches
         return probe, Timed(
             num_microbatches=shape.num_microbatches,
             num_copies=shape.num_copies,
