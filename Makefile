@@ -3,6 +3,8 @@ PYTHON ?= python3
 # The newest torch that is supported; without a pin, pip may take one with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# What is imported is compiled then, which is a small part of what is installed.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
 
@@ -10,8 +12,8 @@ venv: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,tensorboard,dev]"
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable ".[recipes,tensorboard,dev]"
 	touch $@
 
 train: venv
@@ -68,7 +70,7 @@ docs-screens: venv
 	$(BIN)/python docs/monitor_pictures.py
 
 bench: venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[recipes,ufs,bench]"
+	$(INSTALL) --editable ".[recipes,ufs,bench]"
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/ufs.py
 
