@@ -58,13 +58,18 @@ def remove(lab: str) -> None:
     """
     own = [path for path in _namespaces() if (match := _NAME.fullmatch(path)) and match[1] == lab]
     switch = switch_of(lab)
-    for namespace in own:
+    there = {namespace for namespace in own if (NAMESPACES / namespace).exists()}
+    for namespace in there:
         _end_processes(namespace)
     for namespace in sorted(own, key=lambda name: name == switch):
         if namespace == switch:
             _remove_state(lab)
         shutil.rmtree(FILES / namespace, ignore_errors=True)
-        _while_true((NAMESPACES / namespace).exists, ["ip", "netns", "delete", namespace])
+        if namespace in there:
+            _while_true((NAMESPACES / namespace).exists, ["ip", "netns", "delete", namespace])
+    for parent in (STATE, FILES):
+        with contextlib.suppress(OSError):  # other labs are in it
+            parent.rmdir()
 
 
 def _remove_state(lab: str) -> None:
@@ -73,13 +78,12 @@ def _remove_state(lab: str) -> None:
         if os.path.ismount(path):
             _while_true(functools.partial(os.path.ismount, path), ["umount", str(path)])
     shutil.rmtree(folder, ignore_errors=True)
-    for parent in (STATE, FILES):
-        with contextlib.suppress(OSError):  # other labs are in it
-            parent.rmdir()
 
 
 def _namespaces() -> list[str]:
-    return sorted(path.name for path in NAMESPACES.glob(f"{PREFIX}-*"))
+    """Namespaces that are there, or of which files are: these outlive a restart of the machine."""
+    folders = (NAMESPACES, FILES)
+    return sorted({path.name for folder in folders for path in folder.glob(f"{PREFIX}-*")})
 
 
 def _lives(pid: int) -> bool:

@@ -86,6 +86,12 @@ class Lab:
                 self._make_bridge()
             for host in range(self.num_hosts):
                 self._connect(host)
+        except OSError as error:
+            self.close()
+            raise EnvironError(
+                f"lab: {error.filename}: {error.strerror}; {STATE.parent} and {FILES} have to be "
+                "writable: in a container, mount a tmpfs there"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -114,8 +120,13 @@ class Lab:
         return f"10.77.0.{host + 1}"
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` on a host; it becomes `argv` without a process between."""
-        assert self.name, "outside the context there are no hosts"
+        """The command that runs `argv` on a host; it becomes `argv` without a process between.
+
+        Raises:
+            ConfigError: there are no hosts, outside the context.
+        """
+        if not self.name:
+            raise ConfigError("lab: there are no hosts; call this inside `with Lab(…) as lab:`")
         inside = ["ip", "netns", "exec", host_of(self.name, host)]
         return [*inside, "nsenter", f"--uts={self._uts(host)}", "--", *argv]
 
@@ -170,7 +181,8 @@ class Lab:
     def _make_host(self, host: int) -> None:
         namespace = host_of(self.name, host)
         files = FILES / namespace
-        files.mkdir(parents=True)
+        # Of a lab of this name before the machine was started anew, the folder may be left.
+        files.mkdir(parents=True, exist_ok=True)
         known = [f"{self.address(other)} h{other}" for other in range(self.num_hosts)]
         text = "\n".join(["127.0.0.1 localhost", *known, ""])
         (files / "hosts").write_text(text, encoding="utf-8")

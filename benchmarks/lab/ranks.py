@@ -87,15 +87,15 @@ def start_ranks(
     commands = make(lab, ranks_per_host, [program, *argv[1:]])
     before, started = lab.bytes_between_hosts(), time.perf_counter()
     with contextlib.ExitStack() as stack:
-        processes = []
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)
         for command, own in commands:
             process = subprocess.Popen(
                 tethered(command), env={**variables, **own}, cwd=cwd, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output,
             )  # fmt: skip
             processes.append(process)
-            stack.callback(_end, process)
-        exit_code = _wait(processes, time.monotonic() + timeout_s)
+        exit_code = _wait(processes, timeout_s)
     seconds = time.perf_counter() - started
     return Outcome(exit_code, seconds, lab.bytes_between_hosts() - before)
 
@@ -136,9 +136,9 @@ def _torchrun(
     return commands
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> int:
     """Wait until all have ended; the first exit code that is not 0."""
-    failed = 0
+    failed, deadline = 0, time.monotonic() + timeout_s
     while any(process.poll() is None for process in processes):
         codes = [process.returncode for process in processes]
         if not failed and any(codes):
@@ -147,16 +147,22 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int:
         if time.monotonic() > deadline:
             if failed:
                 return failed
-            raise LaunchError("lab: the ranks are not done in time; they have been ended")
+            raise LaunchError(
+                f"lab: seconds={timeout_s:g}: the ranks are not done; give more with --seconds"
+            )
         time.sleep(0.02)
     return failed or next((process.returncode for process in processes if process.returncode), 0)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that may have ended by itself: in order, so that mpirun ends its ranks."""
-    if process.poll() is None:
-        process.terminate()
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End processes that may have ended by themselves: in order, so that mpirun ends its ranks."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-    process.kill()
-    process.wait()
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.wait()
