@@ -13,6 +13,7 @@ from lockstep.files import (
     read_bytes,
     read_text,
     replacing,
+    replacing_binary,
     temporary_beside,
 )
 
@@ -82,3 +83,22 @@ def test_new_files_have_names_of_their_own_and_the_permissions_of_the_umask(tmp_
     assert temporary_beside(tmp_path / "file") != temporary_beside(tmp_path / "file")
     (tmp_path / ".other.tmp").touch()
     assert leftovers(tmp_path) == [one]
+
+
+@pytest.mark.parametrize(("durable", "num_flushed"), [(True, 2), (False, 0)])
+def test_the_disk_is_waited_for_where_the_file_must_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool, num_flushed: int
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    with replacing_binary(tmp_path / "file", durable=durable) as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert len(flushed) == num_flushed  # the file and its folder
+    with (
+        pytest.raises(ValueError, match="torn"),
+        replacing_binary(tmp_path / "file", durable=durable) as file,
+    ):
+        raise ValueError("torn")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]

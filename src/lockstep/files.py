@@ -113,11 +113,15 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 @contextmanager
-def replacing_binary(path: Path) -> Iterator[BinaryIO]:
+def replacing_binary(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` at the end, or leaves it as it was.
 
     Whoever reads `path` sees the whole old or the whole new file, also after a power cut. A link
     at `path` is replaced, not followed.
+
+    Args:
+        path: path of the file.
+        durable: whether to wait for the disk; if not, a power cut may leave a damaged file.
 
     Raises:
         OSError: the file cannot be written; `path` is unchanged.
@@ -126,14 +130,16 @@ def replacing_binary(path: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def create_beside(path: Path) -> tuple[Path, int]:

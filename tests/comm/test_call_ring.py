@@ -122,6 +122,31 @@ def test_a_call_that_fails_is_told_from_one_that_ends() -> None:
     assert (log.stuck.kind, log.stuck.has_failed) == ("barrier", True)
 
 
+class Told:
+    """Remembers what an observer is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def wait(self) -> None:
+        self.said.append("wait")
+
+    def go(self) -> None:
+        self.said.append("go")
+
+
+def test_a_call_with_wrong_arguments_leaves_nobody_waiting_and_no_record() -> None:
+    transport = Failing()
+    transport.call_group = transport.call_ring.start(0, 1)
+    transport.observer = told = Told()
+    with pytest.raises(AttributeError):
+        transport.all_gather(None, None, [0])
+    assert told.said == []
+    assert not parse_calls(transport.call_ring.copy()).calls
+    transport.gather_json(1)
+    assert told.said == ["wait", "go"] * 2
+
+
 def test_bytes_are_those_of_the_tensors_also_by_keyword() -> None:
     four, eight = torch.zeros(4), torch.zeros(8, dtype=torch.int64)
     assert measure_of("all_gather")(four, eight, counts=[4]) == (16, 64, -1)

@@ -81,9 +81,10 @@ def collective(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def wrapped(self: Transport, *args: Any, **keys: Any) -> Any:
-        self.observer.wait()
         calls, is_done = self.call_ring, False
+        # Wrong arguments raise here, before anything is noted that would have to be ended.
         place = calls.begin(self.call_group, kind, measure(*args, **keys))
+        self.observer.wait()
         try:
             result = method(self, *args, **keys)
             is_done = True
