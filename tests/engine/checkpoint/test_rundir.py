@@ -73,6 +73,25 @@ def test_the_same_run_opens_it_again(tmp_path: Path) -> None:
     opened(tmp_path, resume=True).close()
 
 
+def test_a_start_that_is_refused_leaves_what_an_earlier_one_has_written(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    save(directory, 1)
+    directory.hang_report(1).write_text('{"reason": "did nothing"}')
+    directory.flight.keep(0, b"calls")
+    directory.flight.waiting_file(2).write_bytes(b"calls")
+    directory.close()
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = files()
+    assert "already holds this run" in refused(tmp_path, resume=False)
+    assert files() == before
+    opened(tmp_path, resume=True).close()
+    assert directory.hang_reason(1) == ""
+    assert sorted(path.name for path in (tmp_path / "flight").iterdir()) == ["0001"]
+
+
 def test_keys_without_outcome_may_change(tmp_path: Path) -> None:
     used(tmp_path)
     other = override(CONFIG, ["log_every=3", "checkpoint.keep=1", "optimizer.sharded=true"])

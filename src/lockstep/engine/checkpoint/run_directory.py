@@ -160,12 +160,6 @@ class RunDirectory:
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
                 )
-        # Of earlier sittings: a process of this one with the same slot may die of something else.
-        for report in self.path.glob(f"{_HANG_REPORT}*.json"):
-            with suppress(OSError):
-                report.unlink()
-        with suppress(OSError):
-            self.flight.begin()
         try:
             listing.bring_back(self.checkpoints)
         except OSError as error:
@@ -179,6 +173,12 @@ class RunDirectory:
                 f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"
             )
+        # Of earlier sittings: a process of this one with the same slot may die of something else.
+        for report in self.path.glob(f"{_HANG_REPORT}*.json"):
+            with suppress(OSError):
+                report.unlink()
+        with suppress(OSError):
+            self.flight.begin()
         whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
         self._write("config.yaml", whole.to_yaml())
         self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
