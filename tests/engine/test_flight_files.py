@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lockstep.comm.call_records import CallLog, parse_calls
+from lockstep.comm.call_records import Call, CallLog, parse_calls
 from lockstep.comm.calls import KINDS, CallRing
+from lockstep.config import TrainConfig
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import Event, RankLost
 from lockstep.engine.flight.folder import FlightFolder
 from lockstep.engine.flight.losses import losses, unreported
 from lockstep.engine.flight.story import difference, listed, reached, waiting, waits
+from lockstep.engine.recovery.positions import Held, Origin
+from lockstep.engine.run.progress import Progress
+from lockstep.engine.run.reporter import Reporter
 from lockstep.errors import DataError
 
 Made = tuple[str, int] | tuple[str, int, int]
@@ -91,6 +99,34 @@ def test_the_first_call_that_differs_is_found() -> None:
     assert difference(kinds) == "call 2 is barrier on rank 0, broadcast of 8 bytes on rank 1"
 
 
+def failed(rank: int, *calls: str) -> CallLog:
+    """A rank whose newest calls have failed, after four all-gathers."""
+    made = CallRing()
+    group = made.start(rank, 3)
+    for kind in ("all_gather",) * 4:
+        made.end(made.begin(group, KINDS.index(kind), (24, 24, -1)), is_done=True)
+    for kind in calls:
+        peer = 0 if kind == "receive" else -1
+        made.end(made.begin(group, KINDS.index(kind), (24, 24, peer)), is_done=False)
+    return parse_calls(made.copy())
+
+
+def test_what_ranks_do_about_a_loss_is_no_difference() -> None:
+    logs = {0: failed(0, "all_gather", "regroup"), 2: failed(2, "receive", "regroup")}
+    assert [call.kind for call in logs[2].until_stuck] == ["all_gather"] * 4 + ["receive"]
+    assert difference(logs) == ""
+    logs[2] = failed(2, "barrier", "regroup")
+    assert difference(logs) == "call 5 is all_gather of 24 bytes on rank 0, barrier on rank 2"
+
+
+def test_a_message_in_a_subgroup_of_unknown_ranks_is_told_by_its_place() -> None:
+    sent = Call("send", 1, 3, 8, 0, 1, 1, 0, False)
+    assert waits({2: CallLog(2, 4, 11, [None], [sent])}) == [
+        ([2], "message 3 to place 1 of a subgroup")
+    ]
+    assert waits({2: CallLog(2, 4, 11, [[0, 2]], [sent])}) == [([2], "message 3 to rank 2")]
+
+
 @pytest.mark.parametrize("skip", [0, 5, 1500, 2999])
 def test_a_skipped_call_is_found_wherever_the_ring_begins(skip: int) -> None:
     made: list[Made] = [("all_gather", 8 * (1 + n % 7)) for n in range(3000)]
@@ -117,14 +153,46 @@ def test_losses_tell_of_those_that_hung_and_nothing_of_those_that_were_killed(
 ) -> None:
     folder = FlightFolder(tmp_path)
     write(folder)
-    (lost,) = losses(11, {1: 1}, {1: "did nothing"}, folder)
+    logs = folder.present()
+    (lost,) = losses(11, {1: 1}, {1: "did nothing"}, logs)
     assert lost.reached == "in step 12, after call 4 (all_gather)"
     assert lost.waiting == "ranks 0 and 2 waited for it in call 5 (all_gather)"
     assert (lost.step, lost.slot, lost.rank, lost.reason) == (11, 1, 1, "did nothing")
-    (killed,) = losses(11, {1: 1}, {1: ""}, folder)
+    (killed,) = losses(11, {1: 1}, {1: ""}, logs)
     assert (killed.reached, killed.waiting) == ("", "")
-    assert unreported(folder.present(), {1: "did nothing", 0: ""}) == [lost]
-    assert unreported(folder.present(), {}) == []
+    assert unreported(logs, {1: "did nothing", 0: ""}) == [lost]
+    assert unreported(logs, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason", "num_read", "said"),
+    [(0, "did nothing", 1, "in step 12, after call 4 (all_gather)"), (1, "did nothing", 0, ""),
+     (0, "", 0, "")],
+)  # fmt: skip
+def test_files_of_a_loss_are_read_by_rank_0_alone_and_only_if_one_has_hung(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    rank: int, reason: str, num_read: int, said: str,
+) -> None:  # fmt: skip
+    directory, events = RunDirectory(tmp_path), list[Event]()
+    write(directory.flight)
+    if reason:
+        directory.hang_report(1).write_text('{"reason": "did nothing"}')
+    logs, reads = directory.flight.present(), []
+    monkeypatch.setattr(directory.flight, "present", lambda: reads.append(1) or logs)
+    transport = SimpleNamespace(size=3, rank=rank)
+    runtime: Any = SimpleNamespace(transport=transport, is_first=rank == 0, emit=events.append)
+    mesh = SimpleNamespace(microbatches=[range(1)] * 2)
+    parts: Any = SimpleNamespace(
+        compute=SimpleNamespace(metrics=()), places=SimpleNamespace(mesh=mesh)
+    )
+    reporter = Reporter("task", TrainConfig(), runtime, parts, directory)
+    reporter._slots = [0, 1, 2]
+    origin = Origin([0, 2], [Held(), Held()], [{"slot": 0}, {"slot": 2}], {})
+    reporter.regroup(Progress(step=11), origin, False, 1.0, 11)
+    (lost,) = [event for event in events if isinstance(event, RankLost)]
+    assert (lost.slot, lost.reason, lost.reached) == (1, reason, said)
+    assert len(reads) == num_read
+    assert (tmp_path / "flight" / "0001").exists() == (rank == 0)
 
 
 def test_what_is_set_aside_is_no_longer_present_and_only_the_newest_stay(tmp_path: Path) -> None:

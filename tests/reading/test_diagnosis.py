@@ -176,15 +176,18 @@ def test_what_strangers_write_is_no_error(tmp_path):
     causes(summarise(run_dir), read_run(run_dir))
 
 
-def waiting_in(directory, rank, kind, num_before=4, size=3):
-    """Have a rank wait in a call, as its watchdog writes it down."""
+def waiting_in(directory, rank, kind, num_before=4, size=3, slot=None, has_failed=False):
+    """Have a rank wait in a call, as its watchdog writes it down; or fail in it."""
     ring = CallRing()
     group = ring.start(rank, size)
     for _ in range(num_before):
         ring.end(ring.begin(group, KINDS.index("all_gather"), (8, 24, -1)), is_done=True)
     if kind:
-        ring.begin(group, KINDS.index(kind), (8, 24, -1))
-    path = directory.flight.waiting_file(rank)
+        place = ring.begin(group, KINDS.index(kind), (8, 24, -1))
+        if has_failed:
+            ring.end(place, is_done=False)
+    own = rank if slot is None else slot
+    path = directory.flight.lost_file(own) if has_failed else directory.flight.waiting_file(own)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(ring.copy())
 
@@ -222,3 +225,36 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
         "rank 1 (slot 1) hung in step 1, after call 4 (all_gather), at task.py:42 in loss; "
         "rank 0 waited for it in call 5 (barrier)"
     )
+
+
+def test_a_hang_of_before_does_not_hide_that_ranks_stand_still_now(tmp_path):
+    rows = [step(times(0), times(1), times(2)), event("RankLost", **LOST, reason=STACK),
+            joined(1, slot=7, step=5), event("Recovered", **BACK | {"world_size": 3})]  # fmt: skip
+    _, run_dir = found(tmp_path, *rows, counts=(2, 2, 2), state="killed")
+    for rank, slot, kind in ((0, 0, "barrier"), (1, 7, "broadcast"), (2, 2, "barrier")):
+        waiting_in(RunDirectory(run_dir), rank, kind, slot=slot)
+    by_name = {cause.name: cause for cause in causes(summarise(run_dir), read_run(run_dir))}
+    assert {"hang", "standstill"} <= by_name.keys()
+    assert "call 5 is barrier on ranks 0 and 2" in by_name["standstill"].sentence
+
+
+def test_ranks_whose_calls_a_loss_has_ended_do_not_stand_still(tmp_path):
+    failed = event("Failed", error="RankFailure", message="rank 1 is lost")
+    _, run_dir = found(tmp_path, step(times(0), times(1), times(2)), failed,
+                       counts=(2, 2, 2), state="failed")  # fmt: skip
+    for rank in (0, 2):
+        waiting_in(RunDirectory(run_dir), rank, "all_gather", has_failed=True)
+    names = [cause.name for cause in causes(summarise(run_dir), read_run(run_dir))]
+    assert names == ["rank_failure"]
+
+
+def test_calls_that_are_written_are_told_to_people_and_to_programs(here, tmp_path):
+    _, run_dir = found(tmp_path, step(times(0), times(1), times(2)), state="killed")
+    for rank in (0, 2):
+        waiting_in(RunDirectory(run_dir), rank, "barrier")
+    said = here("diagnose", "run", "--flight", "dumps").stdout
+    assert "calls of ranks 0 and 2, after step 0: dumps\n" in said
+    assert said.endswith("of rank 1 nothing is known; add --allow-incomplete-ranks\n")
+    *_, last = here("diagnose", "run", "--json", "--flight", "more").stdout.splitlines()
+    assert json.loads(last) == {"flight": "more", "step": 0, "ranks": [0, 2], "unknown_ranks": [1]}
+    assert sorted(path.name for path in (tmp_path / "more").iterdir()) == ["rank_0", "rank_2"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from lockstep.comm.call_records import CallLog, parse_calls
 from lockstep.comm.calls import KINDS, CallGroup, CallRing
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, DataError
 from lockstep.reading.flight_recorder import NAMES, write_flight
 
 Act = Callable[..., None]
@@ -53,6 +55,11 @@ def analysed(folder: Path, *options: str) -> Any:
     arguments: Any = JobConfig().parse_args([str(folder), *options])
     details, version = read_dir(arguments)
     return build_db(details, arguments, version)
+
+
+def loaded(folder: Path, rank: int) -> Any:
+    """What the file of a rank holds."""
+    return pickle.loads((folder / f"rank_{rank}").read_bytes())
 
 
 def trained(rank: Rank, steps: int, uneven: bool = True) -> None:
@@ -96,6 +103,10 @@ def test_the_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     assert all(not one.missing_ranks for one in good)
     assert (last.collective_seq_id, last.missing_ranks) == (9, {1})
     assert last.collective_name.endswith(":_all_gather_base")
+    assert [loaded(tmp_path / "out", rank)["pg_status"]["0"] for rank in (0, 1)] == [
+        {"last_enqueued_collective": begun, "last_started_collective": begun,
+         "last_completed_collective": 8} for begun in (9, 8)
+    ]  # fmt: skip
 
 
 def test_the_first_call_that_differs_is_named(tmp_path: Path) -> None:
@@ -149,3 +160,41 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
         write_flight({0: rank.log}, tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         write_flight({0: rank.log}, tmp_path / "notes")
+
+
+def test_memory_does_not_grow_with_the_square_of_the_ranks(tmp_path: Path) -> None:
+    ranks = [Rank(number, 1024) for number in range(16)]
+    for rank in ranks:
+        for _ in range(200):
+            rank.call("barrier")
+    logs = {r.rank: r.log for r in ranks}
+    tracemalloc.start()
+    try:
+        assert write_flight(logs, tmp_path / "out") == list(range(16, 1024))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A list of the ranks takes 8 KiB, and for each call it would be 25 MiB.
+    assert peak < 8 << 20
+    assert loaded(tmp_path / "out", 3)["pg_config"]["0"]["ranks"] == str(list(range(1024)))
+
+
+def test_more_ranks_than_there_are_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"out: the calls are of 1,048,576 ranks, .* at most 1,024"):
+        write_flight({0: Rank(0, 1 << 20).log}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_rank_of_a_group_of_another_size_has_called_does_not_count(tmp_path: Path) -> None:
+    ranks = [Rank(0), Rank(1)]
+    for rank, later in zip(ranks, (3, 1100), strict=True):
+        rank.call("subgroup")
+        rank.call("barrier", group=rank.ring.subgroup([0, 1]))
+        for _ in range(later):
+            rank.call("barrier")
+    smaller = Rank(1, 2)
+    logs = {0: ranks[0].log, 1: ranks[1].log, 9: smaller.log}
+    assert write_flight(logs, tmp_path / "out") == [2]
+    # Rank 1 has made the call of the subgroup too: it is only no longer known.
+    names = {entry["process_group"][0] for entry in loaded(tmp_path / "out", 0)["entries"]}
+    assert "1" not in names

@@ -91,6 +91,12 @@ class CallLog:
         """The call that has failed or has not ended; the first one, since later ones follow it."""
         return next((call for call in self.calls if not call.is_done), None)
 
+    @property
+    def until_stuck(self) -> Sequence[Call]:
+        """The calls up to `stuck`; those after it are what a rank does about a loss."""
+        stuck = self.stuck
+        return self.calls if stuck is None else self.calls[: self.calls.index(stuck) + 1]
+
 
 def read_calls(path: Path) -> CallLog:
     """The calls in a file.

@@ -209,9 +209,9 @@ class RankLost(Event):
     reason: str = ""
     """Why its watchdog ended it, if it did."""
     reached: str = ""
-    """Where it stood if its watchdog ended it: the step, and its newest call."""
+    """Where it stood if its watchdog ended it: the step, and its newest call. Said by rank 0."""
     waiting: str = ""
-    """Who waited for it then, and in which call."""
+    """Who waited for it then, and in which call. Said by rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.comm.call_records import Call, CallLog
 from lockstep.comm.calls import NUM_RECORDS
-from lockstep.errors import ConfigError
+from lockstep.engine.flight.folder import MOST_FILES
+from lockstep.engine.flight.story import listed
+from lockstep.errors import ConfigError, DataError
 from lockstep.files import replacing_binary
 
 VERSION = "2.10"
@@ -43,16 +45,21 @@ _BACKEND = "gloo"
 _WORLD = "all ranks"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """A process group of the analyser: ranks among which calls are counted.
 
-    Messages are counted for each sender and receiver, so each such pair is a group of two.
+    Messages are counted for each sender and receiver, so each such pair is a group of two. All
+    ranks share one object of each group: comparing its ranks for each call would take long.
     """
 
     name: str
     ranks: tuple[int, ...]
     description: str
+
+
+_Groups = dict[tuple[str, int], _Group]
+"""Groups by name and first rank: subgroups that are made at once have one number."""
 
 
 def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
@@ -66,13 +73,21 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
         Ranks of which nothing is known.
 
     Raises:
+        DataError: the group has more ranks than there are files that are read.
         ConfigError: the folder holds something, or cannot be written.
     """
     size = max(log.size for log in logs.values())
-    by_rank = {log.rank: _until_stuck(log) for log in logs.values() if log.size == size}
-    calls = {rank: _grouped(log) for rank, log in by_rank.items()}
+    if size > MOST_FILES:
+        raise DataError(
+            f"--flight {folder}: the calls are of {size:,} ranks, and those of at most "
+            f"{MOST_FILES:,} can be written; leave out --flight"
+        )
+    by_rank = {log.rank: log for log in logs.values() if log.size == size}
+    world = _Group("0", tuple(range(size)), _WORLD)
+    groups: _Groups = {("0", 0): world}
+    calls = {rank: _grouped(log, groups) for rank, log in by_rank.items()}
     # Of these, calls that are not there were not made.
-    whole = {log.rank for log in logs.values() if len(log.calls) < NUM_RECORDS}
+    whole = {rank for rank, log in by_rank.items() if len(log.calls) < NUM_RECORDS}
     firsts = _firsts(calls, whole)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,37 +96,46 @@ def write_flight(logs: Mapping[int, CallLog], folder: Path) -> list[int]:
         for rank, own in calls.items():
             kept = [(g, call) for g, call in own if g in firsts and call.number >= firsts[g]]
             with replacing_binary(folder / f"{PREFIX}{rank}") as file:
-                pickle.dump(_dump(rank, size, kept), file, protocol=2)
+                pickle.dump(_dump(rank, world, kept), file, protocol=2)
     except OSError as error:
         raise ConfigError(f"--flight {folder}: cannot be written: {error.strerror}") from None
     return [rank for rank in range(size) if rank not in by_rank]
 
 
-def _until_stuck(log: CallLog) -> CallLog:
-    """The calls up to one that has failed: what was tried after it failed for the same reason."""
-    stuck = log.stuck
-    if stuck is None:
-        return log
-    return replace(log, calls=log.calls[: log.calls.index(stuck) + 1])
+def _grouped(log: CallLog, groups: _Groups) -> list[tuple[_Group, Call]]:
+    """The calls of a rank that the analyser can take, each with its group.
 
-
-def _grouped(log: CallLog) -> list[tuple[_Group, Call]]:
-    """The calls of a rank that the analyser can take, each with its group."""
+    Args:
+        log: what is known of the rank.
+        groups: those that are known; new ones are added.
+    """
     found = []
-    for call in log.calls:
+    for call in log.until_stuck:
         ranks = log.ranks(call.group)
         if call.kind not in NAMES or ranks is None or log.rank not in ranks:
             continue
         if not call.is_message:
-            name = _WORLD if call.group == 0 else f"subgroup {call.group}"
-            found.append((_Group(str(call.group), tuple(ranks), name), call))
+            found.append((_of_collective(call.group, ranks, groups), call))
         elif 0 <= call.peer < len(ranks):
             ends = (log.rank, ranks[call.peer])
             source, to = ends if call.kind == "send" else ends[::-1]
-            name = f"messages from rank {source} to rank {to}"
-            pair = _Group(f"{call.group}:{source}:{to}", tuple(sorted(ends)), name)
-            found.append((pair, call))
+            found.append((_of_message(call.group, source, to, groups), call))
     return found
+
+
+def _of_collective(number: int, ranks: Sequence[int], groups: _Groups) -> _Group:
+    key = (str(number), ranks[0])
+    if key not in groups:
+        groups[key] = _Group(key[0], tuple(ranks), f"subgroup {number}")
+    return groups[key]
+
+
+def _of_message(number: int, source: int, to: int, groups: _Groups) -> _Group:
+    key = (f"{number}:{source}:{to}", min(source, to))
+    if key not in groups:
+        name = f"messages from rank {source} to rank {to}"
+        groups[key] = _Group(key[0], tuple(sorted((source, to))), name)
+    return groups[key]
 
 
 def _firsts(
@@ -135,10 +159,11 @@ def _firsts(
     }
 
 
-def _dump(rank: int, size: int, calls: Sequence[tuple[_Group, Call]]) -> dict[str, Any]:
+def _dump(rank: int, world: _Group, calls: Sequence[tuple[_Group, Call]]) -> dict[str, Any]:
     """What the file of a rank holds."""
-    world = _Group("0", tuple(range(size)), _WORLD)
-    groups = dict.fromkeys([world, *(group for group, _ in calls)])
+    by_group: dict[_Group, list[Call]] = {world: []}
+    for group, call in calls:
+        by_group.setdefault(group, []).append(call)
     return {
         "version": VERSION,
         "pg_config": {
@@ -147,17 +172,16 @@ def _dump(rank: int, size: int, calls: Sequence[tuple[_Group, Call]]) -> dict[st
                 "desc": group.description,
                 "ranks": str(list(group.ranks)),
             }
-            for group in groups
+            for group in by_group
         },
-        "pg_status": {group.name: _status(calls, group) for group in groups},
+        "pg_status": {group.name: _status(own) for group, own in by_group.items()},
         "entries": [_entry(index, rank, group, call) for index, (group, call) in enumerate(calls)],
     }
 
 
-def _status(calls: Sequence[tuple[_Group, Call]], group: _Group) -> dict[str, int]:
-    numbers = [(call.number, call.is_done) for its, call in calls if its == group]
-    begun = max((number for number, _ in numbers), default=0)
-    done = max((number for number, is_done in numbers if is_done), default=0)
+def _status(calls: Sequence[Call]) -> dict[str, int]:
+    begun = max((call.number for call in calls), default=0)
+    done = max((call.number for call in calls if call.is_done), default=0)
     return {
         "last_enqueued_collective": begun,
         "last_started_collective": begun,
@@ -211,5 +235,4 @@ def _ends(rank: int, group: _Group, call: Call) -> str:
 def missing(ranks: Sequence[int]) -> Iterator[str]:
     """What to tell of ranks of which nothing is known."""
     if ranks:
-        shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-        yield f"of rank {shown} nothing is known; add --allow-incomplete-ranks"
+        yield f"of {listed(ranks)} nothing is known; add --allow-incomplete-ranks"

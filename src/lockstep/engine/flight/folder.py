@@ -18,13 +18,15 @@ from pathlib import Path
 
 from lockstep.comm.call_records import CallLog, read_calls
 from lockstep.errors import DataError
-from lockstep.files import create_beside, leftovers
+from lockstep.files import leftovers, replacing_binary
 
 FLIGHT = "flight"
 """Folder in the run directory."""
 
+MOST_FILES = 1024
+"""Files of one kind that are read; of more, those of the first slots."""
+
 _KEPT = 3
-_MOST_FILES = 1024
 _LOST = re.compile(r"slot_([0-9]{1,9})\.calls")
 _WAITING = re.compile(r"waiting_slot_([0-9]{1,9})\.calls")
 _OCCASION = re.compile(r"[0-9]{4,9}")
@@ -61,15 +63,8 @@ class FlightFolder:
             OSError: it cannot be written.
         """
         self._path.mkdir(exist_ok=True)
-        temporary, descriptor = create_beside(self.lost_file(slot))
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(calls)
-            temporary.replace(self.lost_file(slot))
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with replacing_binary(self.lost_file(slot), durable=False) as file:
+            file.write(calls)
 
     def set_aside(self, gone: Iterable[int] = ()) -> None:
         """Put what is there into a folder of its own, and remove the oldest ones; of rank 0.
@@ -159,7 +154,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     """The files of a pattern by slot; of very many, the first ones."""
     found = [match for match in map(pattern.fullmatch, _names(folder)) if match]
     slots = sorted((int(match[1]), match[0]) for match in found)
-    return {slot: folder / name for slot, name in slots[:_MOST_FILES]}
+    return {slot: folder / name for slot, name in slots[:MOST_FILES]}
 
 
 def _names(folder: Path) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.engine.events import RankLost
-from lockstep.engine.flight.folder import FlightFolder
 from lockstep.engine.flight.story import Logs, reached, waiting
 
 
 def losses(
-    step: int, lost: Mapping[int, int], reasons: Mapping[int, str], flight: FlightFolder
+    step: int, lost: Mapping[int, int], reasons: Mapping[int, str], logs: Logs
 ) -> list[RankLost]:
     """An event for each process that was lost.
 
@@ -18,10 +17,9 @@ def losses(
         step: committed steps.
         lost: the rank of each, by slot.
         reasons: why its watchdog ended it, by slot; empty if it did not.
-        flight: files with the newest calls; they are read only if one has hung.
+        logs: the newest calls that are known, by slot.
     """
     hung = {slot for slot in lost if reasons[slot]}
-    logs = flight.present() if hung else {}
     return [_loss(step, slot, rank, reasons[slot], logs, hung) for slot, rank in lost.items()]
 
 

@@ -35,9 +35,11 @@ def named(call: Call, log: CallLog) -> str:
         return f"call {call.number:,} ({call.kind}){of}"
     if call.peer < 0:
         return "the end of a message that it sent"
-    peer = ranks[call.peer] if ranks and call.peer < len(ranks) else call.peer
-    way = "to" if call.kind == "send" else "from"
-    return f"message {call.number:,} {way} rank {peer:,}"
+    if ranks is None or call.peer >= len(ranks):
+        peer = f"place {call.peer:,} of a subgroup"
+    else:
+        peer = f"rank {ranks[call.peer]:,}"
+    return f"message {call.number:,} {'to' if call.kind == 'send' else 'from'} {peer}"
 
 
 def reached(log: CallLog) -> str:
@@ -94,7 +96,7 @@ def difference(logs: Logs) -> str:
     """
     groups: dict[tuple[int, int, tuple[int, ...]], dict[int, dict[int, Call]]] = {}
     for log in logs.values():
-        for call in log.calls:
+        for call in log.until_stuck:
             ranks = log.ranks(call.group)
             # All members of a group are told apart by its first and last rank, which takes no time.
             if ranks is None or call.is_message:

@@ -139,13 +139,16 @@ class Reporter:
         """
         lost = {slot: rank for rank, slot in enumerate(self._slots) if slot not in left}
         reasons = {slot: self._directory.hang_reason(slot) for slot in lost}
-        events = losses(step, lost, reasons, self._directory.flight)
-        if self._runtime.is_first:
+        flight, is_first = self._directory.flight, self._runtime.is_first
+        # Of one rank only: it moves the files away next, and another one might come too late.
+        logs = flight.present() if is_first and any(reasons.values()) else {}
+        events = losses(step, lost, reasons, logs)
+        if is_first:
             try:
                 if lost:
-                    self._directory.flight.set_aside(lost)
+                    flight.set_aside(lost)
                 else:
-                    self._directory.flight.forget()
+                    flight.forget()
             except OSError as error:
                 message = f"{error.filename}: cannot be moved or removed: {error.strerror}"
                 self._runtime.emit(Warned(step=step, message=message))

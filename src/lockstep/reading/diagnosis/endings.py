@@ -56,7 +56,8 @@ def endings(facts: Facts) -> Iterator[Cause]:
     hung = [one for one in lost if one.reason]
     for one in hung[:1]:
         yield _hang(facts, one, len(hung))
-    if not hung:
+    # Files of those that hung and were recovered from are set aside: they explain no wait now.
+    if not any(one.slot in facts.logs for one in hung):
         yield from _standstill(facts)
     killed = [one for one in lost if not one.reason]
     if killed:
@@ -107,15 +108,21 @@ def _sentence(lost: RankLost, place: str) -> str:
 
 def _standstill(facts: Facts) -> Iterator[Cause]:
     """Ranks that wait in calls, though none is known to hang."""
-    waiting = waits(facts.logs)
+    # Who waited for a rank that was lost waits no more: its call has failed.
+    logs = {
+        slot: log
+        for slot, log in facts.logs.items()
+        if log.stuck is None or not log.stuck.has_failed
+    }
+    waiting = waits(logs)
     if not waiting:
         return
     where = ", ".join(f"{listed(ranks)} in {call}" for ranks, call in waiting[:4])
-    known = {log.rank for log in facts.logs.values() if log.stuck is not None}
-    size = max(log.size for log in facts.logs.values())
+    known = {log.rank for log in logs.values() if log.stuck is not None}
+    size = max(log.size for log in logs.values())
     others = [rank for rank in range(min(size, len(known) + 8)) if rank not in known]
     evidence = [f"{listed(others)}: not known to wait"] if others else []
-    differ = difference(facts.logs)
+    differ = difference(logs)
     yield Cause(
         "standstill",
         0.95,
