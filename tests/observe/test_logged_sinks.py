@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sample_events import (
     Recorder,
     checkpointed,
@@ -152,25 +156,77 @@ def test_a_name_that_is_logged_twice_in_a_step_has_its_last_value(tmp_path: Path
     assert [row["a"] for row in curves(tmp_path)] == ["2.0", ""]
 
 
-@pytest.mark.parametrize("num_written", range(1, 6))
+BACK: list[Event] = [
+    *events_of(5, a=1.0), *events_of(5, b=7.0), step_done(5), *events_of(5, a=2.0),
+    *events_of(5, a=2.0), evaluated(5), *events_of(5, a=1.0),
+]  # fmt: skip
+"""A name that comes back to its first value, with rows of other splits in between."""
+
+
+def logged(folder: Path, name: str) -> list[str]:
+    """The cells of a name in the rows of the split `log`."""
+    return [row[name] for row in curves(folder) if row["split"] == "log" and row.get(name)]
+
+
+@pytest.mark.parametrize("num_written", range(1, len(BACK) + 2))
 def test_a_name_that_gets_a_value_back_has_it_in_all_files(
     tmp_path: Path, num_written: int
 ) -> None:
     """Also where rank 0 dies in between, and the next one writes what is missing."""
-    known = [event for value in (1.0, 2.0, 2.0, 1.0) for event in events_of(1, a=value)]
     first, second = hub(tmp_path), hub(tmp_path)
     first.open()
-    for event in [run_started(), *known][:num_written]:
+    for event in [run_started(), *BACK][:num_written]:
         first(event)
-    for event in (run_started(), *known):
+    for event in (run_started(), *BACK):
         second(event)
     second.open()
-    for event in (run_started(step=1, continued=True), step_done(1)):
+    for event in (run_started(step=5, continued=True), finished(5)):
         second(event)
     second.close()
-    values = [row["value"] for row in read_events(tmp_path / "events.jsonl") if "value" in row]
-    assert values == [1.0, 2.0, 1.0]
-    assert [row["a"] for row in curves(tmp_path) if row["split"] == "log"] == ["1.0"]
+    values = [(r["name"], r["value"]) for r in read_events(tmp_path / "events.jsonl")
+              if r["event"] == "Logged"]  # fmt: skip
+    assert values == [("a", 1.0), ("b", 7.0), ("a", 2.0), ("a", 1.0)]
+    assert (logged(tmp_path, "a"), logged(tmp_path, "b")) == (["1.0", "2.0", "1.0"], ["7.0"])
+
+
+def test_a_value_that_a_later_sitting_logs_again_is_the_last(tmp_path: Path) -> None:
+    """`on_start` logs at the step that the run goes on from, of which the file has rows."""
+    for values in ((1.0, 2.0), (1.0, 1.0), (2.0,)):
+        sitting = MetricsCsv(tmp_path / "metrics.csv")
+        sitting(run_started(step=2))
+        for value in values:
+            for event in (*events_of(2, a=value), checkpointed(2)):
+                sitting(event)
+        sitting.close()
+    assert logged(tmp_path, "a") == ["1.0", "2.0", "1.0", "2.0"]
+
+
+@given(
+    st.lists(st.sampled_from([*"aabb", "all", "old", "new"]).flatmap(
+        lambda name: st.tuples(st.just(name), st.sampled_from([1.0, 2.0, 3.0]))), max_size=12),
+    st.integers(0, 12),
+)  # fmt: skip
+def test_whenever_rank_0_is_lost_the_last_value_of_each_name_counts(
+    story: list[tuple[str, float]], num_written: int
+) -> None:
+    """Also where rows end elsewhere, since only one of the processes is told something."""
+    ends: dict[str, list[Event]] = {
+        "all": [evaluated(5)], "old": [checkpointed(5)], "new": [Warned(step=5, message="m")]
+    }  # fmt: skip
+    events = list(chain(*(ends.get(n) or events_of(5, **{n: value}) for n, value in story)))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.csv"
+        first = MetricsCsv(path)
+        for event in (run_started(), *events[:num_written]):
+            if event not in ends["new"]:
+                first(event)
+        second = MetricsCsv(path)
+        for event in (run_started(step=5, continued=True), *events, finished(5)):
+            if event not in ends["old"]:
+                second(event)
+        second.close()
+        last = {name: str(value) for name, value in story if name in ("a", "b")}
+        assert {name: logged(Path(folder), name)[-1] for name in last} == last
 
 
 def test_what_a_checkpoint_holds_is_in_the_file_although_the_run_is_killed(tmp_path: Path) -> None:

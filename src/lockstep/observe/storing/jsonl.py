@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -19,6 +18,7 @@ from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
 from lockstep.observe.storing.rows import dumps, event_from_row, row_of
+from lockstep.observe.storing.turns import Turns
 from lockstep.parsing import parse_object, shown
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
@@ -202,8 +202,7 @@ class _Keys:
 
     def __init__(self) -> None:
         self._step = -1
-        self._last: dict[str, _Key] = {}
-        self._times: Counter[_Key] = Counter()
+        self._turns = Turns()
 
     def of(self, kind: str, values: Mapping[str, Any]) -> _Key | None:
         """The key of the next event; None for one that does not come again."""
@@ -213,13 +212,10 @@ class _Keys:
         if kind != "Logged":
             return kind, values["step"], *(values.get(name) for name in fields)
         if values["step"] != self._step:
-            self._step, self._last, self._times = values["step"], {}, Counter()
+            self._step, self._turns = values["step"], Turns()
         # Of a row, numbers that are not finite are text; and not all values can be hashed.
         key = kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
-        if self._last.get(key[2]) != key:
-            self._last[key[2]] = key
-            self._times[key] += 1
-        return *key, self._times[key]
+        return *key, self._turns.add(key[2], key)
 
 
 def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:

@@ -22,6 +22,7 @@ from lockstep.errors import RunDirectoryError
 from lockstep.files import open_text, replacing
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, opening
+from lockstep.observe.storing.turns import Turns
 from lockstep.parsing import parse_int, shown
 
 COLUMNS = (
@@ -47,6 +48,8 @@ _LOG = "log"
 """The split of what was logged."""
 
 Row = dict[str, str]
+_Counts = dict[str, int]
+"""By column, how often what was logged had come to the cell's value by then."""
 
 
 class MetricsCsv(Sink):
@@ -55,7 +58,8 @@ class MetricsCsv(Sink):
     When a run goes on from step k, as `RunStarted` says, the rows of later steps are removed:
     they come again. A second row for the same step and split is not written, for work done again
     after a fault gives the same values; nor is one of a step before the last. Of the split `log`
-    this holds for each cell.
+    this holds for each cell, and for each time that a name comes to a value: of 1, 2, 1 all three
+    are written, for the last one counts.
 
     Args:
         path: path of the file; created if it is not there, else continued.
@@ -67,13 +71,15 @@ class MetricsCsv(Sink):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = list(COLUMNS)
-        self._queue: list[Row] = []
-        self._logged: Row = {}
+        self._queue: list[tuple[Row, _Counts]] = []
+        self._logged: tuple[Row, _Counts] = ({}, {})
+        self._logged_step, self._logged_at_step = -1, Turns()
         self._cut_after: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = -1
-        self._newest: list[Row] = []
-        """The rows that the file has of its last step, `_step`."""
+        self._splits: set[str] = set()
+        self._written_at_step = Turns()
+        """What the file has of its last step, `_step`: of the split `log`, its cells."""
         with opening(path):
             self._file = AppendFile(path)
             try:
@@ -84,7 +90,7 @@ class MetricsCsv(Sink):
 
     def __call__(self, event: Event) -> None:
         """Append the row of a `StepDone` or `Evaluated`; with `RunStarted`, remove later steps."""
-        if not isinstance(event, Logged) or self._logged.get("step") != str(event.step):
+        if not isinstance(event, Logged) or self._logged[0].get("step") != str(event.step):
             self._end_logged()
         if isinstance(event, RunStarted):
             self._steps_per_epoch = event.steps_per_epoch
@@ -93,9 +99,9 @@ class MetricsCsv(Sink):
         elif isinstance(event, Logged):
             self._log(event)
         elif isinstance(event, StepDone):
-            self._queue.append(_step_row(event))
+            self._queue.append((_step_row(event), {}))
         elif isinstance(event, Evaluated):
-            self._queue.append(_evaluation_row(event, self._steps_per_epoch))
+            self._queue.append((_evaluation_row(event, self._steps_per_epoch), {}))
         self._drain()
 
     def truncate_after(self, step: int) -> None:
@@ -106,7 +112,7 @@ class MetricsCsv(Sink):
                 that has worked, so none will be there twice.
             RunDirectoryError: the file is not a metrics file.
         """
-        self._queue = [row for row in self._queue if int(row["step"]) <= step]
+        self._queue = [(row, turns) for row, turns in self._queue if int(row["step"]) <= step]
         self._cut_after = step
         self._drain()
 
@@ -119,51 +125,62 @@ class MetricsCsv(Sink):
             self._file.close()
 
     def _log(self, event: Logged) -> None:
-        if event.kind == "scalar":
-            self._logged = self._logged or _row(event, _LOG, self._steps_per_epoch)
-            self._logged[_column(event.name)] = _number(event.value)
+        if event.kind != "scalar":
+            return
+        row, turns = self._logged
+        if not row:
+            row |= _row(event, _LOG, self._steps_per_epoch)
+        if self._logged_step != event.step:
+            self._logged_step, self._logged_at_step = event.step, Turns()
+        column, cell = _column(event.name), _number(event.value)
+        row[column], turns[column] = cell, self._logged_at_step.add(column, cell)
 
     def _end_logged(self) -> None:
         """Have written what was logged at a step."""
-        row, self._logged = self._logged, {}
-        if row:
-            self._queue.append(row)
+        logged, self._logged = self._logged, ({}, {})
+        if logged[0]:
+            self._queue.append(logged)
 
     def _drain(self) -> None:
         """Do what is left to do, in order; what cannot be done now stays for the next time."""
         if self._cut_after is not None:
             self._cut(self._cut_after)
             self._cut_after = None
+            self._written_at_step.forget_all()  # what is logged from now on does not come again
         while self._queue:
-            missing = self._missing(self._queue[0])
+            missing = self._missing(*self._queue[0])
             if missing:
                 self._write(missing)
             del self._queue[0]
         self._file.flush()
 
-    def _missing(self, row: Row) -> Row:
+    def _missing(self, row: Row, turns: _Counts) -> Row:
         """What of a row the file has to be given; empty if nothing."""
         if int(row["step"]) != self._step:
             return row if int(row["step"]) > self._step else {}
-        there = [known for known in self._newest if known["split"] == row["split"]]
-        if not there:
-            return row
         if row["split"] != _LOG:
-            return {}
-        new = {n: cell for n, cell in row.items() if all(known.get(n) != cell for known in there)}
-        return {n: row[n] for n in row if n in new or n in _PLACE} if new else {}
+            return {} if row["split"] in self._splits else row
+        there = self._written_at_step
+        new = [name for name, turn in turns.items() if there.lacks(name, row[name], turn)]
+        return {name: row[name] for name in row if name in new or name in _PLACE} if new else {}
 
     def _write(self, row: Row) -> None:
         late = [name for name in row if name not in self._columns]
         if late:
             self._rewrite([*self._columns, *late], keep=lambda row: True)
         self._note(row)  # before writing: the file keeps what it cannot write
+        if row["split"] == _LOG:
+            self._written_at_step.forget(row)
         self._file.append(_line(row.get(name, "") for name in self._columns))
 
     def _note(self, row: Row) -> None:
         if int(row["step"]) != self._step:
-            self._step, self._newest = int(row["step"]), []
-        self._newest.append(row)
+            self._step, self._splits, self._written_at_step = int(row["step"]), set(), Turns()
+        self._splits.add(row["split"])
+        if row["split"] == _LOG:
+            for name, cell in row.items():
+                if cell and name not in _PLACE:
+                    self._written_at_step.add(name, cell)
 
     def _cut(self, last_step: int) -> None:
         """Remove rows after `last_step` and give the file all columns it must have."""
@@ -171,7 +188,7 @@ class MetricsCsv(Sink):
         if not self._path.stat().st_size:
             self._rewrite(self._columns, keep=lambda row: True)
             return
-        self._step, self._newest = -1, []
+        self._step = -1
         try:
             header, kept = self._read(last_step)
         except (UnicodeDecodeError, csv.Error) as error:
