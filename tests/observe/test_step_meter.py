@@ -50,7 +50,13 @@ def test_the_median_is_that_of_values_at_even_distances(values: list[float], mos
     while len(values[::every]) > most:
         every *= 2
     assert len(median) == len(values[::every]) <= most
-    assert median.value == statistics.median(values[::every])
+    assert median.value == statistics.median_low(values[::every])
+
+
+@pytest.mark.parametrize("most", [0, -2, 3])
+def test_an_odd_number_of_values_is_refused(most: int) -> None:
+    with pytest.raises(ValueError, match=f"most={most}: must be an even number above 0"):
+        SampledMedian(most)
 
 
 def test_a_run_of_a_million_reports_keeps_a_few_thousand_values() -> None:
@@ -144,6 +150,12 @@ def test_a_time_that_cannot_be_does_not_count(seconds_of_it: float) -> None:
     found = metered([*START, report(10, 1.0), bad, none, report(30, 0.2), report(40, 0.3)])
     assert values(found.predicted) == (pytest.approx(0.2), 0)
     assert values(found.measured) == (pytest.approx(0.3), 0)
+
+
+def test_times_that_add_up_to_more_than_a_number_holds_have_a_median() -> None:
+    longest = [report(10 * n, 0.1, seconds=1.7e308, num_steps=1) for n in range(2, 5)]
+    found = metered([*START, report(10, 1.0), *longest])
+    assert values(found.predicted) == values(found.measured) == (1.7e308, 0)
 
 
 @pytest.mark.parametrize("cost", [(0.0, 1), (-1.0, 1), (math.nan, 1), (math.inf, 1), (1.0, -1)])

@@ -24,11 +24,14 @@ class SampledMedian:
 
     Args:
         most: greatest number of values that are kept; even.
+
+    Raises:
+        ValueError: `most` is odd, or not above 0.
     """
 
     def __init__(self, most: int = _MOST_VALUES) -> None:
-        assert most > 0, most
-        assert most % 2 == 0, most
+        if most <= 0 or most % 2:
+            raise ValueError(f"most={most}: must be an even number above 0")
         self._most = most
         self._values: list[float] = []
         self._num = 0
@@ -50,8 +53,11 @@ class SampledMedian:
 
     @property
     def value(self) -> float:
-        """The median of those that are kept, of which there must be one."""
-        return statistics.median(self._values)
+        """The median of those that are kept, of which there must be one.
+
+        Of an even number it is the lesser one in the middle: the mean of two may be infinite.
+        """
+        return statistics.median_low(self._values)
 
 
 class StepMeter:
