@@ -17,6 +17,7 @@ from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
 from lockstep.front import foretold
+from lockstep.front.foretelling import foretold_to_newcomer
 from lockstep.observe import StepCost, read_events, read_result
 from lockstep.planning.facts import Anatomy, Facts, Timed
 from lockstep.planning.layouts import Layout
@@ -166,6 +167,16 @@ def test_a_file_that_is_no_plan_is_told_before_training(
 def test_a_folder_is_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         foretold(config(plan=str(tmp_path)), 1)
+
+
+def test_a_newcomer_is_told_what_is_wrong_with_a_plan_and_joins(tmp_path: Path) -> None:
+    said = foretold_to_newcomer(config(plan="no.json"), 2)
+    assert said is not None
+    assert (said.cost, said.by) == (None, "")
+    assert "plan='no.json': no.json: cannot be read" in said.reason
+    good = with_plan(tmp_path)
+    assert foretold_to_newcomer(good, 2) == foretold(good, 2)
+    assert foretold_to_newcomer(config(), 2) is None
 
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
