@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.engine.checkpoint.listing import folders
+from lockstep.engine.checkpoint.listing import folders, step_of
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import CheckpointError
 from lockstep.reading.history import History
@@ -149,7 +149,7 @@ def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
         found = _part_of_step(folder, other / folder.name, last_equal)
         if found is not None:
             return found, number + 1
-        last_equal = int(folder.name.rpartition("_")[2])
+        last_equal = step_of(folder)
     return None, len(common)
 
 
@@ -165,8 +165,7 @@ def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParti
             if _are_same(*tensors):
                 continue
             if first is None:
-                step = int(one.name.rpartition("_")[2])
-                first = _described(step, file, name, tensors, last_equal)
+                first = _described(step_of(one), file, name, tensors, last_equal)
             else:
                 others += 1
     return replace(first, others=others) if first is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.errors import LockstepError, RunDirectoryError
 from lockstep.files import read_text
@@ -75,21 +75,22 @@ class Summary:
 
     def value(self, key: str) -> Any:
         """A field of the summary, a metric, or a key of the config; None if there is none."""
+        cost = self.cost
         own = {
             "name": self.path.name, "path": str(self.path), "task": self.task, "state": self.state,
             "step": self.step, "total_steps": self.total_steps, "ranks": self.ranks,
             "started": self.started, "newest": self.newest, "sha256": self.sha256,
             "tags": self.tags, "seconds": max(0.0, self.newest - self.started),
-            "step_s": self._step_s("measured"), "predicted_step_s": self._step_s("predicted"),
+            "step_s": _step_s(cost.measured if cost else None),
+            "predicted_step_s": _step_s(cost.predicted if cost else None),
         }  # fmt: skip
         if key in own:
             return own[key]
         return self.metrics[key] if key in self.metrics else self.config.get(key)
 
-    def _step_s(self, name: Literal["measured", "predicted"]) -> float | None:
-        """Seconds of a step as they are kept in the result; None if they are not."""
-        cost: StepCost | None = getattr(self.cost, name, None)
-        return cost.step_s if cost else None
+
+def _step_s(cost: StepCost | None) -> float | None:
+    return cost.step_s if cost else None
 
 
 def find_runs(folders: Iterable[Path]) -> list[Path]:

@@ -24,6 +24,7 @@ from lockstep.engine.checkpoint.listing import (
     folders,
     read_hint,
     set_aside,
+    step_of,
     write_hint,
 )
 from lockstep.engine.checkpoint.retention import prune
@@ -359,6 +360,13 @@ def test_checkpoints_are_ordered_by_step_however_many_digits_it_has(tmp_path: Pa
     for step in steps:
         (tmp_path / folder_name(step)).mkdir()
     assert [p.name for p in folders(tmp_path)] == [folder_name(s) for s in reversed(steps)]
+    assert [step_of(p) for p in folders(tmp_path)] == steps[::-1]
+
+
+@pytest.mark.parametrize("name", ["step_1", "step_00000001.old", "damaged_step_00000001", "best"])
+def test_the_name_of_another_folder_has_no_step(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: is no name of a checkpoint's folder"):
+        step_of(Path(name))
 
 
 def test_other_folders_and_files_are_no_checkpoints(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def _read(root: Path, which: str) -> Snapshot:
 
 def _there(root: Path) -> str:
     """The steps of which there are checkpoints, for people; the last ones where there are many."""
-    steps = [str(int(folder.name.removeprefix("step_"))) for folder in listing.folders(root)]
+    steps = [str(listing.step_of(folder)) for folder in listing.folders(root)]
     if not steps:
         return "there is none of any step"
     more = f", and {len(steps) - _MOST_STEPS} earlier ones" if len(steps) > _MOST_STEPS else ""

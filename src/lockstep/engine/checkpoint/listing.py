@@ -16,13 +16,24 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint, by the name of its folder.
+
+    Raises:
+        ValueError: it is not such a name.
+    """
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder.name}: is no name of a checkpoint's folder")
+    return int(match[1])
+
+
 def folders(root: Path) -> list[Path]:
     """All complete checkpoints, newest step first."""
     if not root.is_dir():
         return []
-    matches = {p: _FOLDER.fullmatch(p.name) for p in root.iterdir()}
-    steps = {p: int(match[1]) for p, match in matches.items() if match and p.is_dir()}
-    return sorted(steps, key=steps.__getitem__, reverse=True)
+    found = [p for p in root.iterdir() if _FOLDER.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def set_aside(root: Path, newer_than: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engine.checkpoint.listing import folders
+from lockstep.engine.checkpoint.listing import folders, step_of
 from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
@@ -264,7 +264,7 @@ def model_digests(run_dir: Path) -> dict[int, str]:
         there = folders(run_dir / "checkpoints")[:_MOST_TABLE]
     except OSError:
         return {}
-    return {int(folder.name.rpartition("_")[2]): _model_digest(folder) for folder in there}
+    return {step_of(folder): _model_digest(folder) for folder in there}
 
 
 def _model_digest(folder: Path) -> str:
