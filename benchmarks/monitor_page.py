@@ -37,7 +37,8 @@ import sys
 from pathlib import Path
 from lockstep.monitor.watch import Watch
 from lockstep.monitor.web import serve
-serve(Watch([Path(sys.argv[1])]), "127.0.0.1", 0, None, lambda url: print(url, flush=True))
+tell = lambda url: print(url, flush=True)
+serve(Watch([Path(sys.argv[1])]), "127.0.0.1", 0, None, tell, 1.0, print)
 """
 _TIMES = {"compute_s": 1.0, "communication_s": 0.2, "data_s": 0.1, "checkpoint_s": 0.0}
 _MOVE = """

@@ -26,7 +26,8 @@ from pathlib import Path
 from lockstep.monitor.watch import Watch
 from lockstep.monitor.web import serve
 folder, port = sys.argv[1:]
-serve(Watch([Path(folder)]), "127.0.0.1", int(port), None, lambda url: print(url, flush=True))
+tell = lambda url: print(url, flush=True)
+serve(Watch([Path(folder)]), "127.0.0.1", int(port), None, tell, 1.0, print)
 """
 HOSTILE = (
     "<script>document.title='broken'</script>", "<img src=x onerror=alert(1)>", "__proto__",

@@ -21,7 +21,7 @@ from lockstep.reading.large.run import LargeRun
 @pytest.fixture
 def hub(tmp_path: Path) -> Hub:
     begin(tmp_path / "one", 3)
-    return Hub(Watch([tmp_path]), orjson.loads)
+    return Hub(Watch([tmp_path]), orjson.loads, 1.0, print)
 
 
 def test_nobody_waits_while_a_run_is_read(hub, tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_looks_are_as_far_apart_as_was_asked_but_what_is_opened_is_read_at_once(
     monkeypatch.setattr(hubs, "_FIRST_S", 0.0)
 
     async def watched(interval_s):
-        hub = Hub(Watch([tmp_path]), orjson.loads, interval_s)
+        hub = Hub(Watch([tmp_path]), orjson.loads, interval_s, print)
         hub.start()
         changes = hub.changes()
         await changes.__anext__()

@@ -33,12 +33,13 @@ from pathlib import Path
 from lockstep.monitor.watch import Watch
 from lockstep.monitor.web import serve
 folder, host, token = sys.argv[1:]
-serve(Watch([Path(folder)]), host, 0, token or None, lambda url: print(url, flush=True))
+tell = lambda url: print(url, flush=True)
+serve(Watch([Path(folder)]), host, 0, token or None, tell, 1.0, print)
 """
 
 
 def client(folder: Path, host: str = "127.0.0.1", token: str | None = None) -> TestClient:
-    guarded = Guard(application(Hub(Watch([folder]), orjson.loads)), host, token, 80)
+    guarded = Guard(application(Hub(Watch([folder]), orjson.loads, 1.0, print)), host, token, 80)
     return TestClient(guarded, base_url="http://localhost", follow_redirects=False)
 
 
@@ -103,7 +104,7 @@ def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(
         return real(path)
 
     monkeypatch.setattr(shown, "read_text", read_text)
-    hub = Hub(Watch([runs]), orjson.loads)
+    hub = Hub(Watch([runs]), orjson.loads, 1.0, print)
     with TestClient(application(hub)) as ask:
         found = ask.get(f"/api/runs/{number_of(runs / 'one')}").json()["checkpoints"]
     assert [(one["step"], one["sha256"]) for one in found[:2]] == [(20, "cd" * 32), (19, "")]
@@ -210,15 +211,15 @@ def test_an_address_in_use_or_a_wrong_token_is_told(runs):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"cannot be listened on: Address already in use"):
-            serve(Watch([runs]), "127.0.0.1", port, None, print)
+            serve(Watch([runs]), "127.0.0.1", port, None, print, 1.0, print)
     with pytest.raises(ConfigError, match="token: must be made of"):
-        serve(Watch([runs]), "127.0.0.1", 0, "a b", print)
+        serve(Watch([runs]), "127.0.0.1", 0, "a b", print, 1.0, print)
 
 
 def test_a_missing_extra_is_told(runs, monkeypatch):
     monkeypatch.setattr(server, "find_spec", lambda name: None if name == "uvicorn" else builtins)
     with pytest.raises(ConfigError, match=r"uvicorn: pip install 'lockstep-train\[monitor\]'"):
-        serve(Watch([runs]), "127.0.0.1", 0, None, print)
+        serve(Watch([runs]), "127.0.0.1", 0, None, print, 1.0, print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

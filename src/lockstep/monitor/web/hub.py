@@ -56,8 +56,8 @@ class Hub:
         self,
         watch: Watch,
         parse: Parse,
-        interval_s: float = 1.0,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        interval_s: float,
+        failed: Callable[[BaseException], None],
     ) -> None:
         self.boot = secrets.token_hex(8)
         self._interval_s, self._failed = interval_s, failed

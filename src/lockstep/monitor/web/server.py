@@ -31,8 +31,8 @@ def serve(
     port: int,
     token: str | None,
     announce: Callable[[str], None],
-    interval_s: float = 1.0,
-    failed: Callable[[BaseException], None] = lambda error: None,
+    interval_s: float,
+    failed: Callable[[BaseException], None],
 ) -> None:
     """Serve the page of some runs until Ctrl-C or SIGTERM.
 
