@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.launchers.rank.environment import detect
 
 
 class EverythingConfig(ls.TrainConfig):
@@ -152,6 +154,8 @@ class Everything(ls.Task):
         config = self.config
         if config.evil == "start" and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
             torch.manual_seed(99)
+        if config.evil == "death" and detect(os.environ).rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         width = 4 * 36
         layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
         if config.gate:

@@ -237,6 +237,25 @@ def test_the_prediction_outlives_rank_0(lockstep: Any, tmp_path: Path) -> None:
     assert "predicted by plan.json" in done.stdout
 
 
+def test_of_ranks_of_which_one_dies_before_training_only_the_others_are_told(
+    lockstep: Any, tmp_path: Path
+) -> None:
+    """They begin anew, and look again at what the plan says of so many."""
+    of = override(EverythingConfig(), [*KEYS, "evil=death"])
+    write_plan(tmp_path / "plan.json", plan_of(of, [1]))
+    done = lockstep(
+        "train", target(), "-n", "3", "--launcher", "local", "--run-dir", "run", *KEYS,
+        "evil=death", "plan=plan.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read_result(tmp_path / "run")["world_size"] == 2
+    rows = read_events(tmp_path / "run" / "events.jsonl")
+    warned = [row["message"] for row in rows if row["event"] == "Warned"]
+    assert [m for m in warned if m.startswith("plan.json")] == [
+        "plan.json has no row for 2 ranks (mesh 2x1x1)"
+    ]
+
+
 def test_what_a_run_says_of_itself_is_in_its_events(tmp_path: Path) -> None:
     of = with_plan(tmp_path)
     ls.train(Line(), of, run_dir=tmp_path / "run", quiet=True)

@@ -133,7 +133,7 @@ def _run(
             folder = directory.path / "profile"
             on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
 
-        planned = _planned(config, environment.world_size, hints)
+        planned, said = _planned(config, environment.world_size)
         runtime = Runtime(
             transport=transport,
             device=device,
@@ -168,8 +168,9 @@ def _run(
                 trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
                 claimed = partial(claim, directory, task, config, sitting)
-                trainer = _assembled(task, planned, claimed, runtime, directory, hints)
-            for hint in hints:
+                trainer, untold = _assembled(task, planned, claimed, runtime, directory)
+                said += untold
+            for hint in (*hints, *said):
                 runtime.emit(Warned(step=0, message=hint))
             finished = trainer.run()
             return _result(trainer, finished, config, directory), finished.exit_code
@@ -201,20 +202,21 @@ def _result(
     )
 
 
-def _planned(config: TrainConfig, num_ranks: int, hints: list[str]) -> TrainConfig:
-    """The config with a mesh that the ranks can fill, where it may be another one.
+def _planned(config: TrainConfig, num_ranks: int) -> tuple[TrainConfig, list[str]]:
+    """The config with a mesh that the ranks can fill, where it may be another one; and hints.
 
     It depends on the number of ranks that were started, which newcomers know too.
     """
     mesh = config.mesh
     pp, tp = fitting(num_ranks, mesh.pp, mesh.tp)
     if mesh.shrink != "replan" or (pp, tp) == (mesh.pp, mesh.tp):
-        return config
-    hints.append(
+        return config, []
+    hint = (
         f"a replica of mesh.pp={mesh.pp}, mesh.tp={mesh.tp} needs {mesh.pp * mesh.tp} ranks, and "
         f"{num_ranks} were started: computed with mesh.pp={pp}, mesh.tp={tp} (mesh.shrink=replan)"
     )
-    return config.model_copy(update={"mesh": mesh.model_copy(update={"pp": pp, "tp": tp})})
+    mesh = mesh.model_copy(update={"pp": pp, "tp": tp})
+    return config.model_copy(update={"mesh": mesh}), [hint]
 
 
 def _assembled(
@@ -223,11 +225,11 @@ def _assembled(
     claimed: Callable[[], object],
     runtime: Runtime,
     directory: RunDirectory,
-    hints: list[str],
-) -> Trainer:
+) -> tuple[Trainer, list[str]]:
     """Everything up to the first step; begun again should a rank die meanwhile.
 
-    What a plan has nothing to say of is added to the hints.
+    Returns:
+        What trains; and hints, if there is a plan that has nothing to say of this run.
     """
     transport = runtime.transport
     patience_s = 0.0
@@ -239,8 +241,8 @@ def _assembled(
             on_first(transport, runtime.take_over)
             if foretold is not None:
                 runtime.emit(foretold)
-                hints += [foretold.reason] if foretold.reason else []
-            return Trainer(task, config, runtime, directory)
+            trainer = Trainer(task, config, runtime, directory)
+            return trainer, [foretold.reason] if foretold and foretold.reason else []
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
