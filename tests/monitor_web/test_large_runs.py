@@ -18,7 +18,7 @@ from run_files import PLAN, append, begin, done, is_free, joined
 from lockstep.monitor.web.shown import curves_of
 from lockstep.parsing import parse_object
 from lockstep.reading.follow import read_run
-from lockstep.reading.large import again, envelopes
+from lockstep.reading.large import again, envelopes, room
 from lockstep.reading.large import run as large
 from lockstep.reading.large.envelopes import Envelope
 from lockstep.reading.large.run import LargeRun
@@ -196,15 +196,29 @@ def test_damaged_rows_are_said_and_passed_over(tmp_path):
 
 
 def test_many_logged_scalars_leave_room_for_splits(tmp_path, monkeypatch):
-    monkeypatch.setattr(large, "_MOST_SHEETS", 3)
+    monkeypatch.setattr(room, "_MOST_SHEETS", 3)
     append(tmp_path, [PLAN, *(logged(1, f"n{n}", 1.0) for n in range(9)), done(1, 0.5)])
+    append(tmp_path, [logged(2, f"n{n}", 1.0) for n in range(9)])
     val = {"event": "Evaluated", "step": 1, "split": "val", "metrics": {"a": 4}, "seconds": 1.0}
     append(tmp_path, [val])
     run = read(LargeRun(tmp_path))
     assert points(run, "val/a") == {1: 4.0}
     assert points(run, "train/loss") == {1: 0.5}
     assert [name for name in run.names if name.startswith("log/")] == ["log/n0", "log/n1", "log/n2"]
-    assert "more than 3 splits or scalars: 'of log/n3' is left out" in run.history.problems[0]
+    found = run.history.problems
+    assert [one.partition(": more than ")[2] for one in found] == [
+        f"3 splits or scalars: 'of log/n{n}' is left out" for n in range(3, 9)
+    ]
+    assert run.history.num_problems == len(found)
+
+
+def test_names_without_end_are_told_up_to_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "_MOST_SHEETS", 3)
+    monkeypatch.setattr(room, "_MOST_LEFT_OUT", 5)
+    append(tmp_path, [PLAN, *(logged(s, f"n{n}", 1.0) for s in (1, 2) for n in range(20))])
+    run = read(LargeRun(tmp_path))
+    assert run.history.num_problems == 5
+    assert points(run, "log/n2") == {1: 1.0, 2: 1.0}
 
 
 def test_names_beyond_the_most_are_said_once(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,10 +18,9 @@ from lockstep.reading.follow import EVENTS, is_continued
 from lockstep.reading.history import History
 from lockstep.reading.large.again import Ranges, closest, finest, read_again
 from lockstep.reading.large.envelopes import MOST_CURVES, Envelope, Row, Sheet, merged
-from lockstep.reading.large.rows import LOGGED, Parse, Taker, lines, without_arrays
+from lockstep.reading.large.room import Room
+from lockstep.reading.large.rows import Parse, Taker, lines, without_arrays
 
-_MOST_SHEETS = 256
-"""Of what was logged, and as many of splits."""
 _SAMPLES = 256
 _SMALL = 8 << 20
 """A file below this size is not sampled: it is read sooner than one would look."""
@@ -70,6 +69,7 @@ class LargeRun:
         self._is_within = False  # a row that is too long, of which a part has been read
         self._sheets: dict[str, Sheet] = {}
         self._sampled: dict[str, Sheet] = {}
+        self._room, self._room_of_sample = Room(), Room()
         self._known: set[str] = set()
         self._listed: dict[Sheet, int] = {}
         self._is_sampled = self._is_at_end = False
@@ -217,10 +217,9 @@ class LargeRun:
             return
         sheet = self._sheets.get(taken.sheet)
         if sheet is None:
-            if not _has_room(self._sheets, taken.sheet):
-                self._add_problem(
-                    f"more than {_MOST_SHEETS} splits or scalars: {taken.sheet!r} is left out"
-                )
+            if not self._room.take(taken.sheet):
+                if problem := self._room.problem(taken.sheet):
+                    self._add_problem(problem)
                 return
             sheet = self._sheets[taken.sheet] = Sheet(partial(self._survivors, taken.sheet))
         was_dropped = sheet.dropped
@@ -260,7 +259,7 @@ class LargeRun:
             return
         if taken.row is None or taken.sheet is None:
             return
-        if taken.sheet in self._sampled or _has_room(self._sampled, taken.sheet):
+        if taken.sheet in self._sampled or self._room_of_sample.take(taken.sheet):
             self._sampled.setdefault(taken.sheet, Sheet(_nothing)).add(taken.row)
 
     def _survivors(self, sheet: str, start: int, end: int, last: int) -> Iterable[Row]:
@@ -281,12 +280,6 @@ class _Cutter:
     def cut(self, last: int) -> None:
         """Remove what is of later steps, of all curves."""
         self._run.cut(last)
-
-
-def _has_room(sheets: Mapping[str, Sheet], name: str) -> bool:
-    """Whether one more may come; many of what was logged leave room for splits."""
-    is_logged = name.startswith(LOGGED)
-    return sum(one.startswith(LOGGED) == is_logged for one in sheets) < _MOST_SHEETS
 
 
 def _nothing(start: int, end: int, last: int) -> Iterable[Row]:
