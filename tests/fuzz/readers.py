@@ -39,6 +39,7 @@ from lockstep.observe import (
 from lockstep.observe.costs import peak_memory, step_time
 from lockstep.observe.storing.rows import dumps, row_of
 from lockstep.quantum.interop import from_qasm
+from lockstep.reading.diagnosis.calls import calls_of
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import part_of_curves
 from lockstep.reading.follow import read_run
@@ -92,7 +93,7 @@ def events(path: Path) -> None:
 
 def shown(path: Path) -> None:
     history, summary = read_run(path.parent), summarise(path.parent)
-    list(told(summary, history, causes(summary, history)))
+    list(told(summary, history, causes(summary, history, calls_of(summary))))
     step_time(cost_of_run(summary, history))
     peak_memory(cost_of_run(summary, history))
     parting, _ = part_of_curves(history, history)

@@ -19,8 +19,11 @@ import orjson
 import pytest
 from run_files import append, begin, done, finish, is_free
 from starlette.testclient import TestClient
+from tests.reading.test_diagnosis import waiting_in
 
+from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
+from lockstep.monitor import watch
 from lockstep.monitor.watch import Watch
 from lockstep.monitor.web import serve, server, shown
 from lockstep.monitor.web.application import application
@@ -110,6 +113,25 @@ def test_digests_are_read_of_checkpoints_that_are_there_and_keep_nobody_waiting(
     assert [(one["step"], one["sha256"]) for one in found[:2]] == [(20, "cd" * 32), (19, "")]
     assert len(found) == 20
     assert read == ["step_00000020", "step_00000019"]
+
+
+def test_calls_are_read_once_and_keep_nobody_waiting(runs, monkeypatch):
+    waiting_in(RunDirectory(runs / "one"), 0, "barrier")
+    read, real = [], watch.calls_of
+
+    def calls_of(summary):
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(is_free, hub.open(summary.path).lock).result()
+        read.append(summary.path.name)
+        return real(summary)
+
+    monkeypatch.setattr(watch, "calls_of", calls_of)
+    hub = Hub(Watch([runs]), orjson.loads, 1.0, print)
+    with TestClient(application(hub)) as ask:
+        for _ in range(3):
+            found = ask.get(f"/api/runs/{number_of(runs / 'one')}").json()["diagnosis"]["causes"]
+            assert "standstill" in [cause["name"] for cause in found]
+    assert read == ["one"]
 
 
 def test_what_is_not_finite_becomes_gaps_that_are_counted(tmp_path):

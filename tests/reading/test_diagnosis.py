@@ -9,6 +9,7 @@ from tests.reading.test_runs import run_in
 from lockstep import errors
 from lockstep.comm.calls import KINDS, CallRing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.reading.diagnosis.calls import calls_of
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.follow import EVENTS, read_run
 from lockstep.reading.listing import summarise
@@ -47,11 +48,16 @@ def processes(counts=(3, 3), **more):
         first += count
 
 
+def caused(run_dir):
+    summary = summarise(run_dir)
+    return causes(summary, read_run(run_dir), calls_of(summary))
+
+
 def found(tmp_path, *rows, counts=(3, 3), plan=(), state="completed", **more):
     start = {**PLAN, "world_size": len(counts), "time": 100.0, **dict(plan)}
     ended = {"status": state} if state not in ("killed", "failed") else {}
     run_dir = run_in(tmp_path / "run", *processes(counts, **more), start, *rows, **ended)
-    return causes(summarise(run_dir), read_run(run_dir)), run_dir
+    return caused(run_dir), run_dir
 
 
 def _is_kind(value):
@@ -173,7 +179,7 @@ def test_what_strangers_write_is_no_error(tmp_path):
            {"event": "Recovered", "step": 1, "world_size": 0, "seconds": 1.0, "copied": False},
            {**step(times(7), times(8)), "num_steps": 0}]  # fmt: skip
     written(run_dir, odd)
-    causes(summarise(run_dir), read_run(run_dir))
+    caused(run_dir)
 
 
 def waiting_in(directory, rank, kind, num_before=4, size=3, slot=None, has_failed=False):
@@ -209,7 +215,7 @@ def test_ranks_that_wait_are_told_while_they_do(tmp_path, kinds, said):
     _, run_dir = found(tmp_path, step(times(0), times(1), times(2)), **options)
     for rank, kind in enumerate(kinds):
         waiting_in(RunDirectory(run_dir), rank, kind)
-    cause = next(c for c in causes(summarise(run_dir), read_run(run_dir)) if c.name == "standstill")
+    cause = next(c for c in caused(run_dir) if c.name == "standstill")
     assert [cause.sentence, *cause.evidence] == said
 
 
@@ -220,7 +226,7 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
     waiting_in(directory, 1, None, size=2)
     directory.flight.waiting_file(1).rename(directory.flight.lost_file(1))
     directory.hang_report(1).write_text(json.dumps({"reason": STACK}))
-    hang = next(c for c in causes(summarise(run_dir), read_run(run_dir)) if c.name == "hang")
+    hang = next(c for c in caused(run_dir) if c.name == "hang")
     assert hang.sentence == (
         "rank 1 (slot 1) hung in step 1, after call 4 (all_gather), at task.py:42 in loss; "
         "rank 0 waited for it in call 5 (barrier)"

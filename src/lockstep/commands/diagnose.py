@@ -11,6 +11,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.flight.story import listed
 from lockstep.observe.layout import printable
 from lockstep.observe.storing.rows import dumps
+from lockstep.reading.diagnosis.calls import calls_of
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.flight_recorder import missing, write_flight
 from lockstep.reading.follow import read_run
@@ -33,7 +34,7 @@ def diagnose(run_dir: Path, as_json: bool, flight: Path | None = None) -> list[s
     """
     history = read_run(run_dir)
     summary = summarise(run_dir)
-    found = causes(summary, history)
+    found = causes(summary, history, calls_of(summary))
     written = [] if flight is None else [_write(run_dir, flight)]
     if as_json:
         return [dumps(one) for one in (*map(vars, found), *written)]

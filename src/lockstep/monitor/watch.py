@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import RunDirectoryError
+from lockstep.reading.diagnosis.calls import Calls, Signature, calls_of, signature_of
 from lockstep.reading.diagnosis.cause import Cause
 from lockstep.reading.diagnosis.verdict import causes
 from lockstep.reading.follow import RunReader
@@ -28,6 +29,7 @@ class Watched:
         self.summary = summarise(path)
         self._seen = _signature(path)
         self._reader: RunReader | None = None
+        self._calls: tuple[Signature, Calls] = (), Calls()
 
     @property
     def history(self) -> History:
@@ -45,28 +47,42 @@ class Watched:
     def close(self) -> None:
         """Forget its history; it is read anew if somebody asks for it again."""
         self._reader = None
+        self._calls = (), Calls()
         self.problem = ""
 
     def poll(self) -> bool:
         """Look again; returns whether anything may have changed."""
         seen = _signature(self.path)
         if seen == self._seen and self.summary.state not in ("running", "new"):
-            return False
+            return self.is_open and self._read_calls()  # which ranks write as they end
         before, self._seen, self.summary = self.summary, seen, summarise(self.path)
         read = self._reader is not None and self._read(self._reader)
         return read or self.summary != before
 
     def causes(self) -> list[Cause]:
-        """What has ended it or costs it time, the heaviest first."""
-        return causes(self.summary, self.history)
+        """What has ended it or costs it time, the heaviest first, as of the last `poll`."""
+        return causes(self.summary, self.history, self._calls[1])
+
+    def newest_calls(self) -> Calls:
+        """The calls of its ranks; they are read, which may take seconds, if files have changed."""
+        self._read_calls()
+        return self._calls[1]
 
     def _read(self, reader: RunReader) -> bool:
+        is_other = self._read_calls()
         try:
             self.problem = ""
-            return reader.poll()
+            return reader.poll() or is_other
         except RunDirectoryError as error:
             self.problem = str(error)
+            return is_other
+
+    def _read_calls(self) -> bool:
+        seen = signature_of(self.summary)
+        if seen == self._calls[0]:
             return False
+        self._calls = seen, calls_of(self.summary)
+        return True
 
 
 class Watch:

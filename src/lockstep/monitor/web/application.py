@@ -95,9 +95,9 @@ class Answers:
         if watched is None:
             return _gone()
         large = self._hub.open(watched.path)
-        digests = model_digests(watched.path)
+        digests, calls = model_digests(watched.path), watched.newest_calls()
         with large.lock:
-            shown = in_whole(number_of(watched.path), watched.summary, large, digests)
+            shown = in_whole(number_of(watched.path), watched.summary, large, digests, calls)
         shown["logs"] = log_names(watched.path)
         return _json(shown)
 

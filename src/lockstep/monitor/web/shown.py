@@ -29,6 +29,7 @@ from lockstep.engine.events import (
 from lockstep.files import read_text
 from lockstep.observe import text
 from lockstep.parsing import parse_object
+from lockstep.reading.diagnosis.calls import Calls
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.history import KINDS, Happening, History
 from lockstep.reading.large.envelopes import Envelope
@@ -71,7 +72,7 @@ def in_list(number: str, summary: Summary) -> dict[str, Any]:
 
 
 def in_whole(
-    number: str, summary: Summary, run: LargeRun, digests: Mapping[int, str]
+    number: str, summary: Summary, run: LargeRun, digests: Mapping[int, str], calls: Calls
 ) -> dict[str, Any]:
     """What the page of a run shows, but for curves, config and logs.
 
@@ -80,6 +81,7 @@ def in_whole(
         summary: of it.
         run: what its events tell; to be called with its lock.
         digests: of its checkpoints, as `model_digests` finds them.
+        calls: of its ranks.
     """
     history = run.history
     problems = [p for p in (run.problem, *summary.problems, *history.problems) if p]
@@ -87,7 +89,7 @@ def in_whole(
         "newest": max(summary.newest, history.newest),
         "plan": _plan(history.plan),
         "end": _end(history.end),
-        "diagnosis": _diagnosis(summary, history) if run.is_whole else dict(_NOT_YET),
+        "diagnosis": _diagnosis(summary, history, calls) if run.is_whole else dict(_NOT_YET),
         "reading": {
             "offset": run.offset, "size": run.size, "is_whole": run.is_whole,
             "sampled_of": run.sampled_of,
@@ -171,8 +173,8 @@ def _end(end: Finished | Failed | None) -> dict[str, Any] | None:
     return None
 
 
-def _diagnosis(summary: Summary, history: History) -> dict[str, Any]:
-    found = causes(summary, history)
+def _diagnosis(summary: Summary, history: History, calls: Calls) -> dict[str, Any]:
+    found = causes(summary, history, calls)
     return {
         "healthy": "" if found else next(iter(told(summary, history, [])), ""),
         "causes": [

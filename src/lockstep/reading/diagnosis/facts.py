@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, RankLost, RunStarted
-from lockstep.engine.flight.losses import unreported
 from lockstep.engine.flight.story import Logs
+from lockstep.reading.diagnosis.calls import Calls
 from lockstep.reading.history import History, Process
 
 E = TypeVar("E", bound=Event)
@@ -26,36 +24,30 @@ class Facts:
         history: of the run.
         config: of the run, by dotted keys.
         state: as in `lockstep.reading.listing.Summary`.
-        path: run directory.
+        calls: of its ranks.
     """
 
     history: History
     config: Mapping[str, Any]
     state: str
-    path: Path
+    calls: Calls
 
     def events(self, kind: type[E]) -> list[E]:
         """The events of a kind in this sitting, in order."""
         happened = self.history.happenings[self.history.first_of_sitting :]
         return [h.event for h in happened if isinstance(h.event, kind)]
 
-    @cached_property
+    @property
     def logs(self) -> Logs:
         """The newest calls of ranks that wait now, or that could not go on after a loss."""
-        if self.state in ("completed", "stopped", "new"):
-            return {}
-        return RunDirectory(self.path).flight.present()
+        return self.calls.logs
 
     @cached_property
     def lost(self) -> list[RankLost]:
         """The processes that were lost in this sitting, also if nobody was left to report it."""
         reported = self.events(RankLost)
-        if not self.logs:
-            return reported
-        directory = RunDirectory(self.path)
-        reasons = {slot: directory.hang_reason(slot) for slot in self.logs}
         known = {one.slot for one in reported}
-        return reported + [one for one in unreported(self.logs, reasons) if one.slot not in known]
+        return reported + [one for one in self.calls.hung if one.slot not in known]
 
     @cached_property
     def seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lockstep.reading.diagnosis.calls import Calls
 from lockstep.reading.diagnosis.cause import Cause, percent
 from lockstep.reading.diagnosis.endings import endings
 from lockstep.reading.diagnosis.facts import Facts
@@ -15,14 +16,15 @@ _LEAST = 0.15
 """A cause that weighs less is not worth a word."""
 
 
-def causes(summary: Summary, history: History) -> list[Cause]:
+def causes(summary: Summary, history: History, calls: Calls) -> list[Cause]:
     """What has ended a run or cost it time, the heaviest first; effects of others are left out.
 
     Args:
         summary: of the run.
         history: what its events tell.
+        calls: of its ranks, as `calls_of` reads them.
     """
-    facts = Facts(history, summary.config, summary.state, summary.path)
+    facts = Facts(history, summary.config, summary.state, calls)
     found = [c for c in (*endings(facts), *slowness(facts)) if c.weight >= _LEAST]
     explained = {name for cause in found for name in cause.explains}
     left = [cause for cause in found if cause.name not in explained]
@@ -44,7 +46,7 @@ def told(summary: Summary, history: History, found: Sequence[Cause]) -> Iterator
 
 
 def _healthy(summary: Summary, history: History) -> str:
-    facts = Facts(history, summary.config, summary.state, summary.path)
+    facts = Facts(history, summary.config, summary.state, Calls())
     if not facts.workers:
         return f"nothing to judge by yet: no rank has reported a step (the run is {summary.state})"
     return (

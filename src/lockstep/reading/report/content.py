@@ -20,6 +20,7 @@ from lockstep.errors import CheckpointError
 from lockstep.observe import text
 from lockstep.observe.costs import peak_memory, step_time
 from lockstep.reading.configs import config_differences
+from lockstep.reading.diagnosis.calls import calls_of
 from lockstep.reading.diagnosis.verdict import causes, told
 from lockstep.reading.differences import partings
 from lockstep.reading.follow import read_run
@@ -127,7 +128,8 @@ def _side_by_side(
 
 def _details(summary: Summary, history: History, level: int) -> Iterator[Block]:
     yield Heading("Diagnosis", level)
-    yield Listing(list(told(summary, history, causes(summary, history))))
+    found = causes(summary, history, calls_of(summary))
+    yield Listing(list(told(summary, history, found)))
     if history.processes:
         yield Heading("Processes", level)
         yield Grid(
