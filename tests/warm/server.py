@@ -23,7 +23,7 @@ from typing import Any
 import protocol
 
 _PRELOADED = (
-    "torch._dynamo", "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",
+    "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",
     "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify",
     "lockstep.commands.chaos.command", "lockstep.commands.doctor.command",
     "lockstep.recipes.digits", "lockstep.recipes.quantum.commands", "lockstep.recipes.ufs.task",

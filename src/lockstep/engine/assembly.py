@@ -13,13 +13,13 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.compiler import keep_compiler_out
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.hooks.hook import Hook
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compiled import compile_by_shape
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.places import Places
@@ -87,6 +87,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     Raises:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
     """
+    keep_compiler_out()
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:
@@ -94,7 +95,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if has_carry(task):
         everywhere(transport, lambda: _check_carry_fits(task, config))
     model, compute, optimizer = everywhere(transport, lambda: built(task, config, runtime.device))
-    compile_by_shape()
     sizes = {"mesh.pp": config.mesh.pp, "mesh.tp": config.mesh.tp}
     everywhere(transport, lambda: check_tables_fit(compute.lookups.tables, sizes))
     check_start(transport, model)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
+from lockstep.engine import compiler
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice, is_in, storages, within
 from lockstep.engine.optimizer.keepers import Keepers
@@ -163,7 +164,7 @@ class FlatOptimizer:
     def _step(self, optimizer: optim.Optimizer) -> None:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
-        optimizer.step()
+        compiler.step(optimizer)
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
 

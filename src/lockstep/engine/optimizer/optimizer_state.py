@@ -63,7 +63,7 @@ class OptimizerState(NamedTuple):
 @functools.cache
 def _torchs_own() -> frozenset[str]:
     """Attributes that torch gives optimizers, of which no result depends."""
-    # Made when asked for: the first optimizer of a process imports torch's compiler, a second.
+    # Made when asked for: by then nobody imports the compiler for it (`keep_compiler_out`).
     optimizer = optim.SGD([torch.zeros(1)], lr=0.0)
     return frozenset(vars(optimizer)) | {"_need_device_dtype_check_for_fused"}
 
