@@ -239,7 +239,7 @@ def test_a_hang_of_before_does_not_hide_that_ranks_stand_still_now(tmp_path):
     _, run_dir = found(tmp_path, *rows, counts=(2, 2, 2), state="killed")
     for rank, slot, kind in ((0, 0, "barrier"), (1, 7, "broadcast"), (2, 2, "barrier")):
         waiting_in(RunDirectory(run_dir), rank, kind, slot=slot)
-    by_name = {cause.name: cause for cause in causes(summarise(run_dir), read_run(run_dir))}
+    by_name = {cause.name: cause for cause in caused(run_dir)}
     assert {"hang", "standstill"} <= by_name.keys()
     assert "call 5 is barrier on ranks 0 and 2" in by_name["standstill"].sentence
 
@@ -250,7 +250,7 @@ def test_ranks_whose_calls_a_loss_has_ended_do_not_stand_still(tmp_path):
                        counts=(2, 2, 2), state="failed")  # fmt: skip
     for rank in (0, 2):
         waiting_in(RunDirectory(run_dir), rank, "all_gather", has_failed=True)
-    names = [cause.name for cause in causes(summarise(run_dir), read_run(run_dir))]
+    names = [cause.name for cause in caused(run_dir)]
     assert names == ["rank_failure"]
 
 
