@@ -13,7 +13,6 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.compiler import keep_compiler_out
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
@@ -87,7 +86,6 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     Raises:
         LockstepError: the task or the config does not work, or ranks do not agree; on all ranks.
     """
-    keep_compiler_out()
     transport = runtime.transport
     task_state = everywhere(transport, lambda: TaskState(task, checked_hooks(task)))
     if config.mesh.tp * config.mesh.pp > 1 or config.shards_parameters:

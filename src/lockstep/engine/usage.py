@@ -26,7 +26,8 @@ class Usage(NamedTuple):
             ago. 0 where the system does not say.
         faults: page faults that had to read from a disk.
         preemptions: how often the process had to leave a core to somebody else.
-        peak_bytes: the most memory that it has had.
+        peak_bytes: the most memory that it has had; as of a moment ago where a larger process has
+            started it.
         swapped_bytes: memory that is swapped out; as of a moment ago.
     """
 
@@ -38,22 +39,36 @@ class Usage(NamedTuple):
     swapped_bytes: int
 
 
+class _Memory(NamedTuple):
+    """What Linux says of the memory of this process; 0 where it does not."""
+
+    peak_bytes: int = 0
+    swapped_bytes: int = 0
+
+
 class UsageMeter:
     """Reads counters."""
 
-    __slots__ = ("_cores_s", "_read_at", "_swapped")
+    __slots__ = ("_cores_s", "_inherited", "_memory", "_read_at")
 
     def __init__(self) -> None:
-        self._cores_s, self._read_at, self._swapped = 0.0, -_EVERY_S, 0
+        self._cores_s, self._read_at = 0.0, -_EVERY_S
+        self._memory = _memory()
+        # The system's peak of a process is that of the one that started it, if that was larger.
+        self._inherited = getrusage(RUSAGE_SELF).ru_maxrss * _KIB
+        if self._inherited <= self._memory.peak_bytes or not self._memory.peak_bytes:
+            self._inherited = 0
 
     def read(self) -> Usage:
         """The counters as they are now."""
         used, now = getrusage(RUSAGE_SELF), perf_counter()
         if now - self._read_at >= _EVERY_S:
-            self._cores_s, self._swapped, self._read_at = _work_of_cores(), _swapped(), now
+            self._cores_s, self._memory, self._read_at = _work_of_cores(), _memory(), now
         cpu_s = used.ru_utime + used.ru_stime
         faults, preemptions, peak = used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB
-        return Usage(cpu_s, self._cores_s, faults, preemptions, peak, self._swapped)
+        if peak <= self._inherited:
+            peak = self._memory.peak_bytes
+        return Usage(cpu_s, self._cores_s, faults, preemptions, peak, self._memory.swapped_bytes)
 
 
 def counted_cores() -> int:
@@ -80,11 +95,14 @@ def _work_of_cores() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _swapped() -> int:
-    """Bytes of this process that are swapped out; 0 where the system does not say."""
+def _memory() -> _Memory:
+    found = {"VmHWM": 0, "VmSwap": 0}
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            line = next((line for line in file if line.startswith("VmSwap:")), "VmSwap: 0")
-        return int(line.split()[1]) * _KIB
+            for line in file:
+                name, _, rest = line.partition(":")
+                if name in found:
+                    found[name] = int(rest.split()[0]) * _KIB
     except (OSError, ValueError):
-        return 0
+        return _Memory()
+    return _Memory(found["VmHWM"], found["VmSwap"])

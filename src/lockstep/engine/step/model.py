@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.audit.aliases import check_aliases
+from lockstep.engine.compiler import keep_compiler_out
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import check_pipeline
@@ -57,6 +58,7 @@ def built(
     Raises:
         LockstepError: one of them cannot work.
     """
+    keep_compiler_out()
     model = build_model(task, config, device)
     check_aliases(task, model)
     if config.num_shards > 1:
