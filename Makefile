@@ -3,7 +3,7 @@ PYTHON ?= python3
 # The newest torch that is supported; without a pin, pip may take one with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
-# What is imported is compiled then, which is a small part of what is installed.
+# Compiled afterwards, on all cores.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
@@ -14,6 +14,7 @@ venv: .venv/.installed
 	$(PYTHON) -m venv .venv
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) --editable ".[recipes,tensorboard,dev]"
+	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null
 	touch $@
 
 train: venv
