@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from lockstep.allocation import collect_seldom
 from lockstep.launchers.rank.early import ending_at_interrupt
 
 
 def main() -> NoReturn:
     """Run the command; Ctrl-C ends it at once while it is imported."""
+    collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
     command()

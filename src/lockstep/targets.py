@@ -89,11 +89,12 @@ def task_class(target: str) -> type[Task]:
     if ".py" not in target:
         return load_recipe(target)
     module = _import(script_path(target))
-    there = {
+    known = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Task) and not inspect.isabstract(value)
+        if inspect.isclass(value) and issubclass(value, Task)
     }
+    there = {name: value for name, value in known.items() if not inspect.isabstract(value)}
     tasks = {n: value for n, value in there.items() if value.__module__ == module.__name__}
     if is_script(target):
         tasks = tasks or there  # a script may import its task
@@ -103,6 +104,9 @@ def task_class(target: str) -> type[Task]:
         return next(iter(tasks.values()))
     name = target.rpartition(":")[2]
     if name not in tasks:
+        lacking = ", ".join(sorted(getattr(known.get(name), "__abstractmethods__", ())))
+        if lacking:
+            raise ConfigError(f"{target}: {name} must define {lacking}")
         raise ConfigError(
             f"{target}: no Task class {name!r}; there are: {', '.join(sorted(tasks)) or 'none'}"
         )

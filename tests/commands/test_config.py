@@ -148,17 +148,28 @@ def test_a_terminal_that_lacks_signs(lockstep) -> None:
     assert "int \\u2265 1" in done.stdout
 
 
+HALF = """
+import lockstep as ls
+
+class Half(ls.Task):
+    def dataset(self, split):
+        return None
+"""
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["digit"], ["unknown recipe 'digit'", "did you mean digits?"]),
         (["none.py"], ["none.py: there is no such file"]),
         ([f"{TASKS}:Nothing"], ["no Task class 'Nothing'"]),
+        (["half.py:Half"], ["half.py:Half: Half must define build_model"]),
         (["mine.py", "--yaml"], ["mine.py: is a script", "mine.py:Task"]),
     ],
 )
 def test_bad_targets(here, tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
     (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "half.py").write_text(HALF)
     done = here("config", *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

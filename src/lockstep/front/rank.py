@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.allocation import collect_as_usual, skip_last_collection
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
@@ -54,6 +55,8 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         Stopped: the run was asked to stop before its end, on every rank.
         LockstepError: on every rank.
     """
+    collect_as_usual()
+    skip_last_collection()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         config = override(config, sitting.overrides)
