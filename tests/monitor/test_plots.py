@@ -4,7 +4,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.monitor.terminal.plot import dotted, plot
@@ -65,6 +65,7 @@ def test_every_point_is_covered_and_the_stroke_has_no_gap(points, width, height)
         assert rows[1].min() <= rows[0].max() + 1
 
 
+@example([0.0] * 11, 1, 2, False)
 @given(st.lists(st.floats(), max_size=40), st.integers(1, 90), st.integers(1, 14), st.booleans())
 def test_no_line_is_wider_than_the_room_and_there_are_as_many_as_asked(
     values, width, height, logarithmic

@@ -60,7 +60,8 @@ def plot(
     lines = [line.rjust(width) for line in lines]
     first, last = f"{int(places[0]):,}", f"{int(places[-1]):,}"
     gap = width - margin - len(first) - len(last)
-    return [*lines, (" " * margin + first + " " * gap + last) if gap > 0 else last.rjust(width)]
+    below = " " * margin + first + " " * gap + last if gap > 0 else last.rjust(width)
+    return [*lines, below if len(below) <= width else ""]
 
 
 def dotted(
