@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ class Own(optim.SGD):
         return super().step(closure)
 
 
-def test_watched_steps_are_seen() -> None:
+def test_watched_steps_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Own(parameters(), lr=0.1)
     compiler.step(own)
     assert own.count == 1
@@ -122,6 +123,17 @@ def test_watched_steps_are_seen() -> None:
     handle.remove()
     compiler.step(optim.SGD(parameters(), lr=0.1))
     assert seen == ["hook", "schedule", "any"]
+    plain = optim.SGD.step
+
+    @functools.wraps(plain)
+    def counted(*arguments: Any) -> Any:
+        seen.append("patched")
+        return plain(*arguments)
+
+    monkeypatch.setattr(optim.SGD, "step", counted)
+    compiler.step(optim.SGD(parameters(), lr=0.1))
+    assert seen.pop() == "patched"
+    monkeypatch.undo()
     with torch.profiler.profile() as profile:
         compiler.step(optim.SGD(parameters(), lr=0.1))
     assert "Optimizer.step#SGD.step" in {event.key for event in profile.key_averages()}

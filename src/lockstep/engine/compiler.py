@@ -7,7 +7,6 @@ for it, only to tell the compiler what to leave alone.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -22,6 +21,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _COMPILER = "torch._dynamo"
 _DISABLED = "__dynamo_disable"
 """Where `torch._disable_dynamo` keeps what it calls instead of a function."""
+
+_WRAPPING = optim.Optimizer.__init__.__code__.co_filename
+"""The file in which torch wraps what optimizers do."""
 
 _MANY = 2**30
 
@@ -50,9 +52,16 @@ def step(optimizer: optim.Optimizer) -> None:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and not _is_watched(optimizer):
         with torch.no_grad():
-            inspect.unwrap(kind.step)(optimizer)
+            _unwrapped(kind.step)(optimizer)
     else:
         optimizer.step()
+
+
+def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method without what torch has wrapped around it; what others have stays."""
+    while hasattr(method, "__wrapped__") and method.__code__.co_filename == _WRAPPING:
+        method = method.__wrapped__
+    return method
 
 
 def _is_watched(optimizer: optim.Optimizer) -> bool:

@@ -103,6 +103,14 @@ def test_a_run_without_curves(tmp_path: Path) -> None:
         read_curves(tmp_path / "metrics.csv")
 
 
+def test_damaged_curves_are_said_in_a_short_message(tmp_path: Path) -> None:
+    text = "step,split,loss\n1,train,nan\n2,train," + 10_000 * "x" + "\n"
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(DataError, match=r"metrics.csv: line 3: cannot be read: 'xxx") as caught:
+        read_curves(tmp_path / "metrics.csv")
+    assert len(str(caught.value)) < 1000
+
+
 def test_without_matplotlib_the_message_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.files import open_text
+from lockstep.parsing import parse_int, shown
 from lockstep.recipes.pictures import new_figure, save
 from lockstep.recipes.ufs.report.scores import Score
 
@@ -28,18 +29,31 @@ def read_curves(path: Path) -> dict[tuple[str, str], Curve]:
         DataError: it cannot be read.
     """
     curves: dict[tuple[str, str], Curve] = {}
+    line = 1
     try:
         with open_text(path) as file:
-            for row in csv.DictReader(file):
-                step, split = int(row.pop("step")), row.pop("split")
+            reader = csv.DictReader(file)
+            for row in reader:
+                line = reader.line_num
+                step, split = parse_int(row.pop("step")), row.pop("split")
                 for column, text in row.items():
                     if text:
                         steps, values = curves.setdefault((split, column), ([], []))
                         steps.append(step)
-                        values.append(float(text))
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+                        values.append(_number(text))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: line {line}: cannot be read: {error}") from error
     return curves
+
+
+def _number(text: str) -> float:
+    """A number, which may be NaN or infinite: what a metric was."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{shown(text)} is not a number") from None
 
 
 def draw_history(
