@@ -31,7 +31,7 @@ from run import DOCS, machine
 TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
 RANKS = (1, 2, 3, 4)
 LAUNCHERS = ("mpi", "local")
-ROUNDS = 3
+ROUNDS = 2
 """Of each training, planned or not; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
@@ -246,7 +246,7 @@ def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(2, shape))
         said = stack.enter_context((folder / "lab.log").open("w"))
-        argv = ["lockstep", "comm-profile", "--sizes", sizes, "--seconds", "6"]
+        argv = ["lockstep", "comm-profile", "--sizes", sizes, "--seconds", "20"]
         _checked(start_ranks(lab, 1, [*argv, "--json", str(profile)], "mpi", output=said).exit_code)
         network = Network([read_profile(profile)], ranks_per_host=max(RANKS))
         shaped = make_plan(plan.facts, network, RANKS, max(RANKS), plan.hours_between)

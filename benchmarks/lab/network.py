@@ -26,7 +26,7 @@ _BRIDGE, _PORT = "bridge", "port"
 _QUEUE_S = 0.05
 """Seconds for which frames may wait for a rate before they are lost, as in a switch's buffer."""
 
-_BURST_S, _LEAST_BURST = 0.002, 16_000
+_BURST_S, _LEAST_BURST = 0.0005, 16_000
 _FRAME = 1514
 _MOST_RATE = 1e10
 """Bits per second for which netem has room where there is no rate: it must not lose them."""

@@ -156,6 +156,21 @@ def test_a_measured_group_is_taken_as_it_is(key: str, num_bytes: int) -> None:
     assert network().seconds(name, num_bytes, 2) == pytest.approx(1e-4 + 1e-9 * num_bytes * factor)
 
 
+def test_longer_messages_than_measured_are_on_the_line_through_the_longest() -> None:
+    for ranks in (2, 3):
+        factor = OPERATIONS["lockstep/all_gather"].factor(ranks)
+        found = network(ranks, per_host=4).seconds("all_gather", 640 * MIB, ranks)
+        assert found == pytest.approx(1e-4 + 640e-9 * MIB * factor)
+
+
+def test_one_size_alone_says_what_a_message_takes_and_not_what_its_bytes_do() -> None:
+    known = profile(2)
+    short = tuple(replace(m, points=m.points[:1]) for m in known.measurements)
+    seconds = Network([replace(known, measurements=short)], 2).seconds("all_gather", MIB, 2)
+    (found,) = (m for m in short if m.operation == "all_gather")
+    assert seconds == found.points[0].median_s
+
+
 @given(st.integers(2, 10_000), st.integers(2, 10_000))
 def test_messages_among_more_ranks_are_not_quicker(one: int, other: int) -> None:
     few, many = sorted((one, other))

@@ -180,13 +180,12 @@ def _scaled(found: Measurement, num_bytes: float, num_ranks: int) -> float:
 
 
 def _interpolated(found: Measurement, num_bytes: float) -> float:
-    """The median time of a size, on a straight line between the sizes beside it."""
+    """The median time of a size, on a straight line through the two sizes next to it."""
     points = found.points
-    if num_bytes <= points[0].num_bytes:
+    if num_bytes <= points[0].num_bytes or len(points) == 1:
         return points[0].median_s
-    for before, after in pairwise(points):
-        if num_bytes <= after.num_bytes:
-            part = (num_bytes - before.num_bytes) / (after.num_bytes - before.num_bytes)
-            return before.median_s + part * (after.median_s - before.median_s)
-    last = points[-1]
-    return last.median_s * num_bytes / last.num_bytes
+    lines = pairwise(points)
+    before, after = next((p for p in lines if num_bytes <= p[1].num_bytes), points[-2:])
+    part = (num_bytes - before.num_bytes) / (after.num_bytes - before.num_bytes)
+    seconds = before.median_s + part * (after.median_s - before.median_s)
+    return max(seconds, after.median_s) if part > 1 else seconds
