@@ -80,6 +80,7 @@ class Pair:
         measured: the same.
         parts: seconds of the prediction: computing, sums, waiting.
         from_parts_s: seconds of a step if no ranks had been trained together.
+        spread: by how much the slowest of the trainings took longer than the fastest.
     """
 
     case: str
@@ -89,6 +90,7 @@ class Pair:
     measured: Cost
     parts: tuple[float, float, float]
     from_parts_s: float
+    spread: float
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -131,29 +133,22 @@ def section_of(pairs: Sequence[Pair]) -> Section:
         "`lockstep comm-profile` measured them there. c/s/w: what was predicted for computing, "
         "the sum of gradients, and waiting. The machine has two cores: 3 and 4 ranks take turns. "
         "On this host a plan has trained the same ranks together, so those rows tell what a "
-        "machine that does other things some minutes later leaves of a measurement; `from parts` "
-        "is the error of the plan without such trainings: of rows that could not be tried. The "
-        "shaped networks could not: there both count.",
+        "machine that does other things some minutes later leaves of a measurement; `rounds` says "
+        "how far the trainings, each of the same program, were apart. `from parts` is the error "
+        "of the plan without such trainings: of rows that could not be tried. The shaped networks "
+        "could not: there both count.",
         (
-            "task",
-            "where",
-            "ranks",
-            "predicted",
-            "measured",
-            "off",
-            "from parts",
-            "c/s/w ms",
-            "memory",
-            "off",
+            "task", "where", "ranks", "predicted", "measured", "off", "rounds", "from parts",
+            "c/s/w ms", "memory", "off",
         ),
-    )
+    )  # fmt: skip
     for pair in pairs:
         step, peak = pair.errors
         parts = "/".join(f"{1e3 * part:.2f}" for part in pair.parts)
         section.rows.append(
             (
                 pair.case, pair.where, str(pair.ranks), f"{1e3 * pair.predicted[0]:.2f} ms",
-                f"{1e3 * pair.measured[0]:.2f} ms", f"{step:+.1%}",
+                f"{1e3 * pair.measured[0]:.2f} ms", f"{step:+.1%}", f"{pair.spread:.1%}",
                 f"{pair.parts_error:+.1%}", parts,
                 f"{pair.measured[1] / 2**20:.0f} MiB", f"{peak:+.1%}",
             )
@@ -175,6 +170,11 @@ def _judge(section: Section, pairs: Sequence[Pair]) -> None:
     section.verdicts.append(
         f"- Of those with a core for each rank ({len(fitting)}): worst "
         f"{max(fitting):.1%}, median {statistics.median(fitting):.1%}"
+    )
+    spreads = [pair.spread for pair in pairs]
+    section.verdicts.append(
+        f"- The {ROUNDS} trainings of a row, of the same program: apart by {max(spreads):.1%} at "
+        f"worst, {statistics.median(spreads):.1%} in the median: no prediction can know which"
     )
     bare = [abs(pair.parts_error) for pair in pairs if pair.ranks > 1]
     section.verdicts.append(
@@ -272,9 +272,11 @@ def _compared(
     way = row.prediction
     parts = (way.compute_s, way.exchange_s, way.waiting_s)
     alone = predict(replace(plan.facts, groups=()), network, Layout(ranks), max(RANKS))
+    times = [step_s for step_s, _ in costs]
     pair = Pair(
-        case.name, where, ranks, (way.step_s, way.peak_bytes), min(costs), parts, alone.step_s
-    )
+        case.name, where, ranks, (way.step_s, way.peak_bytes), min(costs), parts, alone.step_s,
+        max(times) / min(times) - 1,
+    )  # fmt: skip
     print(pair, *(f"{error:+.1%}" for error in pair.errors), file=sys.stderr, flush=True)
     return pair
 
