@@ -16,6 +16,8 @@ from tests.pages import PAGES, script
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parents[1]
+SLOW = {"how-to/diagnose.md", "how-to/monitor.md", "how-to/runs.md"}
+"""Pages of commands that tests of their own run as well."""
 
 
 @pytest.fixture
@@ -32,7 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return empty
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page in SLOW else page for page in PAGES],
+)
 def test_a_page_works_from_top_to_bottom(page: str, folder: Path) -> None:
     env = environment()
     env["PATH"] = f"{folder.parent / 'bin'}{os.pathsep}{env['PATH']}"

@@ -12,6 +12,7 @@ from tests.observe.sample_events import full_disk
 
 
 @pytest.mark.docs
+@pytest.mark.slow
 def test_the_task_trains_on_any_number_of_ranks(here, lockstep, tmp_path: Path) -> None:
     done = here("init")
     assert done.returncode == 0, done.stderr

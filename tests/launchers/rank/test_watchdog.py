@@ -98,7 +98,7 @@ def test_what_a_rank_waits_in_can_be_read_as_long_as_it_does(tmp_path: Path) -> 
     assert log.stuck == log.calls[-1]
 
 
-@pytest.mark.parametrize("what", ["slow", "unarmed"])
+@pytest.mark.parametrize("what", [pytest.param("slow", marks=pytest.mark.slow), "unarmed"])
 def test_others_are_left_alone(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)
     assert (done.returncode, done.stdout) == (0, "up\ndone\n")
