@@ -1,17 +1,19 @@
 """How far `lockstep plan` is off: predicted beside measured steps and memory.
 
 Writes `docs/benchmarks/plans.md` and `plans.json`; as root, for it makes network namespaces.
-`--only NAME` takes one task, `--without-lab` leaves shaped networks out, `--print` writes nothing.
+`--only NAME` takes one task, and leaves the rows of others as they are on the page; `--without-lab`
+leaves shaped networks out, `--print` writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,12 +115,22 @@ def main() -> None:
     cases = [case for case in CASES if not args.only or case.name in args.only]
     shapes = () if args.without_lab else SHAPES
     facts = machine(("torch", "mpi4py")) | {"command": command("plans")}
-    sections = [section_of([pair for case in cases for pair in _pairs(case, shapes)])]
+    pairs = [pair for case in cases for pair in _pairs(case, shapes)]
+    sections = [section_of([*_kept({case.name for case in cases}), *pairs])]
     text = page("Plans", "plans", facts, sections, "Nothing else runs.")
     if args.print:
         print(text)
         return
     write(DOCS, "plans", text, facts, sections)
+
+
+def _kept(names: Set[str]) -> list[Pair]:
+    """The rows of other tasks that the page has."""
+    file = DOCS / "plans.json"
+    if not file.exists():
+        return []
+    (section,) = json.loads(file.read_text(encoding="utf-8"))["sections"]
+    return [Pair(**row) for row in section["raw"]["rows"] if row["case"] not in names]
 
 
 def section_of(pairs: Sequence[Pair]) -> Section:
