@@ -116,7 +116,8 @@ def _modules_beside(name: str) -> dict[str, types.ModuleType]:
 
 def _folder(module: object) -> str | None:
     file = getattr(module, "__dict__", {}).get("__file__")
-    return os.path.dirname(file) if isinstance(file, str) else None
+    # Of thousands of modules, again and again: `os.path.dirname` takes ten times as long.
+    return file.rpartition(os.sep)[0] if isinstance(file, str) else None
 
 
 def _is_library(module: object) -> bool:
