@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from lockstep.commands.comm_profile.tables import (
 )
 from lockstep.commands.comm_profile.torch_calls import TORCH_CALLS
 from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError
+from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import Environment
 from lockstep.observe.text import brief
 from lockstep.planning.profile.operations import OPERATIONS
@@ -319,6 +321,17 @@ def test_wrong_options_are_one_message_before_ranks_start(
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
     assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("with_torch", [True, False])
+def test_torch_can_be_left_out(with_torch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile_of(ranks: RankCommand, seconds: float) -> Profile:
+        asked = json.loads(next(word for word in ranks.argv if word.startswith("{")))
+        raise LaunchError(f"asked for torch: {asked['with_torch']}")
+
+    monkeypatch.setattr("lockstep.commands.comm_profile.command.profile_of", profile_of)
+    with pytest.raises(LaunchError, match=f"asked for torch: {with_torch}"):
+        comm_profile(options(with_torch=with_torch), Console())
 
 
 def test_a_rank_starts_no_ranks(

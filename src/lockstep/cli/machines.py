@@ -91,6 +91,9 @@ def comm_profile(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="A picture: FILE.svg or FILE.png.")
     ] = None,
+    torch: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="Measure torch.distributed too.")
+    ] = True,
 ) -> None:
     """Measure what collectives and messages cost, by size, with a line through each.
 
@@ -100,7 +103,7 @@ def comm_profile(
         from rich.console import Console
 
         from lockstep.commands.comm_profile import command
-    options = command.Options(ranks, launcher, sizes, seconds, device, json, plot)
+    options = command.Options(ranks, launcher, sizes, seconds, device, json, plot, torch)
     leave(command.comm_profile(options, Console()))
 
 

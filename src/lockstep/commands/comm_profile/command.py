@@ -53,6 +53,7 @@ class Options:
         device: `cpu`, `cuda` or `auto`.
         json: file for the profile.
         plot: file for the picture.
+        with_torch: whether to measure `torch.distributed` too.
     """
 
     num_ranks: int | None
@@ -62,6 +63,7 @@ class Options:
     device: str
     json: Path | None
     plot: Path | None
+    with_torch: bool = True
 
 
 def comm_profile(options: Options, console: Console) -> int:
@@ -165,7 +167,8 @@ def _request(options: Options) -> Request:
         )
     if options.device not in DEVICES:
         raise ConfigError(f"--device {options.device}: must be one of {', '.join(DEVICES)}")
-    return Request(parse_sizes(options.sizes), options.seconds, options.device)
+    sizes = parse_sizes(options.sizes)
+    return Request(sizes, options.seconds, options.device, options.with_torch)
 
 
 def _refuse_choice(options: Options, launcher: str) -> None:
