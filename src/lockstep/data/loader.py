@@ -169,10 +169,10 @@ class Loader(BatchSource):
         release(self)
 
     def _request(self, step: int, microbatch: int) -> Request | None:
-        if not self._sampler.microbatch_size(step, microbatch):
+        indices = self._sampler.indices(step, microbatch)
+        if not indices.numel():
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
-        indices = self._sampler.indices(step, microbatch)
         return Request(key, indices, self._sampler.epoch(step))
 
 

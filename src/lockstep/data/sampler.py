@@ -73,9 +73,7 @@ class BatchLayout:
 
     def step_size(self, step: int) -> int:
         """The number of samples in the global batch of a step."""
-        if self.num_samples is None:
-            return self._batch_size
-        return min(self._batch_size, self.num_samples - self.start(step))
+        return self._size_from(self.start(step))
 
     def start(self, step: int) -> int:
         """The position in its epoch at which the global batch of a step begins."""
@@ -86,12 +84,18 @@ class BatchLayout:
     def positions(self, step: int, microbatch: int) -> Range:
         """The positions in its epoch of a microbatch; none if the batch has too few samples."""
         start = self.start(step)
-        first, last = self._ranges(self.step_size(step))[microbatch]
+        first, last = self._ranges(self._size_from(start))[microbatch]
         return Range(start + first, start + last)
 
     def microbatch_size(self, step: int, microbatch: int) -> int:
         """The number of samples in a microbatch, which may be 0."""
         return len(self._ranges(self.step_size(step))[microbatch])
+
+    def _size_from(self, start: int) -> int:
+        """The number of samples in a global batch that begins at a position of its epoch."""
+        if self.num_samples is None:
+            return self._batch_size
+        return min(self._batch_size, self.num_samples - start)
 
     def _ranges(self, size: int) -> list[Range]:
         # At most two sizes occur: that of full batches and that of an epoch's last.

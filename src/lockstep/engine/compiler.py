@@ -14,16 +14,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import optim
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _COMPILER = "torch._dynamo"
 _DISABLED = "__dynamo_disable"
 """Where `torch._disable_dynamo` keeps what it calls instead of a function."""
-
-_WRAPPING = optim.Optimizer.__init__.__code__.co_filename
-"""The file in which torch wraps what optimizers do."""
 
 _MANY = 2**30
 
@@ -41,42 +36,6 @@ def keep_compiler_out() -> None:
         for method in _disabled_methods():
             vars(method)[_DISABLED] = method
         sys.meta_path.insert(0, _Awaited())
-
-
-def step(optimizer: optim.Optimizer) -> None:
-    """One step of an optimizer.
-
-    One of torch's own that nobody watches is called without what torch wraps around it for its
-    compiler and its profiler: the same arithmetic, and no import of the compiler.
-    """
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim.") and not _is_watched(optimizer):
-        with torch.no_grad():
-            _unwrapped(kind.step)(optimizer)
-    else:
-        optimizer.step()
-
-
-def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method without what torch has wrapped around it; what others have stays."""
-    while hasattr(method, "__wrapped__") and method.__code__.co_filename == _WRAPPING:
-        method = method.__wrapped__
-    return method
-
-
-def _is_watched(optimizer: optim.Optimizer) -> bool:
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    return (
-        any(hooks)
-        or "step" in vars(optimizer)  # a scheduler of learning rates has replaced it
-        or optimizer.defaults.get("differentiable", False)
-        or torch._C._autograd._profiler_enabled()
-    )
 
 
 class _Awaited(MetaPathFinder):

@@ -245,7 +245,7 @@ class Places:
                     yield item if is_last else copy.deepcopy(item)
             self.finish()
 
-    def passes(self, microbatches: Dealt) -> Iterator[Pass]:
+    def passes(self, microbatches: Dealt) -> Sequence[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
         # Of spares too, who do in each of them what others of their stage need.
         place = 0 if self.column == NEW else self.column // self._tp

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lockstep.parallel.layout import Dealt, Range, Strided, split
 
@@ -59,7 +60,7 @@ class Mesh:
         """The ranks of a column."""
         return [rank for rank, own in enumerate(self.columns) if own == column]
 
-    @property
+    @cached_property
     def replicas(self) -> list[tuple[int, ...]]:
         """The ranks of each replica, in the order of columns."""
         return list(zip(*map(self.members, range(self.num_columns)), strict=False))

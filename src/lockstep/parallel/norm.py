@@ -25,10 +25,11 @@ def block_norms(flat: Tensor) -> Tensor:
     """The Euclidean norm of each block of `BLOCK` elements: [numel / BLOCK], dtype of `flat`."""
     rows = flat.view(-1, BLOCK)
     num_blocks = len(rows)
-    if flat.is_cuda and num_blocks < _FEWEST_ROWS:
-        rows = pad(rows, (0, 0, 0, _FEWEST_ROWS - num_blocks))
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms[:num_blocks]
+    if num_blocks >= _FEWEST_ROWS or not flat.is_cuda:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+        return norms
+    padded = pad(rows, (0, 0, 0, _FEWEST_ROWS - num_blocks))
+    return torch.linalg.vector_norm(padded, dim=1)[:num_blocks]
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:

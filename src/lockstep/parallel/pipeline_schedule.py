@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple, TypeVar
 
@@ -19,9 +20,10 @@ class Pass(NamedTuple):
     stage: int
 
 
+@lru_cache(maxsize=16)
 def one_forward_one_backward(
     microbatches: Dealt, place: int, num_places: int, interleave: int = 1
-) -> Iterator[Pass]:
+) -> tuple[Pass, ...]:
     """The passes of a rank, 1F1B (Narayanan et al. 2019; PipeDream-Flush: 2021, section 2.2).
 
     A rank has every `num_places`-th stage: one, or several that are interleaved (Narayanan et al.
@@ -46,9 +48,8 @@ def one_forward_one_backward(
     ahead = num_places - 1 - place
     if interleave > 1:
         ahead = 2 * ahead + (interleave - 1) * max(map(len, groups), default=0)
-    yield from forward[:ahead]
-    for pair in zip_longest(forward[ahead:], backward):
-        yield from (one for one in pair if one is not None)
+    alternating = zip_longest(forward[ahead:], backward)
+    return (*forward[:ahead], *(one for pair in alternating for one in pair if one is not None))
 
 
 def in_groups(items: Sequence[T], num_places: int) -> list[Sequence[T]]:

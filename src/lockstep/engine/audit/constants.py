@@ -7,6 +7,7 @@ on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from operator import is_
 
 from torch import Tensor, nn
 
@@ -37,15 +38,16 @@ class Constants:
         model = self._model
         self._ids = _ids(model)
         self._places = [p for p in tensor_places(model) if p.name not in self._changing]
-        self._trained = [place.tensor.requires_grad for place in self._places]
-        self._pointers = [place.tensor.data_ptr() for place in self._places]
+        self._tensors = [place.tensor for place in self._places]
+        self._homes = [(place.held_in, place.key) for place in self._places]
+        self._trained = [tensor.requires_grad for tensor in self._tensors]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
         self._copies: list[Tensor] = []
-        self._versions: list[int] = []
         self.mark()
 
     def mark(self, step: int = -1) -> None:
         """Take the present state as the right one, before the passes of a step."""
-        self._versions = [place.tensor._version for place in self._places]
+        self._versions = [tensor._version for tensor in self._tensors]
         by_value = step >= 0 and step & (step - 1) == 0
         self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
 
@@ -59,6 +61,26 @@ class Constants:
         Raises:
             TaskError: naming the first tensor that has.
         """
+        tensors = self._tensors
+        if (
+            [tensor._version for tensor in tensors] != self._versions
+            or [tensor.requires_grad for tensor in tensors] != self._trained
+            or [tensor.data_ptr() for tensor in tensors] != self._pointers
+            or not all(map(is_, tensors, [held_in.get(key) for held_in, key in self._homes]))
+        ):
+            self._find_changed(when, changed)
+        if self._copies and (ids := _ids(self._model)) != self._ids:
+            names = [n for n in {**self._ids, **ids} if self._ids.get(n) != ids.get(n)]
+            raise TaskError(
+                f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
+                "trains or saves; change the model's modules in build_model only"
+            )
+        for place, copy in zip(self._places, self._copies, strict=False):
+            if not same_bits(_part(place.tensor), copy):
+                raise TaskError(f"{when}: {changed(place.name)}")
+
+    def _find_changed(self, when: str, changed: Callable[[str], str]) -> None:
+        """Name the first tensor that is not as it was; pointers of those let go may change."""
         for index, (name, tensor, held_in, key) in enumerate(self._places):
             if tensor._version != self._versions[index]:
                 raise TaskError(f"{when}: {changed(name)}")
@@ -79,15 +101,6 @@ class Constants:
                 and not is_let_go(tensor)  # else its block's storage has looked at it
             ):
                 raise TaskError(f"{when}: {given_other_memory(name)}")
-        if self._copies and (now := _ids(self._model)) != self._ids:
-            names = [n for n in {**self._ids, **now} if self._ids.get(n) != now.get(n)]
-            raise TaskError(
-                f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
-                "trains or saves; change the model's modules in build_model only"
-            )
-        for place, copy in zip(self._places, self._copies, strict=False):
-            if not same_bits(_part(place.tensor), copy):
-                raise TaskError(f"{when}: {changed(place.name)}")
 
 
 def _ids(model: nn.Module) -> dict[str, int]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine import compiler
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice, is_in, storages, within
+from lockstep.engine.optimizer import bare_steps
 from lockstep.engine.optimizer.keepers import Keepers
 from lockstep.engine.optimizer.kinds import is_elementwise, may_draw, own_groups, stepping_in
 from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
@@ -164,7 +164,7 @@ class FlatOptimizer:
     def _step(self, optimizer: optim.Optimizer) -> None:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
-        compiler.step(optimizer)
+        bare_steps.step(optimizer)
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
 

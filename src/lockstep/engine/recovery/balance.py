@@ -50,13 +50,18 @@ class Balancer:
         self._before: list[float] | None = None
         self._num_steps = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it never proposes anything."""
+        return not self._every or len(self.ranges) == 1
+
     def propose(self, times: Sequence[Times]) -> Proposal | None:
         """Count a step in; better ranges if there are any.
 
         Args:
             times: seconds that each rank has spent so far, by kind of work.
         """
-        if not self._every or len(self.ranges) == 1:
+        if self.is_idle:
             return None
         # Without communication, in which the fast ranks wait for the slow ones.
         spent = [t.compute_s + t.data_s for t in times]

@@ -58,6 +58,8 @@ class Microbatches:
             step: number of the next step, from 0.
             times: seconds that each rank has spent so far, by kind of work.
         """
+        if self._balancer.is_idle:
+            return None
         # A replica's ranks wait for one another inside a microbatch: any of them tells its speed.
         of_replicas = [times[ranks[0]] for ranks in self._parts.places.mesh.replicas]
         proposal = self._balancer.propose(of_replicas)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.engine import compiler
 from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.optimizer import bare_steps
 from lockstep.engine.optimizer.kinds import ELEMENTWISE
 from lockstep.engine.optimizer.optimizer_state import TENSOR, to_json
 from lockstep.engine.snapshot.resumable import SavedShared
@@ -129,7 +129,7 @@ def _layout(train_step: TrainStep) -> tuple[_Layout, dict[str, Any]]:
         trial = type(own)([parameter], lr=1e-3)  # type: ignore[call-arg]
         hyper = own.param_groups[index]
         trial.param_groups[0].update({k: v for k, v in hyper.items() if k != "params"})
-        compiler.step(trial)
+        bare_steps.step(trial)
         attributes |= {k: v for k, v in vars(trial).items() if isinstance(v, bool)}
         for key, value in trial.state.get(parameter, {}).items():
             is_whole = isinstance(value, torch.Tensor) and value.dim() > 0

@@ -52,7 +52,7 @@ class StepSums:
             counters=tuple(self._passes.counters),
             carry_length=self._carries.pack() if self._carries and not error else 0,
         )
-        own = float64(header.pack()).to(self._runtime.device)
+        own = float64(header.pack(), self._runtime.device)
         if self._places.are_coupled:
             headers = self._headers(own)
             # Nobody sums: a column that has no failed rank would, and the others would not.
@@ -63,11 +63,17 @@ class StepSums:
             reduction.header.copy_(own)
             reduction.reduce()
             if not self._places.is_split:
-                # One `tolist` for all: on a GPU each item would be a message and a wait.
-                headers = [Header.unpack(v) for v in reduction.headers().tolist()]
+                headers = self._unpacked(reduction, header)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
+
+    def _unpacked(self, reduction: OrderedReduction, own: Header) -> list[Header]:
+        """The headers that came with the sums."""
+        if self._runtime.transport.size == 1:
+            return [own]
+        # One `tolist` for all: on a GPU each item would be a message and a wait.
+        return [Header.unpack(values) for values in reduction.headers().tolist()]
 
     def _headers(self, own: Tensor) -> list[Header]:
         """The headers of all ranks, of which those of one column travel with the sums."""
