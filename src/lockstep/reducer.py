@@ -104,6 +104,7 @@ class Reducer:
             ranges=ranges,
             device=device,
             bucket_bytes=_BUCKET_BYTES,
+            shares_memory=True,
         )
         total = self._reduction.total.segments
         self._views = [flat.view(total, entry) for entry in flat.entries]

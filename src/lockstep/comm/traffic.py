@@ -23,5 +23,9 @@ class Traffic:
     def add(self, sent_bytes: int, received_bytes: int) -> None:
         """Count in a call."""
         self.num_calls += 1
+        self.add_shared(sent_bytes, received_bytes)
+
+    def add_shared(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count in what others have read in this rank's memory, and it in theirs: no call."""
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes

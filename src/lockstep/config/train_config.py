@@ -124,8 +124,11 @@ class TrainConfig(Section):
     plan: str = Field(default="", json_schema_extra=NO_OUTCOME)
     """A file of `lockstep plan TASK --json FILE`: what it predicts is shown beside what steps cost,
     and kept with it in `result.json`. Without one, the first reports predict the later ones."""
+    exchange: Literal["auto", "messages"] = Field(default="auto", json_schema_extra=NO_OUTCOME)
+    """How ranks get at each other's gradients: `auto` reads those of more than a megabyte in memory
+    that the ranks of one host share, where they can, and sends others; `messages` sends all."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
-    """About the most bytes of gradient that a rank receives at a time."""
+    """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 
     @model_validator(mode="after")
     def _microbatches_fit(self) -> TrainConfig:

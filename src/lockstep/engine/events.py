@@ -226,6 +226,16 @@ class Recovered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeChosen(Event):
+    """How a group of ranks sums gradients that are too large to travel whole."""
+
+    way: str
+    """`shared memory` or `messages`."""
+    reason: str = ""
+    """Why not in shared memory, if not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
     """Microbatches are dealt out by measured speed from now on: slow ranks get fewer."""
 

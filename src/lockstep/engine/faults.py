@@ -33,7 +33,7 @@ FAULTS = "LOCKSTEP_FAULTS"
 Moment = Literal[
     "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
     "unshard", "leave",
-    "compute", "reduce", "reduced", "optimizer", "gather", "gathered",
+    "compute", "reduce", "summing", "copying", "reduced", "optimizer", "gather", "gathered",
     "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
 ]  # fmt: skip
@@ -41,7 +41,9 @@ Moment = Literal[
 when some gradients are there; before a sum over shards in a forward and in a backward pass
 (`mesh.tp`); before activations or gradients go to another stage, and before a stage waits for them
 (`mesh.pp`); before the slices of a block's parameters come together, and before its gradients are
-sent (`sharding`); after a microbatch; before and after the reduction; before and after copies of
+sent (`sharding`); after a microbatch; before and after the reduction, and in it, where ranks share
+memory, when a part of a slice is summed and when a rank has the slices of others (not with a
+sharded optimizer); before and after copies of
 what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
 (`lockstep.nn.SparseEmbedding`) come from their owners, before and after their gradients go there;
 before the optimizer; before and after ranks with a sharded one tell each other what they have

@@ -13,6 +13,7 @@ from lockstep.engine.events import (
     Checkpointed,
     Evaluated,
     Event,
+    ExchangeChosen,
     Failed,
     Finished,
     Improved,
@@ -224,6 +225,9 @@ def line(event: Event) -> str:
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
         )
+    if isinstance(event, ExchangeChosen):
+        why = f", not in shared memory: {event.reason}" if event.reason else ""
+        return f"{at}: gradients are exchanged by {event.way}{why}"
     if isinstance(event, Rebalanced):
         return (
             f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "

@@ -8,16 +8,18 @@ are cut into slices:
     all-gather   the finished slices                              P(W-1)/W
 
 which are the bytes of a ring all-reduce. Between the last two a sharded optimizer can step its
-slice; then parameters are gathered instead.
+slice; then parameters are gathered instead. Ranks of one host need not send any of these bytes:
+they read one another's memory (`shared_slices`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport
 from lockstep.parallel.arena import ArenaLayout, Row, Segment, slice_up
 from lockstep.parallel.exchange import (
@@ -28,9 +30,14 @@ from lockstep.parallel.exchange import (
 )
 from lockstep.parallel.fold import Fold, rows_needed
 from lockstep.parallel.layout import Dealt, leaves, merges
+from lockstep.parallel.shared_slices import Moment, SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
 """Up to this many bytes of all ranks' nodes, saved latency outweighs the doubled additions."""
+
+
+def _nothing(moment: Moment) -> None:
+    pass
 
 
 class OrderedReduction:
@@ -59,8 +66,10 @@ class OrderedReduction:
         device: torch.device,
         bucket_bytes: int,
         gather: bool = True,
+        shares_memory: bool = False,
+        at: Callable[[Moment], None] = _nothing,
     ) -> None:
-        """Lay out the memory.
+        """Lay out the memory; talks to nobody.
 
         Args:
             transport: transport between the ranks.
@@ -75,6 +84,9 @@ class OrderedReduction:
             device: device on which the gradients lie.
             bucket_bytes: greatest number of bytes of gradient to receive at a time.
             gather: whether every rank needs the whole sum, or just the slice it owns.
+            shares_memory: whether ranks read slices in one another's memory if they can; the same
+                on all ranks.
+            at: function that is called at each moment of that.
         """
         rank, size = transport.rank, transport.size
         self._transport = transport
@@ -88,24 +100,39 @@ class OrderedReduction:
 
         layout = ArenaLayout(segments, num_scalars, num_header)
         num_rows = rows_needed(ranges[rank], num_microbatches)
-        _, [arena] = layout.allocate([num_rows], device)
+        # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
+        is_small = gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES
+        is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
+        memory: SharedMemory | str = ""
+        if is_shared:
+            arena, memory = shared_arena(layout, num_rows)
+        else:
+            _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header
         self.fold = Fold(arena.rows, places, ranges[rank], num_microbatches)
         self._exchange: Exchange
         if size == 1:
             self._exchange = Alone(arena)
-        # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
-        elif gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES:
+        elif is_small:
             self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
         else:
-            self._exchange = Slices(
-                transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather, device
+            cut = (transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather)
+            self._exchange = (
+                SharedSlices(*cut, memory, at) if is_shared else Slices(*cut, device)
             )
 
     @property
     def total(self) -> Row:
         """The sum over all microbatches."""
         return self._exchange.total
+
+    @property
+    def why_messages(self) -> str | None:
+        """Why slices are sent, once that is known; empty if they are read in shared memory.
+
+        None where memory is not to be shared: gradients are small, or there is one rank.
+        """
+        return self._exchange.reason if isinstance(self._exchange, SharedSlices) else None
 
     def restart(self) -> None:
         """Forget the leaves of a step."""

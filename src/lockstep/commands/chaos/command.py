@@ -100,13 +100,14 @@ def chaos(
             keep = Path(folder)
         runs = _Runs(target, overrides, ranks)
         with shown_status(console, "training without faults", quiet):
-            runs.sit(keep / "reference", [])
+            _, rows = runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
             "carry_sha256" in reference, "tables_sha256" in reference,
+            any(row.get("way") == "shared memory" for row in rows),
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []

@@ -38,6 +38,7 @@ _BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
 _OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
 _OF_CARRIES: tuple[Moment, ...] = ("copy", "copied")
 _OF_TABLES: tuple[Moment, ...] = ("lookup", "rows", "rows_summed")
+_IN_SHARED_MEMORY: tuple[Moment, ...] = ("summing",)
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
@@ -83,6 +84,7 @@ class Draw:
     in_slices: bool = False
     has_carry: bool = False
     has_tables: bool = False
+    shares_memory: bool = False
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -186,8 +188,8 @@ class Draw:
             return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
         slices, carries = _OF_SLICES * self.in_slices, _OF_CARRIES * self.has_carry
-        rows = _OF_TABLES * self.has_tables
-        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries, *rows))
+        rows, sums = _OF_TABLES * self.has_tables, _IN_SHARED_MEMORY * self.shares_memory
+        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries, *rows, *sums))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -212,6 +214,7 @@ def draw(
     in_slices: bool = False,
     has_carry: bool = False,
     has_tables: bool = False,
+    shares_memory: bool = False,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -227,6 +230,7 @@ def draw(
         in_slices: whether parameters are in slices.
         has_carry: whether microbatches carry state, copies of which go to other ranks.
         has_tables: whether the model has tables, whose rows go from rank to rank.
+        shares_memory: whether ranks sum gradients in memory that they share.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -238,6 +242,7 @@ def draw(
         )
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
     drawn.has_carry, drawn.has_tables = has_carry, has_tables
+    drawn.shares_memory = shares_memory
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

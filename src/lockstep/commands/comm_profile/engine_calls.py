@@ -47,6 +47,7 @@ def _ordered_sum(transport: Transport, num_bytes: int, device: torch.device) -> 
         ranges=Mesh.of(size, size).microbatches,
         device=device,
         bucket_bytes=_BUCKET_BYTES,
+        shares_memory=True,
     )
     reduction.header.zero_()
     # Zeros stay what they are however often they are added up.

@@ -13,6 +13,7 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.evaluation.splits import is_validation
 from lockstep.engine.events import (
+    ExchangeChosen,
     Joined,
     RankLost,
     RankTimes,
@@ -59,6 +60,7 @@ class Reporter:
         self._times = [Times()] * runtime.transport.size
         self._since = perf_counter()
         self._last: dict[str, float] = {}
+        self._why_messages: str | None = None
 
     def own_row(self) -> dict[str, Any]:
         """The fields of this process's `Joined` event, but for its step and microbatches."""
@@ -113,6 +115,7 @@ class Reporter:
         self._tell_who(progress, origin.rows, self._slots)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
+        self._why_messages = None  # to be said of the new group, too
         emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
 
     def keep_calls(self, step: int) -> None:
@@ -253,11 +256,20 @@ class Reporter:
 
     def add(self, progress: Progress, result: StepResult, flush: bool) -> None:
         """Count a step in; emit if it is time to."""
+        self._tell_exchange(progress.step)
         self._sums = [a + b for a, b in zip(self._sums, result.scalars, strict=True)]
         self._num_steps += 1
         self._samples += self._parts.sampler.step_size(progress.step - 1)
         if flush or progress.step % self._config.log_every == 0:
             self._emit(progress, result)
+
+    def _tell_exchange(self, step: int) -> None:
+        """Say how large gradients are exchanged, once that is known of a group."""
+        reason = self._parts.train_step.workspace.why_messages
+        if reason is not None and reason != self._why_messages:
+            self._why_messages = reason
+            way = "messages" if reason else "shared memory"
+            self._runtime.emit(ExchangeChosen(step=step, way=way, reason=reason))
 
     def final_metrics(self, progress: Progress) -> dict[str, float]:
         """The newest training and evaluation metrics, by "split/name"."""

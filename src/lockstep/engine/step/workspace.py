@@ -104,6 +104,8 @@ class Workspace:
                 device=runtime.device,
                 bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
+                shares_memory=config.exchange == "auto",
+                at=lambda moment: runtime.at(moment, places.step),
             )
         self.leaves: Fold | Rounds = (
             self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
@@ -150,6 +152,11 @@ class Workspace:
         self._transport = transport
         if isinstance(self.reduction, Rounds):
             self.reduction.use(transport)
+
+    @property
+    def why_messages(self) -> str | None:
+        """See `OrderedReduction.why_messages`; None in rounds, whose sums are sent."""
+        return None if isinstance(self.reduction, Rounds) else self.reduction.why_messages
 
     def take_slices(self) -> None:
         """With parameters in slices, keep those of the parameters as they are in flat memory."""

@@ -32,6 +32,7 @@ _IDENTITY: dict[str, tuple[str, ...]] = {
     "Warned": ("message",),
     "RankLost": ("slot",),
     "Recovered": ("world_size",),
+    "ExchangeChosen": ("way",),
     "Measured": (),
     "Finished": (),
 }

@@ -1,0 +1,232 @@
+"""Adding up the nodes of ranks that read one another's memory.
+
+What `exchange.Slices` sends, ranks of one host read where it lies:
+
+    all-gather   headers and scalars: all nodes of all ranks are complete
+    tree-sum     this rank's slice of every node, into its own first one
+    wait         all slices are finished
+    copy         the others' finished slices
+    wait         nobody reads this rank's memory any more
+
+The additions are those of `exchange.add_up`, so the bits are, too. A rank writes into its own
+memory only: one that dies leaves the nodes of others as they were, and what it had half written is
+never used, since the others do not get beyond the next wait.
+
+A wait is a collective of the transport, which also orders memory. What a rank has written before it
+sends a message, another sees when it has got that: a library orders the bytes of its message in the
+same way, by the system's calls or by a release and an acquire (on ARM a barrier; x86 keeps stores
+in order by itself). And what a rank has read by then is not what another writes later: it has been
+added or copied to memory, and a store comes after the loads that it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.shared_memory import SharedMemory, allocate, map_all
+from lockstep.comm.transport import Transport
+from lockstep.parallel.arena import Arena, ArenaLayout, Row
+from lockstep.parallel.exchange import Slices
+from lockstep.parallel.layout import Range
+
+BLOCK_BYTES = 1 << 18
+"""Bytes of each node that are added at a time, so that sums in between stay in a core's cache."""
+
+Moment = Literal["summing", "copying"]
+"""When a part of this rank's slice is summed; when it has slices of others."""
+
+
+class Addition(NamedTuple):
+    """One addition, of operands by number: the nodes, then scratch memory, then the sum."""
+
+    left: int
+    right: int
+    to: int
+
+
+def additions(plan: Sequence[int]) -> tuple[list[Addition], int]:
+    """What `exchange.add_up` does, without overwriting nodes.
+
+    Args:
+        plan: for each node, the number of additions that follow it.
+
+    Returns:
+        The additions, of which the last one gives the sum (none for a single node), and the number
+        of scratch operands.
+    """
+    num_nodes = len(plan)
+    made: list[Addition] = []
+    stack: list[int] = []
+    free: list[int] = []
+    num_scratch = 0
+    for node, count in enumerate(plan):
+        stack.append(node)
+        for _ in range(count):
+            right, left = stack.pop(), stack.pop()
+            held = [operand for operand in (left, right) if operand >= num_nodes]
+            if not held and not free:
+                free.append(num_nodes + num_scratch)
+                num_scratch += 1
+            to = held[0] if held else free.pop()
+            free += held[1:]
+            made.append(Addition(left, right, to))
+            stack.append(to)
+    if made:
+        made[-1] = made[-1]._replace(to=num_nodes + num_scratch)
+    return made, num_scratch
+
+
+class SharedSlices(Slices):
+    """`Slices` of ranks that read one another's memory; where one of them cannot, `Slices`.
+
+    Attributes:
+        total: as for `Slices`.
+        reason: why ranks exchange messages: empty where they need not, None before the first run.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        layout: ArenaLayout,
+        arena: Arena,
+        num_nodes: Sequence[int],
+        plan: Sequence[int],
+        slices: Sequence[Sequence[Range]],
+        bucket_bytes: int,
+        gather: bool,
+        memory: SharedMemory | str,
+        at: Callable[[Moment], None],
+    ) -> None:
+        """Prepare as `Slices`; talks to nobody, for ranks may lay out memory at other times.
+
+        Args:
+            transport: transport between the ranks.
+            layout: layout of every rank's arena, whose header has at least one value.
+            arena: arena of this rank.
+            num_nodes: number of nodes of each rank.
+            plan: for each node, the number of additions that follow it.
+            slices: for each segment, the elements that each rank owns.
+            bucket_bytes: as for `Slices`.
+            gather: whether every rank needs the whole sum.
+            memory: memory of `arena`, or why it cannot be shared.
+            at: function that is called at each moment.
+        """
+        device = torch.device("cpu")
+        super().__init__(
+            transport, layout, arena, num_nodes, plan, slices, bucket_bytes, gather, device
+        )
+        assert layout.num_header, "ranks wait for one another's headers"
+        self.reason: str | None = None
+        self._layout = layout
+        self._memory = memory
+        self._at = at
+        self._first_rows: list[Row] = []
+        self._nodes: list[Row] = []
+        self._additions, num_scratch = additions(plan)
+        self._scratch = torch.empty((num_scratch, BLOCK_BYTES), dtype=torch.uint8)
+        self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
+        self._moved = self._moved_bytes()
+
+    def run(self) -> None:
+        """Exchange headers and scalars, then add up and copy slices where they lie."""
+        if self.reason is None:
+            self.reason = self._meet()
+        if self.reason:
+            super().run()
+            return
+        self._run_small()
+        for segment in range(len(self._slices)):
+            self._add_up(segment)
+        self._wait()
+        if self._gather:
+            for segment, slices in enumerate(self._slices):
+                self._copy(segment, slices)
+            self._at("copying")
+            self._wait()
+        self._transport.traffic.add_shared(*self._moved)
+
+    def _meet(self) -> str:
+        """Map the memory of all ranks; a collective. Returns why that cannot be, if it cannot."""
+        found = map_all(self._transport, self._memory)
+        if isinstance(found, str):
+            return found
+        # A spare has a first row too, for its slice of the sum.
+        arenas = [
+            Arena(self._layout, memory, max(1, num))
+            for memory, num in zip(found, self._num_nodes, strict=True)
+        ]
+        self._first_rows = [arena.rows[0] for arena in arenas]
+        # By rank, then node: ranks have contiguous ranges of leaves, so this is from left to right.
+        self._nodes = [
+            row
+            for arena, num in zip(arenas, self._num_nodes, strict=True)
+            for row in arena.rows[:num]
+        ]
+        return ""
+
+    def _add_up(self, segment: int) -> None:
+        """Add up this rank's slice of every node into its own first row."""
+        nodes = [row.segments[segment] for row in self._nodes]
+        total = self.total.segments[segment]
+        scratch = self._scratch.view(total.dtype)
+        first, last = self._slices[segment][self._transport.rank]
+        # What needs no memory in between may come at once.
+        length = BLOCK_BYTES // total.itemsize if len(scratch) else max(last - first, 1)
+        for start in range(first, last, length):
+            end = min(start + length, last)
+            # The sum may lie where a node of this rank is: so the last addition alone writes there.
+            operands = [
+                *(node[start:end] for node in nodes),
+                *(row[: end - start] for row in scratch),
+                total[start:end],
+            ]
+            for left, right, to in self._additions:
+                torch.add(operands[left], operands[right], out=operands[to])
+            if not self._additions:
+                operands[-1].copy_(operands[0])
+            self._at("summing")
+
+    def _copy(self, segment: int, slices: Sequence[Range]) -> None:
+        """Take the slices that others have finished."""
+        total = self.total.segments[segment]
+        for rank, (first, last) in enumerate(slices):
+            if rank != self._transport.rank:
+                total[first:last] = self._first_rows[rank].segments[segment][first:last]
+
+    def _moved_bytes(self) -> tuple[int, int]:
+        """The bytes that others read of this rank, and it of others: as many as `Slices` sends."""
+        rank, others = self._transport.rank, self._transport.size - 1
+        num_own = self._num_nodes[rank]
+        sent = received = 0
+        for segment, slices in zip(self._layout.segments, self._slices, strict=True):
+            own = len(slices[rank]) * segment.dtype.itemsize
+            rest = segment.numel * segment.dtype.itemsize - own
+            sent += num_own * rest + self._gather * others * own
+            received += (len(self._plan) - num_own) * own + self._gather * rest
+        return sent, received
+
+    def _wait(self) -> None:
+        """Return when all ranks have called this."""
+        # Of one byte each, since an all-gather of nothing waits for nobody. A barrier would be that
+        # of the supervisor in an elastic group, which takes longer.
+        rank = self._transport.rank
+        own = self._arrived[rank : rank + 1]
+        self._transport.all_gather(own, self._arrived, [1] * self._transport.size)
+
+
+def shared_arena(layout: ArenaLayout, num_rows: int) -> tuple[Arena, SharedMemory | str]:
+    """An arena in memory that other ranks can map, or in other memory and why that is so.
+
+    Args:
+        layout: layout of the arena.
+        num_rows: number of its rows.
+    """
+    memory = allocate(layout.num_bytes(num_rows))
+    if isinstance(memory, SharedMemory):
+        return Arena(layout, memory.tensor, num_rows), memory
+    _, [arena] = layout.allocate([num_rows], torch.device("cpu"))
+    return arena, memory
