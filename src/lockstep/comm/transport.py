@@ -246,6 +246,18 @@ class Transport(ABC):
         """Have no more new processes started; called by all ranks."""
         raise NotImplementedError(f"{self.name} takes in no new processes")
 
+    def share_memory(self) -> None:  # noqa: B027
+        """Move what is small in memory that the ranks share, if they can, until the next regroup.
+
+        A collective. Where memory is shared already, or this transport has no such way, nothing
+        happens.
+        """
+
+    @property
+    def why_messages(self) -> str | None:
+        """Why all is sent in messages; empty if what is small is not, None if nobody has asked."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Leave the group."""

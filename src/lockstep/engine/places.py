@@ -61,6 +61,7 @@ class Places:
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
         self.in_slices = config.shards_parameters
+        self._shares_memory = config.exchange == "auto" and runtime.device.type == "cpu"
         self.mesh = self._begun(self.world.size, 1, 1)
         self.step = 0
 
@@ -158,6 +159,8 @@ class Places:
 
     def connect(self) -> None:
         """Make the transports of the axes, where they were given up too; a collective."""
+        if self._shares_memory:
+            self.world.share_memory()
         mesh = self.mesh
         columns = [mesh.members(column) for column in range(mesh.num_columns)]
         if self._in_rounds:

@@ -29,7 +29,8 @@ def block_norms(flat: Tensor) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
         return norms
     padded = pad(rows, (0, 0, 0, _FEWEST_ROWS - num_blocks))
-    return torch.linalg.vector_norm(padded, dim=1)[:num_blocks]
+    norms = torch.linalg.vector_norm(padded, dim=1)
+    return norms[:num_blocks]
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:

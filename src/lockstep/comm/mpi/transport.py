@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.mpi.growth import Growth, Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
 from lockstep.comm.mpi.memory import DATATYPES, memory_of
@@ -62,6 +63,7 @@ class MpiTransport(Transport):
         # Errors must come back as exceptions: by default, MPI ends all ranks.
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.comm = comm
+        self._mailbox: Mailbox | str | None = None
         self._has_agreed = False
         self.rank = comm.rank
         self.size = comm.size
@@ -83,6 +85,9 @@ class MpiTransport(Transport):
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
+        if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
+            self._mailbox.all_gather(own, out, counts, self.traffic)
+            return
         kind = DATATYPES[out.itemsize]
         starts = offsets(counts)
         mine = out[starts[self.rank] :][: counts[self.rank]]
@@ -266,6 +271,22 @@ class MpiTransport(Transport):
     def stop_growing(self) -> None:
         """See `Transport.stop_growing`."""
         self._growth = None
+
+    def share_memory(self) -> None:
+        """See `Transport.share_memory`."""
+        if self._mailbox is None:
+            self._mailbox = open_mailbox(self, self._look)
+
+    @property
+    def why_messages(self) -> str | None:
+        """See `Transport.why_messages`."""
+        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
+
+    def _look(self) -> None:
+        """Raise an exception where others do not come any more."""
+        self.comm.Iprobe()  # or MPI would not hear of it
+        if self.is_damaged():
+            raise GroupBroken("a rank has died, or has given the group up")
 
     def is_damaged(self) -> bool:
         """Whether a rank of the group is known to have died, or the group was given up."""

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.mailbox import open_mailbox
 from lockstep.comm.torchdist.elastic_subgroup import ElasticSubgroup, cut
 from lockstep.comm.torchdist.process_group_transport import GroupTransport
 from lockstep.comm.torchdist.sockets import Connections
@@ -133,6 +134,16 @@ class ElasticTransport(GroupTransport):
     def stop_growing(self) -> None:
         """Nothing to do: see `withdraw`."""
 
+    def share_memory(self) -> None:
+        """See `Transport.share_memory`."""
+        if self._mailbox is None and self.device.type == "cpu":
+            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
+
+    def _look(self) -> None:
+        """Raise an exception where others do not come any more."""
+        if self._supervision.is_lost():
+            raise GenerationLost("a rank died")
+
     def is_damaged(self) -> bool:
         """Whether the supervisor has noticed the loss of a rank.
 
@@ -182,6 +193,7 @@ class ElasticTransport(GroupTransport):
         former = self._let_go()
         # Counted anew, for those who join have made none of the earlier ones.
         self._generation, self._num_subgroups = generation, 0
+        self._mailbox = None
         # A prefix for each generation: the keys of one that was given up stay in the store.
         rank, size = members.index(self._slot), len(members)
         return self._connected(f"lockstep/{generation}", rank, size, self._connections, former)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.calls import CallGroup
+from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.torchdist.store import meet_at
 from lockstep.comm.transport import Sending, Transport, collective, count_broadcast, offsets
 
@@ -31,10 +32,14 @@ class GroupTransport(Transport):
         super().__init__()
         self.name = backend
         self.device = device or torch.device("cpu")
+        self._mailbox: Mailbox | str | None = None
 
     @collective
     def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
         """See `Transport.all_gather`."""
+        if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
+            self._mailbox.all_gather(own, out, counts, self.traffic)
+            return
         longest, num_own, size = max(counts), own.numel(), out.itemsize
         self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         if min(counts) == longest:
@@ -94,6 +99,11 @@ class GroupTransport(Transport):
         out = torch.empty(sum(counts), dtype=own.dtype, device=self.device)
         self.all_gather(own.to(self.device), out, counts)
         return out.cpu()
+
+    @property
+    def why_messages(self) -> str | None:
+        """See `Transport.why_messages`."""
+        return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
 
     def _finish(self, work: Any) -> None:
         work.wait()
@@ -177,6 +187,7 @@ class ProcessGroupTransport(GroupTransport):
             timeout=timeout,
         )
         self.group = dist.group.WORLD
+        self._timeout_s = timeout_s
         self.call_group = self.call_ring.start(rank, size)
 
     @collective
@@ -184,6 +195,11 @@ class ProcessGroupTransport(GroupTransport):
         """See `Transport.barrier`."""
         self.traffic.add(0, 0)
         dist.barrier()
+
+    def share_memory(self) -> None:
+        """See `Transport.share_memory`."""
+        if self._mailbox is None and self.device.type == "cpu":
+            self._mailbox = open_mailbox(self, lambda: None, self._timeout_s)
 
     @collective
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
