@@ -40,9 +40,7 @@ def main() -> None:
     transport.close()
 
 
-def measure(
-    transport: Transport, num_bytes: int, repeats: int, seconds: float
-) -> dict[str, float]:
+def measure(transport: Transport, num_bytes: int, repeats: int, seconds: float) -> dict[str, float]:
     """Seconds that a sum takes each way, the median of several repeats in turn, on rank 0."""
     ways = {
         "shared memory": ordered_sum(transport, num_bytes, shares_memory=True),

@@ -8,7 +8,7 @@ from tests.conftest import result, run, target
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 
-CONFIG = ("wide=60000", "steps=10", "checkpoint.every=100", "log_every=1")
+CONFIG = ("wide=6000", "steps=10", "checkpoint.every=100", "log_every=1")
 
 
 def slow(*values):
@@ -58,21 +58,23 @@ def chosen(run_dir):
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
-    [("mpi", 2), slow("mpi", 4), slow("mpi", 7), slow("local", 3), slow("torchrun", 2)],
+    [("mpi", 2), ("mpi", 4), ("mpi", 7), ("local", 3), ("torchrun", 2)],
 )
+@pytest.mark.slow
 def test_ranks_that_share_memory_have_the_bits_of_one(train, references, launcher, num_ranks):
     run_dir = train(launcher, num_ranks)
     assert result(run_dir)["params_sha256"] == references()
     assert chosen(run_dir) == [(1, "shared memory", "")]
 
 
+@pytest.mark.slow
 def test_messages_are_sent_if_asked_for(train, references):
     run_dir = train("local", 2, "exchange=messages")
     assert result(run_dir)["params_sha256"] == references()
     assert chosen(run_dir) == []
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("launcher", ["mpi", slow("local")])
 @pytest.mark.parametrize("moment", ["summing", slow("copying"), slow("reduce"), slow("reduced")])
 @pytest.mark.parametrize("slot", [slow(0), 1])
 def test_a_rank_is_killed_while_it_sums(train, references, launcher, slot, moment):

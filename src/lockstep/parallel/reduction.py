@@ -117,9 +117,7 @@ class OrderedReduction:
             self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
         else:
             cut = (transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather)
-            self._exchange = (
-                SharedSlices(*cut, memory, at) if is_shared else Slices(*cut, device)
-            )
+            self._exchange = SharedSlices(*cut, memory, at) if is_shared else Slices(*cut, device)
 
     @property
     def total(self) -> Row:
