@@ -1,14 +1,17 @@
 """Gradients that ranks sum in memory they share: the bits of one process, through losses."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from tests.conftest import result, run, target
+from tests.distributed.conftest import same
 
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 
-CONFIG = ("wide=6000", "steps=10", "checkpoint.every=100", "log_every=1")
+TASK = str(Path(__file__).parent / "sliced_tasks.py") + ":Sliced"
+KEYS = ("wide=6000", "steps=10", "checkpoint.every=100", "log_every=1")
 
 
 def slow(*values):
@@ -24,7 +27,7 @@ def references(tmp_path_factory):
     def get(*keys):
         if keys not in found:
             folder = tmp_path_factory.mktemp("reference")
-            argv = [sys.executable, "-m", "lockstep", "train", target(), *CONFIG, *keys]
+            argv = [sys.executable, "-m", "lockstep", "train", target(), *KEYS, *keys]
             ended = run([*argv, "--run-dir", "run"], folder)
             assert ended.returncode == 0, ended.stdout + ended.stderr
             found[keys] = result(folder / "run")["params_sha256"]
@@ -41,7 +44,7 @@ def train(lockstep, tmp_path):
         run_dir = tmp_path / "run"
         ended = lockstep(
             "train", target(), "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
-            *CONFIG, *keys, timeout=150, **to_env(faults, tmp_path / "faults"),
+            *KEYS, *keys, timeout=150, **to_env(faults, tmp_path / "faults"),
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return run_dir
@@ -112,3 +115,17 @@ def test_a_newcomer_shares_memory_too(train, references, launcher):
     assert found["params_sha256"] == references(*keys)
     assert found["world_size"] == 3
     assert [way for _, way, _ in chosen(run_dir)] == ["shared memory"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("keys", [("mesh.pp=2",), ("mesh.tp=2", "optimizer.sharded=true")])
+def test_columns_of_a_mesh_share_memory(train_on, reference, tmp_path, launcher, keys):
+    """Of six ranks in two columns, one of each is lost in a sum."""
+    faults = [PlannedFault(4, 2, "summing"), PlannedFault(1, 5, "summing")]
+    run_dir = tmp_path / "run"
+    ended = train_on(run_dir, 6, *keys, launcher=launcher, faults=faults)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, reference)
+    assert {way for _, way, _ in chosen(run_dir)} == {"shared memory"}
+    assert result(run_dir)["world_size"] == 4
