@@ -249,6 +249,28 @@ def allreduce(effort: Effort) -> list[Section]:
     return [section]
 
 
+def exchange(effort: Effort) -> list[Section]:
+    """Sums of gradients inside a host, without the rest of a step."""
+    length = ("--repeats", "1", "--seconds", "0.05") if effort.quick else ()
+    program = Program("exchange", "exchange.py", length, "mpirun", 2)
+    found = [run(program)["exchange_s"] for _ in range(effort.rounds(3))]
+    ways = list(next(iter(found[0].values())))
+    section = Section(
+        "Sums of gradients of float32 inside a host, 2 ranks",
+        "A node of the tree on each rank: slices in memory that the ranks share, slices that are "
+        "sent, and `MPI_Allreduce`, whose bits depend on the number of ranks.",
+        ("bytes", *ways, "MPI_Allreduce / shared memory"),
+        raw={"exchange": found},
+    )
+    for size in found[0]:
+        times = {way: [f[size][way] for f in found] for way in ways}
+        faster = Spread.of_ratios(times["MPI_Allreduce"], times["shared memory"])
+        cells = [duration(Spread.of(spent)) for spent in times.values()]
+        section.rows.append([f"{int(size):,}", *cells, ratio(faster)])
+    section.at_least("MPI_Allreduce / shared memory, 50 MB", faster, 2.0)
+    return [section]
+
+
 CASES: Mapping[str, Callable[[Effort], list[Section]]] = {
     "latency": latency,
     "one_rank": one_rank,
@@ -258,6 +280,7 @@ CASES: Mapping[str, Callable[[Effort], list[Section]]] = {
     "checkpoint": checkpoint,
     "memory": memory,
     "allreduce": allreduce,
+    "exchange": exchange,
 }
 
 

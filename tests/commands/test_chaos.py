@@ -50,6 +50,15 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
 
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_that_share_memory_are_killed_while_they_sum(shares_memory):
+    plans = [draw(20, 4, 60, seed, shares_memory=shares_memory) for seed in range(9)]
+    moments = {
+        f.moment for sittings in plans for blows in sittings for b in blows for f in b.faults
+    }
+    assert ("summing" in moments) == shares_memory
+
+
 @given(st.integers(0, 2**32))
 def test_a_seed_gives_one_plan(seed):
     state = random.getstate()

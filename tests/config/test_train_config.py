@@ -29,6 +29,7 @@ NO_OUTCOME = {
     "data.num_workers",
     "data.prefetch",
     "digest_every",
+    "exchange",
     "hang_timeout_s",
     "log_every",
     "min_ranks",

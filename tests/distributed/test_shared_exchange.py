@@ -1,14 +1,17 @@
 """Gradients that ranks sum in memory they share: the bits of one process, through losses."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from tests.conftest import result, run, target
+from tests.distributed.conftest import same
 
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 
-CONFIG = ("wide=60000", "steps=10", "checkpoint.every=100", "log_every=1")
+TASK = str(Path(__file__).parent / "sliced_tasks.py") + ":Sliced"
+KEYS = ("wide=6000", "steps=10", "checkpoint.every=100", "log_every=1")
 
 
 def slow(*values):
@@ -24,7 +27,7 @@ def references(tmp_path_factory):
     def get(*keys):
         if keys not in found:
             folder = tmp_path_factory.mktemp("reference")
-            argv = [sys.executable, "-m", "lockstep", "train", target(), *CONFIG, *keys]
+            argv = [sys.executable, "-m", "lockstep", "train", target(), *KEYS, *keys]
             ended = run([*argv, "--run-dir", "run"], folder)
             assert ended.returncode == 0, ended.stdout + ended.stderr
             found[keys] = result(folder / "run")["params_sha256"]
@@ -41,7 +44,7 @@ def train(lockstep, tmp_path):
         run_dir = tmp_path / "run"
         ended = lockstep(
             "train", target(), "-n", num_ranks, "--launcher", launcher, "--run-dir", run_dir,
-            *CONFIG, *keys, timeout=150, **to_env(faults, tmp_path / "faults"),
+            *KEYS, *keys, timeout=150, **to_env(faults, tmp_path / "faults"),
         )  # fmt: skip
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return run_dir
@@ -58,21 +61,23 @@ def chosen(run_dir):
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"),
-    [("mpi", 2), slow("mpi", 4), slow("mpi", 7), slow("local", 3), slow("torchrun", 2)],
+    [("mpi", 2), ("mpi", 4), ("mpi", 7), ("local", 3), ("torchrun", 2)],
 )
+@pytest.mark.slow
 def test_ranks_that_share_memory_have_the_bits_of_one(train, references, launcher, num_ranks):
     run_dir = train(launcher, num_ranks)
     assert result(run_dir)["params_sha256"] == references()
     assert chosen(run_dir) == [(1, "shared memory", "")]
 
 
+@pytest.mark.slow
 def test_messages_are_sent_if_asked_for(train, references):
     run_dir = train("local", 2, "exchange=messages")
     assert result(run_dir)["params_sha256"] == references()
     assert chosen(run_dir) == []
 
 
-@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("launcher", ["mpi", slow("local")])
 @pytest.mark.parametrize("moment", ["summing", slow("copying"), slow("reduce"), slow("reduced")])
 @pytest.mark.parametrize("slot", [slow(0), 1])
 def test_a_rank_is_killed_while_it_sums(train, references, launcher, slot, moment):
@@ -110,3 +115,17 @@ def test_a_newcomer_shares_memory_too(train, references, launcher):
     assert found["params_sha256"] == references(*keys)
     assert found["world_size"] == 3
     assert [way for _, way, _ in chosen(run_dir)] == ["shared memory"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+@pytest.mark.parametrize("keys", [("mesh.pp=2",), ("mesh.tp=2", "optimizer.sharded=true")])
+def test_columns_of_a_mesh_share_memory(train_on, reference, tmp_path, launcher, keys):
+    """Of six ranks in two columns, one of each is lost in a sum."""
+    faults = [PlannedFault(4, 2, "summing"), PlannedFault(1, 5, "summing")]
+    run_dir = tmp_path / "run"
+    ended = train_on(run_dir, 6, *keys, launcher=launcher, faults=faults)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, reference)
+    assert {way for _, way, _ in chosen(run_dir)} == {"shared memory"}
+    assert result(run_dir)["world_size"] == 4

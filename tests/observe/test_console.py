@@ -21,7 +21,7 @@ from sample_events import (
 )
 from shown_runs import HIDE_CURSOR, SHOW_CURSOR, Pty, Shown, ranks
 
-from lockstep.engine.events import Event, Failed, Improved, Resumed, Warned
+from lockstep.engine.events import Event, ExchangeChosen, Failed, Improved, Resumed, Warned
 from lockstep.observe import (
     ConsoleView,
     Measured,
@@ -203,6 +203,18 @@ def test_an_event_of_an_unknown_kind_is_shown_too() -> None:
     assert text.line(RankLost(step=3, rank=2, cause="killed")) == (
         "step 3: rank lost: rank 2, cause killed"
     )
+
+
+@pytest.mark.parametrize(
+    ("way", "reason", "told"),
+    [
+        ("shared memory", "", "shared memory"),
+        ("messages", "rank 1: no", "messages, not in shared memory: rank 1: no"),
+    ],
+)
+def test_how_gradients_are_exchanged_is_a_line(way: str, reason: str, told: str) -> None:
+    line = text.line(ExchangeChosen(step=1, way=way, reason=reason))
+    assert line == f"step 1: gradients are exchanged by {told}"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

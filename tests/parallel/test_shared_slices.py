@@ -217,7 +217,7 @@ def test_memory_can_be_mapped_until_it_is_closed_and_nothing_else_in_its_place()
     with pytest.raises(OSError, match="is another file"):
         shared_memory._opened(offer | {"file": other.offer()["file"]})
     memory.close()
-    with pytest.raises(OSError, match="No such file|is another file"):
+    with pytest.raises(OSError, match=r"No such file|is another file"):
         shared_memory._opened(offer)
     del memory
     assert mapped[4999] == 7

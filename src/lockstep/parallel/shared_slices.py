@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, allocate, map_all
 from lockstep.comm.transport import Transport

@@ -22,7 +22,7 @@ from lockstep.parallel.reduction import OrderedReduction
 
 NUMEL = (301 * BLOCK, 77 * BLOCK)
 NUM_MICROBATCHES = 5
-NUM_LAYOUTS = 20
+NUM_LAYOUTS = 21
 
 transport = open_transport(detect(os.environ), torch.device("cpu"), 60.0)
 rank, traffic = transport.rank, transport.traffic
