@@ -126,11 +126,13 @@ class OrderedReduction:
 
     @property
     def why_messages(self) -> str | None:
-        """Why slices are sent, once that is known; empty if they are read in shared memory.
+        """Why ranks exchange messages, once that is known; empty if memory that they share.
 
-        None where memory is not to be shared: gradients are small, or there is one rank.
+        None where memory is not to be shared, and where there is one rank.
         """
-        return self._exchange.reason if isinstance(self._exchange, SharedSlices) else None
+        if isinstance(self._exchange, SharedSlices):
+            return self._exchange.reason
+        return self._transport.why_messages
 
     def restart(self) -> None:
         """Forget the leaves of a step."""

@@ -106,6 +106,7 @@ def measured(
         torch.cuda.set_device(device)
     with num_threads(1, environment):
         transport = open_transport(environment, device, TIMEOUT_S)
+        transport.share_memory()
         measuring = Measuring(request, environment.launcher, transport, device)
         try:
             _check_first(transport, check)
