@@ -14,7 +14,8 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from cases import CASES, Effort
+from cases import CASES
+from comparing import Effort
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.job.commands import find_mpirun, mpi_version
 from page import command, page, write

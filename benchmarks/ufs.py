@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cases import Effort
+from comparing import Effort
 from lockstep.launchers.host.cores import usable_cores
 from page import Section, command, duration, number, page, ratio, write
 from processes import Program, Spread, alternate

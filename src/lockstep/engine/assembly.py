@@ -151,7 +151,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if isinstance(model, Pipeline):
         model.untie()
     places = Places(config, runtime, model, stages)
-    if places.are_coupled and not transport.is_newcomer:  # who joins has no place yet
+    if not transport.is_newcomer:  # who joins has no place yet
         places.arrange()
     if places.is_split and not transport.is_newcomer:
         flat = flat.restricted(places.own)
