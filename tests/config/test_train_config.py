@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
     "carry.buddy",
+    "compression.buddy",
     "tables.buddy",
     "balance_every",
     "sharding",
