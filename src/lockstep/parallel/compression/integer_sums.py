@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
+from lockstep.parallel import reduction
 from lockstep.parallel.arena import BLOCK as OWNED
 from lockstep.parallel.compression.integers import (
     dequantise,
@@ -104,7 +105,11 @@ class IntegerReduction(CompressedReduction):
 
 
 class IntegerSums:
-    """Adds up one tensor of integers over all ranks, in place."""
+    """Adds up one tensor of integers over all ranks, in place.
+
+    As in an ordered reduction small ones travel whole, by one collective; of others each rank adds
+    up its slice. But no node travels beside another: integers have no order of summation.
+    """
 
     def __init__(self, transport: Transport, numbers: Tensor, bucket_bytes: int) -> None:
         """Lay out the slices.
@@ -118,8 +123,8 @@ class IntegerSums:
         self._numbers = numbers
         # gloo and NCCL move no int16.
         self._words = numbers.view(torch.int32)
-        self._per_word = self._words.itemsize // numbers.itemsize
-        unit = OWNED // self._per_word
+        self._is_small = transport.size * self._words.nbytes <= reduction.SMALL_BYTES
+        unit = OWNED * numbers.itemsize // self._words.itemsize
         self._slices = [
             Range(s.first * unit, s.last * unit)
             for s in split(len(numbers) // OWNED, transport.size)
@@ -129,27 +134,38 @@ class IntegerSums:
 
     def run(self) -> None:
         """Sum; a collective."""
-        transport = self._transport
+        transport, words = self._transport, self._words
         if transport.size == 1:
             return
-        own = self._slices[transport.rank]
+        if self._is_small:
+            everyone = words.new_empty(transport.size * len(words))
+            transport.all_gather(words, everyone, [len(words)] * transport.size)
+            self._add_up(everyone, words)
+            return
         for start in range(0, max(map(len, self._slices)), self._length):
-            parts = [
-                Range(min(s.first + start, s.last), min(s.first + start + self._length, s.last))
-                for s in self._slices
-            ]
-            length = len(parts[transport.rank])
-            received = self._words.new_empty(length * transport.size)
-            transport.all_to_all(
-                self._words,
-                [len(part) for part in parts],
-                [part.first for part in parts],
-                received,
-                [length] * transport.size,
-            )
-            here = self._words[parts[transport.rank].first : parts[transport.rank].last]
-            everyone = received.view(self._numbers.dtype).view(transport.size, -1)
-            here.view(self._numbers.dtype).copy_(everyone.sum(dim=0, dtype=self._numbers.dtype))
-        transport.all_gather(
-            self._words[own.first : own.last], self._words, [len(s) for s in self._slices]
+            self._sum_own_slice(start)
+        own = self._slices[transport.rank]
+        transport.all_gather(words[own.first : own.last], words, [len(s) for s in self._slices])
+
+    def _sum_own_slice(self, start: int) -> None:
+        """Sum what begins so far behind the beginning of each rank's slice."""
+        transport, end = self._transport, start + self._length
+        parts = [
+            Range(min(s.first + start, s.last), min(s.first + end, s.last)) for s in self._slices
+        ]
+        own = parts[transport.rank]
+        received = self._words.new_empty(len(own) * transport.size)
+        transport.all_to_all(
+            self._words,
+            [len(part) for part in parts],
+            [part.first for part in parts],
+            received,
+            [len(own)] * transport.size,
         )
+        self._add_up(received, self._words[own.first : own.last])
+
+    def _add_up(self, everyone: Tensor, total: Tensor) -> None:
+        """Sum the integers of all ranks, in words, into words of the total."""
+        dtype = self._numbers.dtype
+        rows = everyone.view(dtype).view(self._transport.size, -1)
+        total.view(dtype).copy_(rows.sum(dim=0, dtype=dtype))
