@@ -185,7 +185,7 @@ def test_ranks_of_other_speeds_share_out_microbatches_anew(train_kind, alone, tm
 def test_fewer_bytes_are_sent(train_kind, tmp_path):
     """Of two ranks, whose gradient of 86 KB goes once each way if it is whole."""
     sent = {}
-    for kind, most in {"int8": 0.36, "topk": 0.2}.items():
+    for kind, most in {"int8": 0.4, "topk": 0.45}.items():
         rows = train_kind(kind, tmp_path / kind, 2, "steps=6", "eval_every=6")
         sent[kind] = sent_bytes(rows)
         assert sent[kind] < most * 86_000
