@@ -40,11 +40,11 @@ class LeafMemory:
         Args:
             tensors: tensors of the leaf in the order of `places`; None counts as zeros.
         """
-        for view, tensor in zip(self._views, tensors, strict=True):
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor)
+        present = [pair for pair in zip(self._views, tensors, strict=True) if pair[1] is not None]
+        if len(present) < len(self._views):
+            torch._foreach_zero_(self._views)
+        if present:
+            torch._foreach_copy_(*map(list, zip(*present, strict=True)))
 
     def give(self, other: LeafMemory) -> None:
         """Copy all tensors to the same ones of another memory, wherever they lie there."""
