@@ -64,12 +64,8 @@ class IntegerReduction(CompressedReduction):
         super().restart()
         self._numbers.zero_()
         self._seen.zero_()
-        self._scales = [
-            scales(expected, self._width, leaf.dtype)
-            for expected, leaf in zip(
-                self._summed.states.expected, self._leaf.segments, strict=True
-            )
-        ]
+        pairs = zip(self._summed.states.expected, self._leaf.segments, strict=True)
+        self._scales = [scales(expected, self._width, leaf.dtype) for expected, leaf in pairs]
 
     def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
         sent, expected = [], []

@@ -40,11 +40,13 @@ class LeafMemory:
         Args:
             tensors: tensors of the leaf in the order of `places`; None counts as zeros.
         """
-        present = [pair for pair in zip(self._views, tensors, strict=True) if pair[1] is not None]
-        if len(present) < len(self._views):
+        there = [tensor for tensor in tensors if tensor is not None]
+        if len(there) < len(self._views):
             torch._foreach_zero_(self._views)
-        if present:
-            torch._foreach_copy_(*map(list, zip(*present, strict=True)))
+        pairs = zip(self._views, tensors, strict=True)
+        views = [view for view, tensor in pairs if tensor is not None]
+        if views:
+            torch._foreach_copy_(views, there)
 
     def give(self, other: LeafMemory) -> None:
         """Copy all tensors to the same ones of another memory, wherever they lie there."""
