@@ -11,6 +11,7 @@ from tests.distributed.conftest import same
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
 
+TABLES = Path(__file__).with_name("table_tasks.py")
 READ = f"{Path(__file__).with_name('carry_tasks.py')}:Read"
 TASKS = {
     # Batch norm; and microbatches with a carry of their own, some of them without samples.
@@ -21,6 +22,11 @@ TASKS = {
     "read": (
         READ, "steps=16", "lr=0.01", "eval_every=8", "eval_batch_size=20", "log_every=1",
         "checkpoint.every=5", "digest_every=4", "num_shards=2",
+    ),
+    # Tables whose rows travel as they are.
+    "look": (
+        f"{TABLES}:Look", "steps=16", "lr=0.05", "eval_every=6", "eval_batch_size=4", "log_every=1",
+        "checkpoint.every=5", "digest_every=4", "clip_norm=1.0",
     ),
 }  # fmt: skip
 STEPS = 16
@@ -33,9 +39,6 @@ KINDS = {
     "int8, no feedback": ("compression.error_feedback=false",),
     "topk, no feedback": ("compression.error_feedback=false",),
 }
-FIRST = ("int8", "topk")
-EVERY = [kind if kind in FIRST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-ONE = ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])]
 BUDDY = "compression.buddy=true"
 
 
@@ -79,16 +82,17 @@ def sent_bytes(rows):
     return statistics.median(row["ranks"][0]["sent_bytes"] / row["num_steps"] for row in reports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "launcher"),
     [
+        (2, "mpi"),
         (3, "local"),
-        pytest.param(2, "mpi", marks=pytest.mark.slow),
-        pytest.param(4, "torchrun", marks=pytest.mark.slow),
-        pytest.param(7, "local", marks=pytest.mark.slow),  # two of them are spares
+        (4, "torchrun"),
+        (7, "local"),  # two of them are spares
     ],
 )
-@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_ranks_give_the_bits_of_one_process(
     train_kind, alone, tmp_path, kind, num_ranks, launcher
 ):
@@ -97,10 +101,12 @@ def test_any_ranks_give_the_bits_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["read", "look"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_task_keeps_its_own_carry_beside(train_kind, alone, tmp_path, kind):
-    train_kind(kind, tmp_path / "run", 3, task="read", launcher="mpi")
-    same(tmp_path / "run", alone(kind, "read"))
+def test_a_task_keeps_its_own_carry_and_rows_beside(train_kind, alone, tmp_path, task, kind):
+    faults = [PlannedFault(1, 9, "reduce")]
+    train_kind(kind, tmp_path / "run", 3, BUDDY, task=task, launcher="mpi", faults=faults)
+    same(tmp_path / "run", alone(kind, task))
 
 
 @pytest.mark.slow
@@ -129,16 +135,22 @@ def test_with_copies_a_loss_costs_no_step(
     assert not any(row["event"] == "Resumed" for row in rows)
 
 
-def test_a_rank_that_is_killed_loses_nothing_that_was_copied(train_kind, alone, tmp_path):
-    faults = [PlannedFault(1, 7, "copy"), PlannedFault(0, 12, "committed")]
-    rows = train_kind("int8", tmp_path / "run", 3, BUDDY, faults=faults)
+@pytest.mark.parametrize(
+    ("more", "goes_back"),
+    [((BUDDY,), False), ((), True)],
+)
+def test_losses_change_nothing(train_kind, alone, tmp_path, more, goes_back):
+    """With copies the survivors go on, without they go back to the newest checkpoint."""
+    faults = [PlannedFault(1, 7, "reduced"), PlannedFault(0, 12, "committed")]
+    rows = train_kind("int8", tmp_path / "run", 3, *more, faults=faults)
     same(tmp_path / "run", alone("int8"))
     assert sum(row["event"] == "RankLost" for row in rows) == 2
-    assert not any(row["event"] == "Resumed" for row in rows)
+    assert any(row["event"] == "Resumed" for row in rows) == goes_back
 
 
-@pytest.mark.parametrize("kind", ONE)
-@pytest.mark.parametrize("launcher", ["local", pytest.param("mpi", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
 def test_without_copies_survivors_go_back_to_the_checkpoint(
     train_kind, alone, tmp_path, kind, launcher
 ):
@@ -163,7 +175,8 @@ def test_replacements_get_what_was_cut_off(train_kind, alone, tmp_path, kind, mo
     assert any(row["event"] == "Joined" and row["step"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("kind", ONE)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_resumed_on_other_ranks(train_kind, lockstep, alone, tmp_path, kind):
     run_dir = tmp_path / "run"
     train_kind(kind, run_dir, 3, "stop_at_step=7")
@@ -181,6 +194,7 @@ def test_ranks_of_other_speeds_share_out_microbatches_anew(train_kind, alone, tm
     assert rows
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_sent(train_kind, tmp_path):
     """Of two ranks, whose gradient of 86 KB goes once each way if it is whole."""
     sent = {}
@@ -277,3 +291,15 @@ def test_what_does_not_go_together_is_refused(here, more, said):
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert said in " ".join((ended.stdout + ended.stderr).split())
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_task_with_phases_is_refused(here):
+    ended = here("train", f"{TABLES}:InPhases", "steps=2", "compression.name=topk")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "compression.name=topk: InPhases has phases" in " ".join(ended.stderr.split())
+
+
+def test_a_plan_is_of_whole_gradients(here):
+    ended = here("plan", "digits", "compression.name=int8")
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "compression.name=int8: a plan is of gradients that" in " ".join(ended.stderr.split())
