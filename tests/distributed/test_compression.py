@@ -187,11 +187,12 @@ def test_a_run_is_resumed_on_other_ranks(train_kind, lockstep, alone, tmp_path, 
 
 
 @pytest.mark.slow
-def test_ranks_of_other_speeds_share_out_microbatches_anew(train_kind, alone, tmp_path):
-    slow = [PlannedFault(0, step, "forward", "slow") for step in range(3)]
-    rows = train_kind("int8", tmp_path / "run", 2, "balance_every=2", faults=slow)
-    same(tmp_path / "run", alone("int8"))
-    assert rows
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_cut_off_moves_to_faster_ranks(train_kind, alone, tmp_path, kind):
+    slow = [PlannedFault(0, step, "compute", "slow", sleep_s=0.1) for step in range(STEPS)]
+    rows = train_kind(kind, tmp_path / "run", 2, "balance_every=4", faults=slow)
+    same(tmp_path / "run", alone(kind))
+    assert any(row["event"] == "Rebalanced" for row in rows)
 
 
 @pytest.mark.slow
