@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep import hooks, nn, quantum, sketch
     from lockstep.config import (
         CheckpointConfig,
+        CompressionConfig,
         ConvergenceConfig,
         DataConfig,
         EarlyStoppingConfig,
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointConfig",
+    "CompressionConfig",
     "ConvergenceConfig",
     "DataConfig",
     "EarlyStoppingConfig",
@@ -81,6 +83,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointConfig": "lockstep.config",
+    "CompressionConfig": "lockstep.config",
     "ConvergenceConfig": "lockstep.config",
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",

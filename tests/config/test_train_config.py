@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import Section, TrainConfig, build, load, override
+from lockstep.config import Section, TrainConfig, build, load, outcome, override
 from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
     "carry.buddy",
+    "compression.buddy",
     "tables.buddy",
     "balance_every",
     "sharding",
@@ -112,6 +115,16 @@ def test_hash_changes_with_every_key_that_can_change_the_result(key: str) -> Non
     other = changed(BASE, key, another(*LEAVES[key]))
     assert other != BASE
     assert (other.hash == BASE.hash) == (key in NO_OUTCOME)
+
+
+def test_a_config_that_compresses_nothing_has_the_hash_of_its_other_keys() -> None:
+    others = outcome(TrainConfig())
+    del others["compression"]
+    canonical = json.dumps(others, sort_keys=True, default=str)
+    expected = hashlib.sha256(canonical.encode()).hexdigest()[:16]
+    assert TrainConfig().hash == expected
+    assert override(TrainConfig(), ["compression.buddy=true"]).hash == expected
+    assert override(TrainConfig(), ["compression.name=int8"]).hash != expected
 
 
 def test_keys_without_outcome_are_keys() -> None:

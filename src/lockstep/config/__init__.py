@@ -19,6 +19,7 @@ from lockstep.config.section import (
 )
 from lockstep.config.sections import (
     CheckpointConfig,
+    CompressionConfig,
     ConvergenceConfig,
     DataConfig,
     EarlyStoppingConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "NO_OUTCOME",
     "Beta",
     "CheckpointConfig",
+    "CompressionConfig",
     "Config",
     "ConvergenceConfig",
     "Count",

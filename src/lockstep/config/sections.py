@@ -157,6 +157,26 @@ class CarryConfig(Section):
     checkpoint."""
 
 
+class CompressionConfig(Section):
+    """Gradients that travel in fewer bytes. Each microbatch's is compressed by itself."""
+
+    name: Literal["none", "int8", "int16", "topk", "randomk", "onebit"] = "none"
+    """`int8`, `int16`: integers of these bits that hold the sum of all microbatches, with a scale
+    for each 256 elements; `topk`: the elements of each tensor with the greatest magnitudes;
+    `randomk`: elements that the seed draws for each step; `onebit`: signs, and the mean magnitude
+    of each 256 elements."""
+    ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """Part of the elements of each tensor to send (topk, randomk)."""
+    error_feedback: bool = True
+    """Add what was cut off a microbatch's gradient to its next one: takes a copy of the gradient
+    for each of the `num_microbatches`. Without, it is lost; elements of `randomk` then count for
+    those that are not sent."""
+    buddy: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
+    """Where survivors can go on: each rank also keeps what was cut off the microbatches of the rank
+    before it, so that the loss of a rank loses nothing. That sends a whole gradient for each
+    microbatch in each step. Without, training goes back to the newest checkpoint."""
+
+
 class TablesConfig(Section):
     """Tables whose rows are dealt out to ranks (`lockstep.nn.SparseEmbedding`)."""
 

@@ -21,6 +21,7 @@ from lockstep.config.section import (
 from lockstep.config.sections import (
     CarryConfig,
     CheckpointConfig,
+    CompressionConfig,
     ConvergenceConfig,
     DataConfig,
     EarlyStoppingConfig,
@@ -71,6 +72,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    compression: CompressionConfig = CompressionConfig()
     carry: CarryConfig = Field(default=CarryConfig(), json_schema_extra=NO_OUTCOME)
     tables: TablesConfig = Field(default=TablesConfig(), json_schema_extra=NO_OUTCOME)
     mesh: MeshConfig = MeshConfig()
@@ -160,6 +162,35 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _compression_fits(self) -> TrainConfig:
+        name = self.compression.name
+        if name == "none":
+            return self
+        if self.mesh.tp * self.mesh.pp > 1:
+            raise ValueError(
+                f"mesh.tp={self.mesh.tp}, mesh.pp={self.mesh.pp}: compression.name={name} is for "
+                "ranks that share out microbatches only; set both to 1, or compression.name=none"
+            )
+        if self.shards_optimizer:
+            raise ValueError(
+                f"sharding={self.sharding}, optimizer.sharded={self.optimizer.sharded}: ranks send "
+                f"each other whole parameters, which compression.name={name} makes no smaller; set "
+                "sharding=none and optimizer.sharded=false, or compression.name=none"
+            )
+        if self.precision.dtype == "fp16":
+            raise ValueError(
+                f"precision.dtype=fp16: what compression.name={name} cuts off would be of another "
+                "loss scale in the next step; set precision.dtype=bf16, or compression.name=none"
+            )
+        most = {"int8": 127, "int16": 32767}.get(name, self.num_microbatches)
+        if self.num_microbatches > most:
+            raise ValueError(
+                f"num_microbatches={self.num_microbatches}: compression.name={name} has integers "
+                f"for the sum of at most {most:,}; set fewer, or compression.name=int16"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _trackers_differ(self) -> TrainConfig:
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         if twice is not None:
@@ -184,7 +215,11 @@ class TrainConfig(Section):
     @property
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
-        canonical = json.dumps(outcome(self), sort_keys=True, default=str)
+        values = outcome(self)
+        # Of a run that compresses nothing it says nothing.
+        if values["compression"] == outcome(CompressionConfig()):
+            del values["compression"]
+        canonical = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:

@@ -26,6 +26,7 @@ class Stream(IntEnum):
     HOOK = 10
     SHARD = 11
     BLOCKS = 12
+    COMPRESSION = 13
 
 
 _MASK = (1 << 64) - 1

@@ -82,3 +82,20 @@ def test_memory_that_cannot_be_had_is_one_message(kind) -> None:
     assert isinstance(told, EnvironError)
     assert "rank 0 is out of memory: DefaultCPUAllocator: can't allocate memory" in str(told)
     assert "\n" not in str(told)
+
+
+def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
+    """A gradient for each of 8 microbatches, and those that the step makes; one row of sums."""
+    model, flat = parts()
+    sgd = optim.SGD(model.parameters(), 0.1)
+    config = TrainConfig(num_microbatches=8, compression={"name": "int8"})
+    needs = memory.Needs(config, flat, sgd, has_buddy=True)
+    assert needs.of("none", 1) == (1 + 1 + 1 + 2 * 8) * 4 * MIB
+    assert needs.of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
+    copied = TrainConfig(num_microbatches=8, compression={"name": "int8", "buddy": True})
+    assert memory.Needs(copied, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 4 * 2) * 4 * MIB
+    lost = TrainConfig(num_microbatches=8, compression={"name": "int8", "error_feedback": False})
+    assert memory.Needs(lost, flat, sgd, True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
+    with pytest.raises(ConfigError, match=r"error_feedback=false needs 0\.01 GiB"):
+        memory.check_memory(config, model, flat, sgd, 1, can_regroup=True)

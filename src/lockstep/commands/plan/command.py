@@ -111,6 +111,11 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
     kind, config = configured(target, overrides)
     if config.device == "cuda":
         raise ConfigError("device=cuda: a plan is of ranks on CPUs so far; set device=cpu")
+    if config.compression.name != "none":
+        raise ConfigError(
+            f"compression.name={config.compression.name}: a plan is of gradients that travel as "
+            "they are; set compression.name=none"
+        )
     cores = usable_cores()
     return Measuring(
         target=absolute(target),

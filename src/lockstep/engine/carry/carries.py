@@ -55,9 +55,12 @@ class Carries:
     def digests(self) -> dict[str, str]:
         """SHA-256 of each carry, by a name for people."""
         return {
-            f"the carry of microbatch {number}": carry.digest if carry else ""
+            self._called(number): carry.digest if carry else ""
             for number, carry in sorted(self.held.items())
         }
+
+    def _called(self, number: int) -> str:
+        return f"the carry of microbatch {number}"
 
 
 def named_tensors(carries: Held) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -72,15 +75,15 @@ def named_tensors(carries: Held) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, structures
 
 
-def check_named(tensors: Mapping[str, Tensor], structures: object, num_microbatches: int) -> None:
-    """Refuse what `named_tensors` cannot have made of the carries of so many microbatches.
+def check_named(tensors: Mapping[str, Tensor], structures: object, num_carries: int) -> None:
+    """Refuse what `named_tensors` cannot have made of so many carries.
 
     Raises:
         ValueError: says what is wrong.
     """
-    numbers = [str(number) for number in range(num_microbatches)]
+    numbers = [str(number) for number in range(num_carries)]
     if not isinstance(structures, dict) or sorted(structures) != sorted(numbers):
-        raise ValueError(f"must be an object with the keys 0 to {num_microbatches - 1}")
+        raise ValueError(f"must be an object with the keys 0 to {num_carries - 1}")
     left = dict(tensors)
     for number, structure in structures.items():
         own = [name for name in left if name.partition("/")[0] == number]

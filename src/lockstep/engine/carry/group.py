@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,20 @@ from lockstep.parallel.layout import Dealt
 
 
 class DealtCarries(Carries):
-    """The carries of this rank's microbatches, and those that it keeps for the rank before it."""
+    """The carries of this rank's microbatches, and those that it keeps for the rank before it.
 
-    def __init__(self, runtime: Runtime, config: TrainConfig, places: Places) -> None:
+    Where a microbatch has several, the second one of microbatch m has the number M + m, and so on,
+    with M microbatches in all.
+
+    Attributes:
+        num_carries: number of carries of all microbatches.
+    """
+
+    def __init__(
+        self, runtime: Runtime, config: TrainConfig, places: Places, num_of_each: int = 1
+    ) -> None:
         super().__init__()
+        self.num_carries = num_of_each * config.num_microbatches
         self._runtime = runtime
         self._config = config
         self._places = places
@@ -91,7 +102,7 @@ class DealtCarries(Carries):
             ranges: microbatches of each rank.
 
         Returns:
-            The numbers of the microbatches of which nobody holds the carry, the same on all ranks.
+            The numbers of the carries that nobody holds, the same on all ranks.
             If there are any, each rank holds what it held.
 
         Raises:
@@ -99,12 +110,29 @@ class DealtCarries(Carries):
         """
         world, num = self._places.world, self._config.num_microbatches
         owners = [world.rank, world.rank - 1] if self.are_copied else [world.rank]
-        own = {number for owner in owners for number in range(*ranges[owner]) if number < num}
+        own = {
+            first + number
+            for owner in owners
+            for number in range(*ranges[owner])
+            if number < num
+            for first in range(0, self.num_carries, num)
+        }
         arrived, lost = moved(world, self.held, own, self._runtime.device)
         world.agree()
         if not lost:
             self.take(arrived)
         return lost
+
+    def check(self, tensors: Mapping[str, Tensor], structures: Mapping[str, Any]) -> None:
+        """Refuse carries that this run's microbatches cannot have.
+
+        Args:
+            tensors: tensors by "number/name".
+            structures: what each carry is made of, by number.
+
+        Raises:
+            ValueError: says what is wrong.
+        """
 
     def digest(self) -> str:
         """SHA-256 of the carries of all microbatches; a collective."""
@@ -116,7 +144,7 @@ class DealtCarries(Carries):
     def on_first(self) -> dict[int, Carry | None]:
         """All carries on rank 0, for a checkpoint; nothing elsewhere; a collective."""
         world = self._places.world
-        own = range(self._config.num_microbatches) if world.rank == 0 else ()
+        own = range(self.num_carries) if world.rank == 0 else ()
         return moved(world, self.held, own, self._runtime.device)[0]
 
 

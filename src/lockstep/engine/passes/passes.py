@@ -25,7 +25,7 @@ from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
-from lockstep.parallel.fold import Fold
+from lockstep.parallel.compression.reduction import LeafSums
 from lockstep.parallel.layout import Dealt
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
@@ -108,9 +108,7 @@ class Passes:
         watch.communication_s += watch.lap()
         return iter(ahead)
 
-    def run(
-        self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: Fold | Rounds
-    ) -> None:
+    def run(self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: LeafSums) -> None:
         """Compute a step's microbatches.
 
         Args:
@@ -192,7 +190,7 @@ class Passes:
         step: int,
         microbatch: int,
         passed: Forwarded | None,
-        sums: Fold | Rounds,
+        sums: LeafSums,
         completes: bool,
     ) -> None:
         """The backward pass of a stage, and if it completes a leaf, that into the tree."""

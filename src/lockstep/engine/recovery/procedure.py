@@ -251,9 +251,9 @@ class Recovery:
         if not progress.step:
             raise shared(
                 RankFailure(
-                    "the ranks with what some microbatches carry (Task.carry), or with some rows "
-                    "of a SparseEmbedding, have died before there was a checkpoint; start the run "
-                    "again, with checkpoint.every set"
+                    "the ranks with what some microbatches carry (Task.carry, compression), or "
+                    "with some rows of a SparseEmbedding, have died before there was a checkpoint; "
+                    "start the run again, with checkpoint.every set"
                 )
             )
         # Newcomers do not know that the run was asked to stop.

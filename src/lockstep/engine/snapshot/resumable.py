@@ -15,6 +15,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.engine.carry.carries import check_named
+from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.optimizer.optimizer_state import TENSOR, from_json, to_json
 from lockstep.engine.passes.precision import LossScale, LossScaleState
@@ -123,7 +124,7 @@ def check_training_state(
     problem = problem or _scalars_problem(snapshot.meta.get("optimizer_scalars"))
     problem = problem or _shared_problem(snapshot.meta.get("optimizer_shared", {}))
     problem = problem or _task_problem(snapshot, train_step.task_state)
-    _check_carry(snapshot, train_step.carries is not None, config.num_microbatches, where)
+    _check_carry(snapshot, train_step.carries, where)
     if problem:
         raise CheckpointError(f"{where}: is damaged: {problem}")
 
@@ -182,16 +183,18 @@ def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
     return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
 
 
-def _check_carry(snapshot: Snapshot, is_wanted: bool, num_microbatches: int, where: str) -> None:
+def _check_carry(snapshot: Snapshot, carries: DealtCarries | None, where: str) -> None:
+    is_wanted = carries is not None
     if is_wanted != ("carry" in snapshot.meta):
         there, here = ("no", "a") if is_wanted else ("a", "no")
         raise CheckpointError(
             f"{where}: is of another task: it has {there} carry, this one has {here} Task.carry; "
             "resume with the same task or start a new run"
         )
-    if is_wanted:
+    if carries is not None:
         try:
-            check_named(snapshot.carry, snapshot.meta["carry"], num_microbatches)
+            check_named(snapshot.carry, snapshot.meta["carry"], carries.num_carries)
+            carries.check(snapshot.carry, snapshot.meta["carry"])
         except ValueError as error:
             raise CheckpointError(f"{where}: is damaged: carry: {error}") from None
 

@@ -62,11 +62,18 @@ class Needs:
         # A microbatch's gradient; there may be one of a few parameters only.
         self._gradient = 0 if has_phases else self.parameters
         self._copies = 2 if has_buddy else 1
-        self._num_microbatches = config.num_microbatches
+        # What is compressed is summed without rows of a tree.
+        is_compressed = config.compression.name != "none"
+        self._num_microbatches = 1 if is_compressed else config.num_microbatches
+        self._errors = 0
+        if is_compressed and config.compression.error_feedback:
+            # Committed ones, and those that the step makes.
+            self._errors = 2 * self.parameters * config.num_microbatches
+        self._error_copies = 2 if config.compression.buddy and has_buddy else 1
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        return kept_bytes(
+        return self.errors(num_ranks) + kept_bytes(
             sharding,
             num_ranks,
             self._num_microbatches,
@@ -76,6 +83,10 @@ class Needs:
             states=self.states,
             copies=self._copies,
         )
+
+    def errors(self, num_ranks: int) -> int:
+        """Bytes of what compression keeps for error feedback, on each of some ranks."""
+        return self._errors * min(self._error_copies, num_ranks) // num_ranks
 
 
 def kept_bytes(
@@ -144,7 +155,7 @@ def check_memory(
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
-    needed = needs.of(sharding, num_ranks)
+    needed, errors = needs.of(sharding, num_ranks), needs.errors(num_ranks)
     # The parameters are there already.
     limit, available = min(memory_limits(), key=lambda pair: pair[1])
     available += needs.parameters
@@ -155,7 +166,9 @@ def check_memory(
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"
-    if number is not None:
+    if config.compression.name != "none":  # does not go with sharding
+        remedy = f"{remedy}; compression.error_feedback=false needs {_gib(needed - errors)}"
+    elif number is not None:
         remedy = (
             f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
             f"{number} ranks"

@@ -71,10 +71,25 @@ def built(
     check_pipeline(model, config)
     recompute_activations(model, config.activation_checkpointing)
     compute = Compute(task, model, config, device)
+    _check_compression_fits(compute, config)
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
     return model, compute, check_optimizer(optimizer, model, config)
+
+
+def _check_compression_fits(compute: Compute, config: TrainConfig) -> None:
+    """Refuse to keep what was cut off gradients that a step may not have.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    name = config.compression.name
+    if name != "none" and compute.phases.are_several:
+        raise ConfigError(
+            f"compression.name={name}: {type(compute.task).__name__} has phases, whose steps have "
+            "gradients of some parameters only; set compression.name=none"
+        )
 
 
 def recompute_activations(model: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -18,7 +18,9 @@ from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
+from lockstep.parallel.compression.reduction import CompressedReduction
 from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.rounds import Rounds
 
 
 class StepSums:
@@ -59,7 +61,7 @@ class StepSums:
             if any(h.has_failed for h in headers):
                 return headers
         reduction = workspace.reduction
-        if isinstance(reduction, OrderedReduction):  # rounds have summed by now
+        if not isinstance(reduction, Rounds):  # these have summed by now
             reduction.header.copy_(own)
             reduction.reduce()
             if not self._places.is_split:
@@ -68,7 +70,9 @@ class StepSums:
         self._watch.communication_s += self._watch.lap()
         return headers
 
-    def _unpacked(self, reduction: OrderedReduction, own: Header) -> list[Header]:
+    def _unpacked(
+        self, reduction: OrderedReduction | CompressedReduction, own: Header
+    ) -> list[Header]:
         """The headers that came with the sums."""
         if self._runtime.transport.size == 1:
             return [own]

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
-from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.carry.compressed import dealt_carries
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -77,6 +77,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         places: Places,
         total_steps: int,
+        first_exponents: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
         self.places = places
@@ -96,7 +97,9 @@ class TrainStep:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
-        self.carries = DealtCarries(runtime, config, places) if compute.has_carry else None
+        self.carries, self._leaf_states = dealt_carries(
+            runtime, config, places, flat, first_exponents, compute.has_carry
+        )
         self.tables: Tables | None = None
         if compute.lookups.tables:
             self.tables = Tables(runtime, config, places, compute.lookups.tables, total_steps)
@@ -109,7 +112,7 @@ class TrainStep:
             places,
             self.loss_scale,
             self.watch,
-            self.carries,
+            self.carries if compute.has_carry else None,
             self.tables,
             self._storage,
         )
@@ -216,6 +219,7 @@ class TrainStep:
             num_scalars=self._passes.num_scalars,
             num_header=num_values(self.state.num_counters),
             with_buddy=self.with_buddy,
+            leaf_states=self._leaf_states,
         )
         self.parameters.use(self.flat, workspace)
         if self.tables is not None:
@@ -238,9 +242,9 @@ class TrainStep:
         """
         watch = self.watch
         watch.start()
-        self.workspace.reduction.restart()
         self._apply.summed = None
         self._passes.begin(step)
+        self.workspace.reduction.restart()
         if self.carries is not None:
             self.carries.begin()
         if self.tables is not None:

@@ -14,8 +14,10 @@ from lockstep.engine.flat.slices import Slice
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
+from lockstep.parallel.compression.choice import compressed_reduction
+from lockstep.parallel.compression.reduction import CompressedReduction, LeafSums, Summed
+from lockstep.parallel.compression.state import LeafStates
 from lockstep.parallel.exchange import copy_to_next, gather_slices
-from lockstep.parallel.fold import Fold
 from lockstep.parallel.layout import Dealt, Range, stepped_slices
 from lockstep.parallel.norm import (
     NormPart,
@@ -55,6 +57,7 @@ class Workspace:
         num_scalars: int,
         num_header: int,
         with_buddy: bool,
+        leaf_states: LeafStates | None = None,
     ) -> None:
         """Allocate.
 
@@ -68,6 +71,8 @@ class Workspace:
             num_scalars: number of float64 sums beside the gradient.
             num_header: number of float64 values in a header.
             with_buddy: whether each rank steps the slice of the rank before it too.
+            leaf_states: what compression keeps from step to step; None if gradients travel as they
+                are.
         """
         self._transport = places.storage
         self._places = places
@@ -79,7 +84,7 @@ class Workspace:
         self.microbatches = places.mesh.rounds(in_column[rank])
         segments = [*flat.segments, *state.flat.segments]
         tensors = [*flat.places, *state.flat.places]
-        self.reduction: OrderedReduction | Rounds
+        self.reduction: OrderedReduction | Rounds | CompressedReduction
         if config.shards_gradients:
             self.reduction = Rounds(
                 self._transport,
@@ -92,6 +97,24 @@ class Workspace:
                 bucket_bytes=config.bucket_bytes,
                 order=_last_block_first(flat, len(segments), places.late_blocks),
             )
+        elif leaf_states is not None:
+            summed = Summed(
+                self._transport,
+                flat.segments,
+                flat.places,
+                state.flat.segments,
+                state.flat.places,
+                num_scalars=num_scalars,
+                num_header=num_header,
+                num_microbatches=config.num_microbatches,
+                ranges=in_column,
+                device=runtime.device,
+                bucket_bytes=config.bucket_bytes,
+                feeds_back=config.compression.error_feedback,
+                states=leaf_states,
+            )
+            about = config.compression
+            self.reduction = compressed_reduction(summed, about.name, about.ratio)
         else:
             self.reduction = OrderedReduction(
                 self._transport,
@@ -107,7 +130,7 @@ class Workspace:
                 shares_memory=config.exchange == "auto",
                 at=lambda moment: runtime.at(moment, places.step),
             )
-        self.leaves: Fold | Rounds = (
+        self.leaves: LeafSums = (
             self.reduction if isinstance(self.reduction, Rounds) else self.reduction.fold
         )
         num_segments = len(flat.segments)

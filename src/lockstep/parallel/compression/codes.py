@@ -1,0 +1,136 @@
+"""How leaves are written into messages of a fixed size, and read from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.parallel.arena import Segment
+from lockstep.parallel.compression.memory import BLOCK
+from lockstep.parallel.compression.signs import magnitudes, pack, signed
+from lockstep.parallel.compression.sparse import greatest, num_kept
+
+WORD = 8
+"""Bytes: parts of a message begin at multiples, so that each can be viewed as any dtype."""
+
+
+class Code(ABC):
+    """Writes and reads one segment of a leaf.
+
+    Attributes:
+        num_bytes: size of a message, a multiple of `WORD`.
+    """
+
+    num_bytes: int
+
+    @abstractmethod
+    def write(self, leaf: Tensor, message: Tensor) -> Tensor:
+        """Write a leaf into a message.
+
+        Args:
+            leaf: [numel].
+            message: uint8 [num_bytes].
+
+        Returns:
+            What a reader makes of it, [numel].
+        """
+
+    @abstractmethod
+    def add(self, message: Tensor, total: Tensor) -> None:
+        """Add what a message says to a sum, [numel]."""
+
+
+class GreatestCode(Code):
+    """The elements of each tensor with the greatest magnitudes, and their indices (top-k)."""
+
+    def __init__(
+        self, segment: Segment, places: Sequence[tuple[int, torch.Size]], ratio: float
+    ) -> None:
+        """Count.
+
+        Args:
+            segment: dtype and number of elements of the leaf.
+            places: offset and shape of each of its tensors.
+            ratio: part of each tensor's elements to send.
+        """
+        self._tensors = [
+            (offset, shape.numel(), num_kept(shape, ratio)) for offset, shape in places
+        ]
+        count = sum(kept for _, _, kept in self._tensors)
+        self._dtype = segment.dtype
+        self._index = torch.int32 if segment.numel < 2**31 else torch.int64
+        self._values = slice(0, count * segment.dtype.itemsize)
+        first = _words(self._values.stop)
+        self._indices = slice(first, first + count * self._index.itemsize)
+        self.num_bytes = _words(self._indices.stop)
+
+    def write(self, leaf: Tensor, message: Tensor) -> Tensor:
+        """See `Code.write`."""
+        found = [
+            greatest(leaf[offset : offset + numel], count) + offset
+            for offset, numel, count in self._tensors
+            if count
+        ]
+        indices = torch.cat(found) if found else leaf.new_empty(0, dtype=torch.int64)
+        values = leaf[indices]
+        message[self._values].view(self._dtype).copy_(values)
+        message[self._indices].view(self._index).copy_(indices)
+        return torch.zeros_like(leaf).index_copy_(0, indices, values)
+
+    def add(self, message: Tensor, total: Tensor) -> None:
+        """See `Code.add`."""
+        # No index comes twice in a message, so nothing depends on the order inside of it.
+        indices = message[self._indices].view(self._index)
+        total.index_add_(0, indices, message[self._values].view(self._dtype))
+
+
+class SignCode(Code):
+    """Signs, and the mean magnitude of each block (1-bit SGD: Seide et al. 2014).
+
+    The mean is Bernstein et al.'s and Karimireddy et al.'s (2019), instead of one for each sign.
+    """
+
+    def __init__(self, segment: Segment, places: Sequence[tuple[int, torch.Size]]) -> None:
+        """Count.
+
+        Args:
+            segment: dtype and number of elements of a leaf in blocks.
+            places: offset and shape of each of its tensors.
+        """
+        ends = [offset + shape.numel() for offset, shape in places]
+        starts = [*(offset for offset, _ in places), segment.numel]
+        self._padding = [slice(end, start) for end, start in zip([0, *ends], starts, strict=True)]
+        counts = torch.ones(segment.numel, dtype=segment.dtype)
+        for part in self._padding:
+            counts[part] = 0
+        # A block may be padding as a whole.
+        self._counts = counts.view(-1, BLOCK).sum(dim=1).clamp_(min=1)
+        self._dtype = segment.dtype
+        self._magnitudes = slice(0, len(self._counts) * segment.dtype.itemsize)
+        first = _words(self._magnitudes.stop)
+        self._bits = slice(first, first + segment.numel // 8)
+        self.num_bytes = _words(self._bits.stop)
+
+    def write(self, leaf: Tensor, message: Tensor) -> Tensor:
+        """See `Code.write`."""
+        self._counts = self._counts.to(leaf.device)
+        message[self._magnitudes].view(self._dtype).copy_(magnitudes(leaf, self._counts))
+        message[self._bits].copy_(pack(leaf))
+        return self._read(message)
+
+    def add(self, message: Tensor, total: Tensor) -> None:
+        """See `Code.add`."""
+        total.add_(self._read(message))
+
+    def _read(self, message: Tensor) -> Tensor:
+        values = signed(message[self._bits], message[self._magnitudes].view(self._dtype))
+        for part in self._padding:
+            values[part] = 0
+        return values
+
+
+def _words(num_bytes: int) -> int:
+    return -(-num_bytes // WORD) * WORD

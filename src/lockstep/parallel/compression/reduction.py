@@ -1,0 +1,193 @@
+"""The sum of compressed leaves over all ranks: what every kind of compression has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.transport import Transport
+from lockstep.parallel.arena import Row, Segment, slice_up
+from lockstep.parallel.compression.memory import LeafMemory, Places
+from lockstep.parallel.compression.state import LeafState, LeafStates
+from lockstep.parallel.fold import Fold
+from lockstep.parallel.layout import Dealt, Range
+from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.rounds import Rounds
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What is to be summed, and by whom.
+
+    Attributes:
+        transport: transport between the ranks.
+        segments: dtype and number of elements of each segment of the flat gradient.
+        places: for each of them, the (offset, shape) of each tensor of a leaf.
+        exact_segments: segments that travel as they are.
+        exact_places: for each of those, its tensors, which come last in a leaf.
+        num_scalars: number of float64 sums beside the gradient.
+        num_header: number of float64 values in each rank's header.
+        num_microbatches: number of leaves.
+        ranges: range of microbatches of each rank, in order, without gaps.
+        device: device on which the gradients lie.
+        bucket_bytes: greatest number of bytes of gradient to receive at a time.
+        feeds_back: whether what is cut off a leaf is added to the microbatch's next one.
+        states: what compression keeps from step to step.
+    """
+
+    transport: Transport
+    segments: Sequence[Segment]
+    places: Places
+    exact_segments: Sequence[Segment]
+    exact_places: Places
+    num_scalars: int
+    num_header: int
+    num_microbatches: int
+    ranges: Sequence[Dealt]
+    device: torch.device
+    bucket_bytes: int
+    feeds_back: bool
+    states: LeafStates
+
+    def ordered(
+        self, segments: Sequence[Segment] = (), places: Places = (), more_header: int = 0
+    ) -> OrderedReduction:
+        """An ordered reduction of what travels as it is.
+
+        Args:
+            segments: segments to sum in front of the exact ones.
+            places: tensors of these.
+            more_header: number of values behind each rank's header.
+        """
+        return OrderedReduction(
+            self.transport,
+            [*segments, *self.exact_segments],
+            [*places, *self.exact_places],
+            num_scalars=self.num_scalars,
+            num_header=self.num_header + more_header,
+            num_microbatches=self.num_microbatches,
+            ranges=self.ranges,
+            device=self.device,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+
+class CompressedReduction(ABC):
+    """Stands where an `OrderedReduction` does; a leaf is compressed as it is added.
+
+    Loss, metrics and buffers are summed as without compression, by an ordered reduction of theirs,
+    which also brings the headers.
+
+    Attributes:
+        fold: this reduction, which takes leaves itself.
+        total: after `reduce`, the sum over all microbatches. The same tensors in every step.
+        slices: for each segment, the range of elements each rank owns.
+    """
+
+    total: Row
+
+    def __init__(
+        self, summed: Summed, segments: Sequence[Segment], places: Places, exact: OrderedReduction
+    ) -> None:
+        """Lay out the memory.
+
+        Args:
+            summed: what is to be summed.
+            segments: segments in which a leaf lies while it is compressed.
+            places: its tensors in there.
+            exact: sums what travels as it is.
+        """
+        self._summed = summed
+        self._exact = exact
+        self._num_tensors = sum(map(len, places))
+        self._leaf = LeafMemory(segments, places, summed.device)
+        every = [*summed.segments, *summed.exact_segments]
+        self.slices = slice_up(every, summed.transport.size)
+        self.fold = self
+        self.restart()
+
+    @property
+    def header(self) -> Tensor:
+        """Values of this rank that every rank gets to see, float64 [num_header]."""
+        return self._exact.header[: self._summed.num_header]
+
+    @property
+    def why_messages(self) -> str | None:
+        """See `OrderedReduction.why_messages`."""
+        return self._exact.why_messages
+
+    def headers(self) -> Tensor:
+        """Every rank's header as of the last `reduce`, float64 [world size, num_header]."""
+        return self._exact.headers()[:, : self._summed.num_header]
+
+    def restart(self) -> None:
+        """Forget the leaves of a step."""
+        self._exact.restart()
+        own = self._summed.ranges[self._summed.transport.rank]
+        self._microbatches: Iterator[int] = iter(range(*own))
+
+    def add(self, tensors: Sequence[Tensor | None], scalars: Tensor) -> None:
+        """Compress and add the next leaf.
+
+        Args:
+            tensors: tensors of the leaf in the order of `places`, the exact ones last; None counts
+                as zeros.
+            scalars: sums of the leaf's scalars, float64 [num_scalars].
+        """
+        microbatch = next(self._microbatches)
+        self._leaf.take(tensors[: self._num_tensors])
+        state = self._summed.states.of_leaf(microbatch)
+        if state is not None:
+            for leaf, error in zip(self._leaf.segments, state.errors, strict=False):
+                leaf.add_(error)
+        made = self._take(tensors[self._num_tensors :], scalars)
+        if made is not None:
+            self._summed.states.make_leaf(microbatch, made)
+
+    def reduce(self) -> None:
+        """Sum over all ranks into `total`."""
+        self._exact.reduce()
+        self._reduce()
+
+    def _kept(self, sent: Sequence[Tensor], exponents: Sequence[Tensor] = ()) -> LeafState | None:
+        """The state of a leaf of which this was sent; None if nothing is kept."""
+        errors: list[Tensor] = []
+        if self._summed.feeds_back:
+            pairs = zip(self._leaf.segments, sent, strict=True)
+            errors = [leaf - there for leaf, there in pairs]
+        return LeafState(errors, exponents) if errors or exponents else None
+
+    @abstractmethod
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
+        """Compress what `_leaf` holds, and take all of the leaf into this rank's sums.
+
+        Args:
+            exact: tensors of the leaf that travel as they are.
+            scalars: sums of its scalars.
+
+        Returns:
+            What the microbatch keeps of it, if anything.
+        """
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Sum what was compressed over all ranks, into `total`."""
+
+
+LeafSums = Fold | Rounds | CompressedReduction
+"""What takes the leaves of a rank's microbatches."""
+
+
+def flat_totals(summed: Summed, exact: Row) -> tuple[LeafMemory, Row]:
+    """Memory for the sum of gradients, and the whole sum, whose other parts are `exact`."""
+    memory = LeafMemory(summed.segments, summed.places, summed.device)
+    return memory, Row([*memory.segments, *exact.segments], exact.scalars)
+
+
+def positions(segment: Sequence[tuple[int, torch.Size]]) -> list[Range]:
+    """The elements of each tensor of a segment."""
+    return [Range(offset, offset + shape.numel()) for offset, shape in segment]
