@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
+import torch
+
+from lockstep.comm import futex, mailbox, shared_memory
+from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.mailbox import Mailbox, open_mailbox
+from lockstep.comm.traffic import Traffic
+from lockstep.comm.transport import GroupBroken
 
 SCRIPT = Path(__file__).parent / "launched" / "mailbox.py"
 
@@ -51,3 +61,49 @@ def test_those_who_wait_for_a_dead_rank_regroup(
         assert row["why"] == ""
         assert row["wrong"] == []
         assert row["told"] == [[1234, num_ranks - 1]] * (num_ranks - 1)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "told"),
+    [
+        (futex, "IS_THERE", False, "no futexes"),
+        (shared_memory.os, "memfd_create", None, "memfd_create"),
+        (mailbox, "Mailbox", None, "not implemented"),
+    ],
+)
+def test_who_cannot_share_memory_says_why(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, value: object, told: str
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSYS, "not implemented: memfd_create")
+
+    monkeypatch.setattr(module, name, value if value is not None else refuse)
+    made = open_mailbox(LocalTransport(), nothing)
+    assert isinstance(made, str)
+    assert told in made
+
+
+def test_a_rank_that_takes_too_long_is_an_error() -> None:
+    own = shared_memory.SharedMemory(mailbox._NUM_BYTES)
+    silent = shared_memory.SharedMemory(mailbox._NUM_BYTES)
+    made = Mailbox(0, [own.tensor, silent.tensor], [os.getpid()] * 2, True, nothing, 0.05)
+    said = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="rank 1 has sent nothing for"):
+        made.all_gather(said[:1], said, [1, 1], Traffic())
+
+
+def test_a_group_that_others_have_given_up_is_left() -> None:
+    own = shared_memory.SharedMemory(mailbox._NUM_BYTES)
+    silent = shared_memory.SharedMemory(mailbox._NUM_BYTES)
+
+    def given_up() -> None:
+        raise GroupBroken("given up")
+
+    made = Mailbox(0, [own.tensor, silent.tensor], [os.getpid()] * 2, True, given_up, math.inf)
+    said = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(GroupBroken, match="given up"):
+        made.all_gather(said[:1], said, [1, 1], Traffic())

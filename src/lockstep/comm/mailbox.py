@@ -15,6 +15,7 @@ import ctypes
 import math
 import os
 import select
+import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
@@ -137,25 +138,21 @@ class _Lives:
     """Whether processes have ended, also such that nobody has waited for."""
 
     def __init__(self, processes: Sequence[int]) -> None:
-        self._files = []
         self._poll = select.poll()
-        try:
-            for process in processes:
-                descriptor = os.pidfd_open(process)
-                self._files.append(os.fdopen(descriptor, closefd=True))
-                self._poll.register(descriptor, select.POLLIN)
-        except OSError:
-            self.close()
-            raise
+        descriptors: list[int] = []
+        weakref.finalize(self, _close, descriptors)
+        for process in processes:
+            descriptors.append(os.pidfd_open(process))
+            self._poll.register(descriptors[-1], select.POLLIN)
 
     def have_ended(self) -> bool:
         """Whether any of them has."""
         return bool(self._poll.poll(0))
 
-    def close(self) -> None:
-        """Watch no more."""
-        for file in self._files:
-            file.close()
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def open_mailbox(
