@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.borrowed import borrowed
+from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.errors import ConfigError, TaskError
@@ -105,6 +106,7 @@ class Reducer:
             device=device,
             bucket_bytes=_BUCKET_BYTES,
             shares_memory=True,
+            is_one_host=are_on_one_host(self._transport),
         )
         total = self._reduction.total.segments
         self._views = [flat.view(total, entry) for entry in flat.entries]

@@ -81,6 +81,15 @@ def allocate(num_bytes: int) -> SharedMemory | str:
         return _told(error)
 
 
+def are_on_one_host(transport: Transport) -> bool:
+    """Whether all ranks of a group are on one host; a collective."""
+    try:
+        host = _host()
+    except OSError:
+        host = socket.gethostname()
+    return len(set(transport.gather_json(host))) == 1
+
+
 def map_all(transport: Transport, own: SharedMemory | str) -> list[Tensor] | str:
     """Every rank's memory, mapped by this one; a collective, of which all have the same outcome.
 

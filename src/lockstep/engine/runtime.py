@@ -40,6 +40,7 @@ class Runtime:
         launcher: name of the launcher: `python`, `local`, `mpi`, `torchrun` or `slurm`.
         local_rank: number of this process on its host.
         cores: cores that all ranks of its host may use; 0 if that is not known.
+        is_one_host: whether all ranks were started on one host.
         listen: function that takes events, on every rank; on rank 0 it shows and stores them.
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
@@ -60,6 +61,7 @@ class Runtime:
     on_step: Callable[[int], None] = nothing_after_step
     pulse: Pulse = field(default_factory=Pulse)
     cores: int = 0
+    is_one_host: bool = True
 
     @property
     def is_first(self) -> bool:

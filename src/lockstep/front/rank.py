@@ -150,6 +150,7 @@ def _run(
             on_step=on_step,
             pulse=pulse,
             cores=cores_of_host(environment),
+            is_one_host=environment.is_one_host,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(

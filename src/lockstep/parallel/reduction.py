@@ -67,6 +67,7 @@ class OrderedReduction:
         bucket_bytes: int,
         gather: bool = True,
         shares_memory: bool = False,
+        is_one_host: bool = True,
         at: Callable[[Moment], None] = _nothing,
     ) -> None:
         """Lay out the memory; talks to nobody.
@@ -86,6 +87,7 @@ class OrderedReduction:
             gather: whether every rank needs the whole sum, or just the slice it owns.
             shares_memory: whether ranks read slices in one another's memory if they can; the same
                 on all ranks.
+            is_one_host: whether, as far as this rank knows, it may be that they can.
             at: function that is called at each moment of that.
         """
         rank, size = transport.rank, transport.size
@@ -105,7 +107,7 @@ class OrderedReduction:
         is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
         memory: SharedMemory | str = ""
         if is_shared:
-            arena, memory = shared_arena(layout, num_rows)
+            arena, memory = shared_arena(layout, num_rows, is_one_host)
         else:
             _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from lockstep.comm.shared_memory import are_on_one_host
 from lockstep.comm.transport import Transport, offsets
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.exchange import copy_to_next
@@ -48,6 +49,7 @@ def _ordered_sum(transport: Transport, num_bytes: int, device: torch.device) -> 
         device=device,
         bucket_bytes=_BUCKET_BYTES,
         shares_memory=True,
+        is_one_host=are_on_one_host(transport),
     )
     reduction.header.zero_()
     # Zeros stay what they are however often they are added up.

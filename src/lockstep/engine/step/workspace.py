@@ -128,6 +128,7 @@ class Workspace:
                 bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
                 shares_memory=config.exchange == "auto",
+                is_one_host=runtime.is_one_host,
                 at=lambda moment: runtime.at(moment, places.step),
             )
         self.leaves: LeafSums = (

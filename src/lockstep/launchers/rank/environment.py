@@ -63,6 +63,11 @@ class Environment:
     joins: bool = False
     replacements: int = 0
 
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on its host."""
+        return self.local_world_size == self.world_size
+
 
 def detect(env: Mapping[str, str]) -> Environment:
     """Find out which launcher started this process, and its place among the ranks.

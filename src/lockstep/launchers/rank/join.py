@@ -42,7 +42,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         assert environment.master_port is not None
         address = (environment.master_addr, environment.master_port)
         # SLURM tells all ranks alike how many of them are on a host.
-        if environment.launcher == "slurm" and _is_one_host(environment):
+        if environment.launcher == "slurm" and environment.is_one_host:
             address = (LOOPBACK, environment.master_port)
         if environment.supervisor_fd is not None:
             from lockstep.comm.torchdist.elastic_transport import ElasticTransport
@@ -87,13 +87,9 @@ def _over_mpi(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
     # On a single host, its own name need not be known to any resolver.
-    own = (LOOPBACK if _is_one_host(environment) else socket.gethostname(), free_port())
+    own = (LOOPBACK if environment.is_one_host else socket.gethostname(), free_port())
     address = world.bcast(own if world.rank == 0 else None)
     return _process_group(environment, device, timeout_s, address)
-
-
-def _is_one_host(environment: Environment) -> bool:
-    return environment.local_world_size == environment.world_size
 
 
 def _newcomer_argv(environment: Environment, number: int) -> list[str]:
