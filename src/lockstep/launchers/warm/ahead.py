@@ -1,0 +1,40 @@
+"""What has to be known of servers before anything slow is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from lockstep.errors import EnvironError
+from lockstep.launchers.host.cores import THREAD_VARIABLES
+from lockstep.parsing import shown
+
+WARM = "LOCKSTEP_WARM"
+"""Variable that turns servers off if it is 0."""
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether ranks may be forked from a server.
+
+    Raises:
+        EnvironError: `LOCKSTEP_WARM` is neither 0 nor 1.
+    """
+    text = environment.get(WARM, "1")
+    if text not in ("0", "1"):
+        raise EnvironError(f"environment variable {WARM}={shown(text)[1:-1]}: must be 0 or 1")
+    return text == "1"
+
+
+def foresee_ranks(overrides: Sequence[str]) -> None:
+    """Prepare this process, the command, for a server: before torch and numpy are imported.
+
+    Libraries start their threads when they are imported, and a process with threads cannot be
+    forked; and how many there are they read only then.
+
+    Args:
+        overrides: `key=value` items, which may say how many threads ranks have.
+    """
+    if not is_wanted(os.environ):
+        return
+    asked = [o.partition("=")[2] for o in overrides if o.startswith("threads=")]
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, asked[-1] if asked else "1"))

@@ -1,0 +1,46 @@
+"""Servers that the ranks of a command or a program are forked from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from lockstep.launchers.host.cores import THREAD_VARIABLES
+from lockstep.launchers.job.commands import is_one_host, rank_environment
+from lockstep.launchers.warm.ahead import is_wanted
+from lockstep.launchers.warm.starting import can_serve, forked
+from lockstep.recipes import load_recipe
+
+_LAUNCHERS = ("python", "local", "mpi")
+_OF_RANKS: tuple[str, ...] = ()
+"""Modules that a rank has at its first step and that the command does not import itself."""
+
+
+@contextmanager
+def fork_server(launcher: str, target: str) -> Iterator[str]:
+    """A server for the ranks of a command, forked from it before it imports a user's code.
+
+    Args:
+        launcher: name of the launcher that will start ranks.
+        target: recipe, file or script that they will train.
+
+    Yields:
+        Its name; empty where ranks have to start by themselves.
+    """
+    with ExitStack() as stack:
+        server = ""
+        if _is_possible(launcher):
+            if ".py" not in target:
+                load_recipe(target)
+            threads = os.environ.get(THREAD_VARIABLES[0], "")
+            if threads.isdecimal():
+                environment = rank_environment(int(threads))
+                server = stack.enter_context(forked(environment, _OF_RANKS))
+        yield server
+
+
+def _is_possible(launcher: str) -> bool:
+    if launcher not in _LAUNCHERS or not is_wanted(os.environ) or not can_serve(os.environ):
+        return False
+    return launcher != "mpi" or is_one_host(os.environ)
