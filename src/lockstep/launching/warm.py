@@ -9,12 +9,12 @@ from contextlib import ExitStack, contextmanager
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.job.commands import is_one_host, rank_environment
 from lockstep.launchers.warm.ahead import is_wanted
-from lockstep.launchers.warm.starting import can_serve, forked
+from lockstep.launchers.warm.starting import can_serve, forked, spawned
 from lockstep.recipes import load_recipe
 
+_MODULES = ("lockstep.cli.main", "lockstep.commands.train")
+"""What ranks import first."""
 _LAUNCHERS = ("python", "local", "mpi")
-_OF_RANKS: tuple[str, ...] = ()
-"""Modules that a rank has at its first step and that the command does not import itself."""
 
 
 @contextmanager
@@ -36,7 +36,25 @@ def fork_server(launcher: str, target: str) -> Iterator[str]:
             threads = os.environ.get(THREAD_VARIABLES[0], "")
             if threads.isdecimal():
                 environment = rank_environment(int(threads))
-                server = stack.enter_context(forked(environment, _OF_RANKS))
+                server = stack.enter_context(forked(environment))
+        yield server
+
+
+@contextmanager
+def new_server(launcher: str, threads: int) -> Iterator[str]:
+    """A server for the ranks of a program, in a process of its own that imports none of its code.
+
+    Args:
+        launcher: name of the launcher that will start ranks.
+        threads: number of threads of each rank.
+
+    Yields:
+        Its name; empty where ranks have to start by themselves.
+    """
+    with ExitStack() as stack:
+        server = ""
+        if _is_possible(launcher):
+            server = stack.enter_context(spawned(rank_environment(threads), _MODULES))
         yield server
 
 

@@ -95,9 +95,7 @@ def local_command(
         server: the warm server that the supervisor is forked from; empty if there is none.
     """
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
-    command = standing_in(
-        [sys.executable, local.__file__, *options, *tethered(argv)], server
-    )
+    command = standing_in([sys.executable, local.__file__, *options, *tethered(argv)], server)
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lockstep.errors import EnvironError
 from lockstep.launchers.host.cores import THREAD_VARIABLES
@@ -25,6 +27,12 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
     return text == "1"
 
 
+def is_command() -> bool:
+    """Whether this process is the `lockstep` command, with no option of the interpreter."""
+    program = sys.orig_argv[1:3]
+    return program == ["-m", "lockstep"] or (bool(program) and Path(program[0]).name == "lockstep")
+
+
 def foresee_ranks(overrides: Sequence[str]) -> None:
     """Prepare this process, the command, for a server: before torch and numpy are imported.
 
@@ -34,7 +42,7 @@ def foresee_ranks(overrides: Sequence[str]) -> None:
     Args:
         overrides: `key=value` items, which may say how many threads ranks have.
     """
-    if not is_wanted(os.environ):
+    if not is_command() or not is_wanted(os.environ):
         return
     asked = [o.partition("=")[2] for o in overrides if o.startswith("threads=")]
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, asked[-1] if asked else "1"))

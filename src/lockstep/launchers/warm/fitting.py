@@ -30,7 +30,7 @@ def fitting(environment: Mapping[str, str]) -> Fits:
         program, *arguments = order["argv"]
         return (
             program == executable
-            and _is_simple(arguments)
+            and is_simple(arguments)
             and order["surroundings"] == here
             and _of_no_place(order["environment"]) == known
         )
@@ -38,9 +38,9 @@ def fitting(environment: Mapping[str, str]) -> Fits:
     return fits
 
 
-def _is_simple(arguments: list[str]) -> bool:
-    """Whether they are a module or a file, with no option of the interpreter before."""
-    if arguments[:1] == ["-m"]:
+def is_simple(arguments: list[str]) -> bool:
+    """Whether they are a module, code or a file, with no option of the interpreter before."""
+    if arguments[:1] in (["-m"], ["-c"]):
         return len(arguments) > 1
     return bool(arguments) and arguments[0].endswith(".py") and os.path.isfile(arguments[0])
 

@@ -16,21 +16,22 @@ import signal
 import sys
 import types
 from importlib.machinery import SourceFileLoader
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.allocation import collect_as_usual
 from lockstep.launchers.rank.early import prepare
+from lockstep.launchers.warm.ending import end
 from lockstep.launchers.warm.server import Forked
 from lockstep.launchers.warm.stand_in import limit_numbers
 
 
-def run(forked: Forked) -> None:
-    """Be a process of one's own, and run its program; the interpreter ends after that.
+def run(forked: Forked) -> NoReturn:
+    """Be a process of one's own, run its program, and end.
 
     Args:
         forked: what was raised in this process.
     """
-    order, fds = forked.order, forked.fds
+    order, fds, known = forked.order, forked.fds, set(sys.modules)
     del forked
     _take_files(order["fds"], fds)
     _take_limits(order)
@@ -40,7 +41,7 @@ def run(forked: Forked) -> None:
     _open_streams()
     _forget()
     _take_signals(order)
-    _run(order["argv"])
+    end(_status(order["argv"]), known)
 
 
 def _take_files(numbers: list[int], fds: list[int]) -> None:
@@ -132,27 +133,50 @@ def _take_signals(order: dict[str, Any]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
 
 
+def _status(argv: list[str]) -> int:
+    """Run what `python` is started with, as its main program.
+
+    Returns:
+        The exit code that it ends with; negative for a signal.
+    """
+    try:
+        try:
+            _run(argv)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            trace = error.__traceback__
+            for _ in range(3):  # frames of this file
+                trace = trace.tb_next if trace else None
+            sys.excepthook(type(error), error, trace)
+            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return (ended.code or 0) & 0xFF
+        print(ended.code, file=sys.stderr)
+        return 1
+    return 0
+
+
 def _run(argv: list[str]) -> None:
-    """Run what `python` is started with, as its main program."""
     executable, *arguments = argv
     sys.orig_argv = [executable, *arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={})
-    program = _module if arguments[0] == "-m" else _script
-    try:
-        program(arguments)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        trace = error.__traceback__
-        for _ in range(2):  # frames of this file
-            trace = trace.tb_next if trace else None
-        sys.excepthook(type(error), error, trace)
-        sys.excepthook = _say_nothing
-        raise  # so that the interpreter ends as after any such exception
+    if arguments[0] == "-m":
+        _module(arguments)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        _search_first("")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main))
+    else:
+        _script(arguments)
 
 
 def _module(arguments: list[str]) -> None:
+    for name in (arguments[1], f"{arguments[1]}.__main__"):
+        if not hasattr(sys.modules.get(name), "__path__"):
+            sys.modules.pop(name, None)  # it is run, not imported
     sys.argv = ["-m", *arguments[2:]]
     _search_first(os.getcwd())
     runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]  # what -m calls
@@ -169,10 +193,6 @@ def _script(arguments: list[str]) -> None:
     exec(code, main)
 
 
-def _say_nothing(*_: object) -> None:
-    """Shows an exception that has been shown."""
-
-
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, folder)

@@ -16,11 +16,11 @@ from lockstep.launchers.host.tether import PR_SET_PDEATHSIG
 from lockstep.launchers.warm.shown import show_as
 from lockstep.launchers.warm.stand_in import (
     SERVER,
+    STAND_IN,
     address,
     is_own,
     receive,
     send,
-    standing_for,
 )
 
 _BACKLOG = 128
@@ -147,7 +147,7 @@ class Server:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         environment = order["environment"] | {SERVER: self._name}
-        show_as(order["argv"], environment | standing_for(order["stand_in"]))
+        show_as(order["argv"], environment | {STAND_IN: str(order["stand_in"])})
         order["environment"] = environment
         # Whoever looks for the processes of a launch finds this one from here on. Those who have
         # looked before have killed the stand-in.

@@ -12,6 +12,7 @@ costs milliseconds.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import resource
@@ -26,8 +27,9 @@ from typing import Any
 SERVER = "LOCKSTEP_WARM_SERVER"
 """Variable of a forked process: the server, for processes that it starts in its turn."""
 
-_STAND_IN = "LOCKSTEP_WARM_STAND_IN"
-"""Variable that is shown of a forked process, and that it has not: its stand-in's number."""
+STAND_IN = "LOCKSTEP_WARM_STAND_IN"
+"""Variable that the system shows of a forked process, which itself does not see it: the number of
+its stand-in."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -48,11 +50,6 @@ def standing_in(argv: Sequence[str], server: str) -> list[str]:
     if not server:
         return list(argv)
     return [sys.executable, "-I", "-S", __file__, server, *argv]
-
-
-def standing_for(pid: int) -> dict[str, str]:
-    """The variable by which `stand_in_of` finds a stand-in."""
-    return {_STAND_IN: str(pid)}
 
 
 def address(server: str) -> str:
@@ -165,10 +162,8 @@ def _stand_in(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
     """Pass signals on to a process until it ends, and end as it does."""
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it has ended
             signal.pidfd_send_signal(handle, signum)
-        except OSError:  # it has ended
-            pass
 
     for signum in _FORWARDED:
         if signal.getsignal(signum) is not signal.SIG_IGN:

@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import PR_SET_PDEATHSIG, tethered
+from lockstep.launchers.warm.ahead import is_command
 from lockstep.launchers.warm.fitting import fitting
 from lockstep.launchers.warm.server import Fits, Forked, Server, listener
 from lockstep.launchers.warm.shown import can_be_shown
@@ -39,12 +39,11 @@ def can_serve(environment: Mapping[str, str]) -> bool:
 
 
 @contextlib.contextmanager
-def forked(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[str]:
+def forked(environment: Mapping[str, str]) -> Iterator[str]:
     """A server forked from this process, the `lockstep` command, as long as the context lasts.
 
     Args:
         environment: variables that ranks will have.
-        modules: modules to import in the server first.
 
     Yields:
         Its name; empty if there is none.
@@ -65,7 +64,7 @@ def forked(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[s
         yield ""
         return
     if pid == 0:
-        _be_forked(line, name, parent, fitting(environment), modules)
+        _be_forked(line, name, parent, fitting(environment))
     line.close()
     try:
         yield name
@@ -115,11 +114,7 @@ def _is_whole(environment: Mapping[str, str]) -> bool:
     It must be the command, with no option of the interpreter; a thread would not be forked along;
     and libraries must have been loaded with the variables that ranks will have.
     """
-    arguments = sys.orig_argv[1:]
-    is_command = arguments[:2] == ["-m", "lockstep"] or (
-        bool(arguments) and Path(arguments[0]).name == "lockstep"
-    )
-    if not is_command or sys.gettrace() or sys.getprofile():
+    if not is_command() or sys.gettrace() or sys.getprofile():
         return False
     for thread in threading.enumerate():
         if thread is not threading.current_thread():  # a spinner's, which ends just now
@@ -129,9 +124,7 @@ def _is_whole(environment: Mapping[str, str]) -> bool:
     return all(os.environ.get(name) == environment.get(name) for name in THREAD_VARIABLES)
 
 
-def _be_forked(
-    line: socket.socket, name: str, parent: int, fits: Fits, modules: Sequence[str]
-) -> None:
+def _be_forked(line: socket.socket, name: str, parent: int, fits: Fits) -> None:
     """Be a server that is a fork of the command.
 
     Raises:
@@ -145,7 +138,7 @@ def _be_forked(
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
         _leave_files(line.fileno())
-        _serve(line, name, fits, modules)
+        _serve(line, name, fits)
     except Forked:
         raise
     except BaseException:
@@ -163,8 +156,8 @@ def _leave_files(kept: int) -> None:
                 os.close(fd)
 
 
-def _serve(line: socket.socket, name: str, fits: Fits, modules: Sequence[str]) -> None:
-    if not sys.flags.safe_path:
+def _serve(line: socket.socket, name: str, fits: Fits, modules: Sequence[str] = ()) -> None:
+    if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this program; each rank has its own
     for module in modules:
         importlib.import_module(module)
@@ -184,7 +177,7 @@ def _main(name: str, fd: str, *modules: str) -> None:
     try:
         _serve(socket.socket(fileno=int(fd)), name, fits, modules)
     except Forked as rank:
-        forked_here = rank
+        forked_here = rank.with_traceback(None)
     run(forked_here)
 
 
