@@ -12,6 +12,8 @@ from lockstep.launchers.warm.stand_in import surroundings
 
 _PLACES = ("LOCKSTEP_", "OMPI_", "OPAL_", "PMIX_", "PRTE_")
 """Prefixes of the variables by which launchers tell ranks their places."""
+_SHELL = ("PWD", "OLDPWD", "SHLVL", "_")
+"""Variables that shells and launchers set for any program, and that no library reads."""
 _LIBRARIES = "LD_LIBRARY_PATH"
 
 
@@ -46,7 +48,11 @@ def is_simple(arguments: list[str]) -> bool:
 
 
 def _of_no_place(environment: Mapping[str, str]) -> dict[str, str]:
-    kept = {name: v for name, v in environment.items() if not name.startswith(_PLACES)}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_PLACES) and name not in _SHELL
+    }
     # mpirun puts the folder of its own libraries in front, where it is not needed.
     own = environment.get("OMPI_LIBDIR_LOC")
     folders = [f for f in kept.pop(_LIBRARIES, "").split(os.pathsep) if f and f != own]

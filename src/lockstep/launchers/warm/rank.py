@@ -18,7 +18,7 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import Any, NoReturn
 
-from lockstep.allocation import collect_as_usual
+from lockstep.allocation import collect_as_usual, use_large_pages
 from lockstep.launchers.rank.early import prepare
 from lockstep.launchers.warm.ending import end
 from lockstep.launchers.warm.server import Forked
@@ -111,6 +111,7 @@ def _forget() -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     sys.excepthook = sys.__excepthook__
+    use_large_pages()  # as `import lockstep` has done in the server
     collect_as_usual()
     atexit.unregister(gc.freeze)
 
