@@ -77,7 +77,8 @@ def _open_streams() -> None:
 
 def _stream(number: int, name: str, encoding: str, errors: str) -> io.TextIOWrapper | None:
     """One of them; see `create_stdio` in CPython's pylifecycle.c."""
-    is_direct = number > 0 and bool(os.environ.get("PYTHONUNBUFFERED"))
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    is_direct = number > 0 and is_unbuffered
     try:
         raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
     except OSError:  # it was started without it
@@ -91,8 +92,8 @@ def _stream(number: int, name: str, encoding: str, errors: str) -> io.TextIOWrap
         encoding,
         errors,
         newline="\n",
-        line_buffering=not is_direct and (number == 2 or raw.isatty()),
-        write_through=is_direct,
+        line_buffering=not is_unbuffered and (number == 2 or raw.isatty()),
+        write_through=is_unbuffered,
     )
     stream.mode = "w" if number else "r"  # type: ignore[misc]
     return stream
@@ -107,7 +108,7 @@ def _forget() -> None:
 
     random.seed()
     np.random.seed()
-    torch.default_generator.manual_seed(torch.default_generator.initial_seed())
+    torch.default_generator.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     sys.excepthook = sys.__excepthook__
@@ -149,7 +150,7 @@ def _status(argv: list[str]) -> int:
             trace = error.__traceback__
             for _ in range(3):  # frames of this file
                 trace = trace.tb_next if trace else None
-            sys.excepthook(type(error), error, trace)
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
             return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
