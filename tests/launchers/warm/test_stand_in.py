@@ -44,7 +44,8 @@ json.dump({
     "gc": gc.get_threshold(),
     "streams": [[s.encoding, s.errors, s.line_buffering, s.write_through, s.name, s.mode]
                 for s in streams],
-    "warm": "LOCKSTEP_WARM_SERVER" in os.environ, "stdin": sys.stdin.read(), "hook": sys.excepthook.__name__,
+    "warm": "LOCKSTEP_WARM_SERVER" in os.environ, "stdin": sys.stdin.read(),
+    "hook": sys.excepthook.__name__,
 }, sys.stdout)
 open("draws", "a").write(f"{random.random()} {numpy.random.rand()} {torch.rand(()).item()}\\n")
 """
@@ -204,7 +205,7 @@ def test_what_is_pickled_by_its_place_in_main_is_found(start: Start) -> None:
 
 def test_processes_end_with_the_server(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", WAIT]
-    with spawned(ENVIRONMENT, ("torch",)) as name:
+    with spawned(ENVIRONMENT, ()) as name:
         process = subprocess.Popen(
             standing_in(argv, name), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
         )

@@ -103,12 +103,11 @@ def _forget() -> None:
     """Be as an interpreter that begins: what differs from one to the next, and what was changed."""
     import multiprocessing
 
-    import numpy as np
-    import torch
-
     random.seed()
-    np.random.seed()
-    torch.default_generator.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
     multiprocessing.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     sys.excepthook = sys.__excepthook__
