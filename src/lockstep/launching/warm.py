@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.job.commands import is_one_host, rank_environment
 from lockstep.launchers.warm.ahead import is_wanted
 from lockstep.launchers.warm.starting import can_serve, forked, spawned
@@ -33,10 +32,7 @@ def fork_server(launcher: str, target: str) -> Iterator[str]:
         if _is_possible(launcher):
             if ".py" not in target:
                 load_recipe(target)
-            threads = os.environ.get(THREAD_VARIABLES[0], "")
-            if threads.isdecimal():
-                environment = rank_environment(int(threads))
-                server = stack.enter_context(forked(environment))
+            server = stack.enter_context(forked(rank_environment(threads=1)))
         yield server
 
 
@@ -53,7 +49,7 @@ def new_server(launcher: str, threads: int) -> Iterator[str]:
     """
     with ExitStack() as stack:
         server = ""
-        if _is_possible(launcher):
+        if threads == 1 and _is_possible(launcher):
             server = stack.enter_context(spawned(rank_environment(threads), _MODULES))
         yield server
 

@@ -37,12 +37,11 @@ def foresee_ranks(overrides: Sequence[str]) -> None:
     """Prepare this process, the command, for a server: before torch and numpy are imported.
 
     Libraries start their threads when they are imported, and a process with threads cannot be
-    forked; and how many there are they read only then.
+    forked; and how many there are to be they read only then.
 
     Args:
-        overrides: `key=value` items, which may say how many threads ranks have.
+        overrides: `key=value` items; ranks of several threads start by themselves.
     """
-    if not is_command() or not is_wanted(os.environ):
-        return
-    asked = [o.partition("=")[2] for o in overrides if o.startswith("threads=")]
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, asked[-1] if asked else "1"))
+    several = any(o.startswith("threads=") and o != "threads=1" for o in overrides)
+    if is_command() and not several and is_wanted(os.environ):
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))

@@ -119,7 +119,7 @@ def _is_whole(environment: Mapping[str, str]) -> bool:
     for thread in threading.enumerate():
         if thread is not threading.current_thread():  # a spinner's, which ends just now
             thread.join(_THREAD_ENDS_S)
-    if len(os.listdir("/proc/self/task")) > 1:
+    if _num_threads() > 1:
         return False
     return all(os.environ.get(name) == environment.get(name) for name in THREAD_VARIABLES)
 
@@ -161,7 +161,13 @@ def _serve(line: socket.socket, name: str, fits: Fits, modules: Sequence[str] = 
         del sys.path[0]  # the folder of this program; each rank has its own
     for module in modules:
         importlib.import_module(module)
+    if _num_threads() > 1:  # a library has started one, which would not be forked along
+        sys.exit(1)
     Server(line, name, fits).serve()
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _new_name() -> str:
