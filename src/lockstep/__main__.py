@@ -14,7 +14,7 @@ def main() -> NoReturn:
     collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
-        from lockstep.launchers.warm.server import Forked
+        from lockstep.launchers.warm.forked import Forked
     try:
         command()
     except Forked as forked:

@@ -10,8 +10,9 @@ import warnings
 from typing import Any
 
 from lockstep.launchers.warm.fitting import is_simple
+from lockstep.launchers.warm.forked import Forked
 from lockstep.launchers.warm.rank import run
-from lockstep.launchers.warm.server import Forked, Server
+from lockstep.launchers.warm.server import Server
 
 _PRELOADED = (
     "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",

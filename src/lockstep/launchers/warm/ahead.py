@@ -9,7 +9,6 @@ from pathlib import Path
 
 from lockstep.errors import EnvironError
 from lockstep.launchers.host.cores import THREAD_VARIABLES
-from lockstep.parsing import shown
 
 WARM = "LOCKSTEP_WARM"
 """Variable that turns servers off if it is 0."""
@@ -23,6 +22,8 @@ def is_wanted(environment: Mapping[str, str]) -> bool:
     """
     text = environment.get(WARM, "1")
     if text not in ("0", "1"):
+        from lockstep.parsing import shown  # every command imports this module
+
         raise EnvironError(f"environment variable {WARM}={shown(text)[1:-1]}: must be 0 or 1")
     return text == "1"
 

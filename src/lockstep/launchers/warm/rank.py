@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from lockstep.allocation import collect_as_usual, use_large_pages
 from lockstep.launchers.rank.early import prepare
 from lockstep.launchers.warm.ending import end
-from lockstep.launchers.warm.server import Forked
+from lockstep.launchers.warm.forked import Forked
 from lockstep.launchers.warm.stand_in import limit_numbers
 
 

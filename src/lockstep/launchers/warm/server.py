@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.launchers.host.tether import PR_SET_PDEATHSIG
+from lockstep.launchers.warm.forked import Forked
 from lockstep.launchers.warm.shown import show_as
 from lockstep.launchers.warm.stand_in import (
     SERVER,
@@ -30,19 +31,6 @@ _ALL = signal.valid_signals()
 
 Fits = Callable[[dict[str, Any]], bool]
 """Whether a process forked from this one would be as a start of its own."""
-
-
-class Forked(BaseException):
-    """Raised in a forked process, so that it leaves all that the server's frames hold.
-
-    Attributes:
-        order: what its stand-in has sent.
-        fds: the open files that came with it.
-    """
-
-    def __init__(self, order: dict[str, Any], fds: list[int]) -> None:
-        super().__init__("a forked process has to be run")
-        self.order, self.fds = order, fds
 
 
 def listener(name: str) -> socket.socket:

@@ -17,7 +17,8 @@ from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import PR_SET_PDEATHSIG, tethered
 from lockstep.launchers.warm.ahead import is_command
 from lockstep.launchers.warm.fitting import fitting
-from lockstep.launchers.warm.server import Fits, Forked, Server, listener
+from lockstep.launchers.warm.forked import Forked
+from lockstep.launchers.warm.server import Fits, Server, listener
 from lockstep.launchers.warm.shown import can_be_shown
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
