@@ -93,7 +93,7 @@ class Server:
             order, fds = receive(line) if is_own(line) else (None, [])
         try:
             pid = self._fork(order, fds, line) if order and self._fits(order) else None
-        except (OSError, KeyError, TypeError):  # no memory or no number for another process
+        except (OSError, LookupError, TypeError, ValueError):  # no memory, or no such order
             pid = None
         finally:
             for fd in fds:

@@ -58,10 +58,12 @@ def forked(environment: Mapping[str, str]) -> Iterator[str]:
     name = _new_name()
     try:
         line = listener(name)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
         parent, pid = os.getpid(), os.fork()
     except OSError:
+        pid = -1
+    if pid < 0:
         yield ""
         return
     if pid == 0:
@@ -100,6 +102,8 @@ def spawned(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[
                 start_new_session=True,
             )
     except OSError:
+        child = None
+    if child is None:
         yield ""
         return
     try:
