@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 from lockstep.allocation import collect_seldom
@@ -13,7 +14,15 @@ def main() -> NoReturn:
     collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
-    command()
+        from lockstep.launchers.warm.forked import Forked
+    try:
+        command()
+    except Forked as forked:
+        rank = forked.with_traceback(None)  # this process is another one from here on
+    from lockstep.launchers.warm.rank import run
+
+    run(rank)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Importing torch takes most of the time of a short training. A server (`server.py`) has imported it
 once; an interpreter that tests start (`site/sitecustomize.py`) hands its arguments, environment
-and open files over to a process forked from it, and stands for that process: signals go through
-it, and both end alike. Launchers, ranks and what they say to each other are real.
+and open files over to a process forked from it, and stands for that process, as ranks do that the
+command starts (`lockstep.launchers.warm`). Launchers, ranks and what they say to each other are
+real.
 """
 
 from __future__ import annotations
@@ -12,33 +13,30 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-SOCKET = "LOCKSTEP_TEST_WARM"
-_SITE = Path(__file__).parent / "site"
+from lockstep.launchers.host.tether import tethered
+from lockstep.launchers.warm.server import listener
+
+SERVER = "LOCKSTEP_TEST_WARM"
+_FOLDER = Path(__file__).parent
 
 
 @contextlib.contextmanager
 def warm_server() -> Iterator[dict[str, str]]:
     """Runs the server; the environment variables that have interpreters use it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "socket"
-        threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS")}
+    name = f"lockstep-tests-{os.urandom(8).hex()}"
+    threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
+    with listener(name) as line:
         server = subprocess.Popen(
-            [sys.executable, Path(__file__).parent / "server.py", path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            tethered([sys.executable, str(_FOLDER / "server.py"), str(line.fileno()), name]),
             env=os.environ | threads,
+            pass_fds=(line.fileno(),),
         )
-        assert server.stdin
-        assert server.stdout
-        try:
-            assert server.stdout.readline() == b"ready\n"
-            yield {SOCKET: str(path), "PYTHONPATH": str(_SITE)}
-            assert server.poll() is None, "the warm server has died: tests took longer"
-        finally:
-            server.stdin.close()  # its sign to end
-            server.wait(30)
-            server.stdout.close()
+    try:
+        yield {SERVER: name, "PYTHONPATH": str(_FOLDER / "site")}
+        assert server.poll() is None, "the warm server has died: tests took longer"
+    finally:
+        server.kill()
+        server.wait(30)

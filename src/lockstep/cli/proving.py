@@ -9,6 +9,7 @@ import typer
 
 from lockstep.cli.options import Overrides, QuietVerdict, Replace, Target, leave
 from lockstep.commands.waiting import importing
+from lockstep.launchers.warm.ahead import foresee_ranks
 
 
 def verify(
@@ -54,6 +55,7 @@ def chaos(
     quiet: QuietVerdict = False,
 ) -> None:
     """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
+    foresee_ranks(overrides or [])
     with importing(quiet):
         from rich.console import Console
 

@@ -23,6 +23,7 @@ from lockstep.cli.options import (
 )
 from lockstep.commands.waiting import importing
 from lockstep.launchers.rank.early import ending_at_interrupt
+from lockstep.launchers.warm.ahead import foresee_ranks
 from lockstep.recipes import recipe_names, summary
 
 
@@ -70,6 +71,8 @@ def train(
     profile_steps: ProfileSteps = None,
 ) -> None:
     """Train a recipe, a Task, or a script, on any number of ranks."""
+    if (ranks or 1) > 1 or target.endswith(".py"):
+        foresee_ranks(overrides or [])
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)
@@ -105,6 +108,8 @@ def resume(
 
     This runs the code that run.json in the directory names as target.
     """
+    if (ranks or 1) > 1:
+        foresee_ranks(overrides or [])
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)

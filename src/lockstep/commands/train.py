@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -19,6 +20,7 @@ from lockstep.launching.start import (
     rank_command,
     start_shown,
 )
+from lockstep.launching.warm import fork_server
 from lockstep.parsing import parse_int, shown
 from lockstep.targets import absolute, configured, is_script, make_task, trusted_target
 
@@ -81,34 +83,37 @@ def train(
     chosen = choose_launcher(launcher, num_ranks)
     check_replacements(chosen, replacements)
     where = absolute(target)
-    if is_script(target):
-        if config_file is not None:
-            raise ConfigError(
-                f"--config {config_file}: {target} is a script, which brings its own config; set "
-                "single keys with key=value"
-            )
-        path = run_dir or new_run_dir(Path(target).stem)
-        sitting = Sitting(
-            str(path), resume, tuple(overrides), False, where, quiet, profile, per_rank=per_rank
+    sitting = Sitting(
+        str(run_dir) if run_dir else None,
+        resume,
+        target=where,
+        quiet=quiet,
+        profile=profile,
+        per_rank=per_rank,
+    )
+    if is_script(target) and config_file is not None:
+        raise ConfigError(
+            f"--config {config_file}: {target} is a script, which brings its own config; set "
+            "single keys with key=value"
         )
-        return _start(rank_command(chosen, num_ranks, where, (), replacements), sitting, threads=1)
-    kind, config = configured(target, overrides, config_file)
-    if chosen == "python":
-        own = str(run_dir) if run_dir else None
-        sitting = Sitting(
-            own, resume, target=where, quiet=quiet, profile=profile, per_rank=per_rank
-        )
+    if chosen == "python" and not is_script(target):
         return _train_here(target, overrides, sitting, config_file)
-    task = make_task(kind, config)
-    foretold(config, num_ranks)  # so that what is wrong with its file is said at once
-    path = run_dir or new_run_dir(task.name)
-    sitting = Sitting(str(path), resume, (), False, where, quiet, profile, per_rank=per_rank)
-    directory = RunDirectory(path)
-    claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
-    directory.close()
-    arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
-    command = rank_command(chosen, num_ranks, where, arguments, replacements)
-    return _start(command, sitting, config.threads)
+    with fork_server(chosen, target) as server:
+        start = partial(rank_command, chosen, num_ranks, where, server=server)
+        sitting = replace(sitting, console=False)
+        if is_script(target):
+            path = run_dir or new_run_dir(Path(target).stem)
+            sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
+            return _start(start((), replacements), sitting, threads=1)
+        kind, config = configured(target, overrides, config_file)
+        task = make_task(kind, config)
+        foretold(config, num_ranks)  # so that what is wrong with its file is said at once
+        sitting = replace(sitting, run_dir=str(run_dir or new_run_dir(task.name)))
+        directory = RunDirectory(Path(str(sitting.run_dir)))
+        claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
+        directory.close()
+        arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
+        return _start(start(arguments, replacements), sitting, config.threads)
 
 
 def resume(

@@ -22,8 +22,10 @@ from lockstep.front import Result, Sitting, Stopped, claim, find_device, new_run
 from lockstep.launchers.job.commands import RankCommand, local_command
 from lockstep.launchers.rank.early import INTERRUPTED
 from lockstep.launchers.rank.environment import Environment, detect
+from lockstep.launchers.warm.stand_in import standing_in
 from lockstep.launching.handover import copied, target_of
 from lockstep.launching.start import Ended, rank_command, start_shown
+from lockstep.launching.warm import new_server
 from lockstep.loading import restored
 from lockstep.parsing import shown
 
@@ -103,12 +105,14 @@ def launch(
         search_path=tuple(map(os.path.abspath, sys.path)),
     )
     with ExitStack() as stack:
+        server = stack.enter_context(new_server(chosen, config.threads))
         if target:
-            command = _by_name(target, config, directory, chosen, num_ranks, replacements)
+            command = _by_name(target, config, directory, chosen, num_ranks, replacements, server)
         else:
             fd = stack.enter_context(copied(task, config))
             argv = [sys.executable, "-m", "lockstep.launching.handed", str(fd)]
-            command = local_command(num_ranks, argv, replacements, (fd,))
+            argv = standing_in(argv, server)
+            command = local_command(num_ranks, argv, replacements, (fd,), server)
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
         ended = start_shown(command, sitting, config.threads)
@@ -146,12 +150,13 @@ def _by_name(
     launcher: str,
     num_ranks: int,
     replacements: int,
+    server: str,
 ) -> RankCommand:
     """Ranks that make the task from its class and the config in the run directory."""
     arguments = ["--config", str((directory.path / "config.yaml").resolve())]
     if config.stop_at_step is not None:  # of a sitting, so not in the file
         arguments.append(f"stop_at_step={config.stop_at_step}")
-    return rank_command(launcher, num_ranks, target, arguments, replacements)
+    return rank_command(launcher, num_ranks, target, arguments, replacements, server)
 
 
 def _outcome(ended: Ended, task: Task, config: TrainConfig, directory: RunDirectory) -> Result:

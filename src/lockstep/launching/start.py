@@ -28,6 +28,7 @@ from lockstep.launchers.job.commands import (
 )
 from lockstep.launchers.job.run import Outcome, run_ranks
 from lockstep.launchers.rank.early import NOTHING_SAVED
+from lockstep.launchers.warm.stand_in import standing_in
 from lockstep.observe import Sinks, event_from_row, read_result, view
 from lockstep.observe.text import count, resume_command
 from lockstep.targets import is_script, script_path
@@ -91,20 +92,35 @@ def check_replacements(launcher: str, replacements: int) -> None:
 
 
 def rank_command(
-    launcher: str, num_ranks: int, target: str, arguments: Sequence[str], replacements: int = 0
+    launcher: str,
+    num_ranks: int,
+    target: str,
+    arguments: Sequence[str],
+    replacements: int = 0,
+    server: str = "",
 ) -> RankCommand:
-    """The command that starts the ranks of a target; a script gets no arguments."""
+    """The command that starts the ranks of a target; a script gets no arguments.
+
+    Args:
+        launcher: name of the launcher.
+        num_ranks: number of ranks to start.
+        target: recipe, file or script to train.
+        arguments: what the ranks get behind the target.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        server: the warm server that ranks are forked from; empty if there is none.
+    """
     if is_script(target):
         argv = [sys.executable, str(script_path(target))]
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
+    argv = standing_in(argv, server)
     if launcher == "mpi":
         return mpirun_command(
             num_ranks, argv, cores=usable_cores(), replacements=replacements,
             one_host=is_one_host(os.environ),
         )  # fmt: skip
     if launcher == "local":
-        return local_command(num_ranks, argv, replacements)
+        return local_command(num_ranks, argv, replacements, server=server)
     if launcher == "torchrun":
         return torchrun_command(num_ranks, argv)
     return python_command(argv)

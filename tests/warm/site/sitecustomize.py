@@ -5,9 +5,12 @@ import sys
 
 sys.path.remove(os.path.dirname(__file__))
 if os.environ.get("LOCKSTEP_TEST_WARM"):
-    _folder = os.path.dirname(os.path.dirname(__file__))
+    _tests = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    _folder = os.path.join(os.path.dirname(_tests), "src", "lockstep", "launchers", "warm")
     sys.path.insert(0, _folder)
-    import client
+    import stand_in
 
     sys.path.remove(_folder)
-    client.hand_over(os.environ["LOCKSTEP_TEST_WARM"], sys.orig_argv)
+    _what = sys.orig_argv[1] if len(sys.orig_argv) > 1 else ""
+    if _what in ("-m", "-c") or _what.endswith(".py"):
+        stand_in.hand_over(os.environ["LOCKSTEP_TEST_WARM"], sys.orig_argv)

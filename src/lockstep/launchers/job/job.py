@@ -29,6 +29,7 @@ from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import SLOT
 from lockstep.launchers.rank.signals import ASK_STOP, PREEMPTED
+from lockstep.launchers.warm.stand_in import STAND_IN
 
 GRACE_S = 5.0
 """Seconds within which something that should end by itself must have ended."""
@@ -96,6 +97,7 @@ class Job:
         self._kill_deadline: float | None = None
         self.met = False
         self._local_pids: set[int] = set()
+        self._stand_ins: set[int] = set()
         self._ranks: dict[str, int] = {}
         self._complete_at = self._seen_at = time.monotonic()
         self._mark = uuid.uuid4().hex
@@ -132,6 +134,8 @@ class Job:
         self.met = self.met or says_met(row)
         if kind == "Joined" and row.get("host") == socket.gethostname():
             self._local_pids.add(row["pid"])
+            if stand_in := variable(row["pid"], STAND_IN):
+                self._stand_ins.add(int(stand_in))
         if kind in ("Failed", "Finished"):
             self.last = row
 
@@ -170,7 +174,8 @@ class Job:
             # With ranks lost, mpirun may wait for ever after the last one has ended, and for new
             # processes that have come too late.
             living = children(self._child.pid)
-            if any(pid in self._local_pids or not _is_new(pid) for pid in living):
+            joined = self._local_pids | self._stand_ins
+            if any(pid in joined or not _is_new(pid) for pid in living):
                 self._seen_at = now
             elif now > self._seen_at + GRACE_S:
                 self.end()

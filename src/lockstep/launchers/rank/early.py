@@ -27,6 +27,9 @@ INTERRUPTED = 128 + signal.SIGINT
 _PLACES = ("LOCKSTEP_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "TORCHELASTIC_", "SLURM_STEP_ID")
 """Prefixes of the environment variables by which launchers tell ranks their places."""
 
+_WARM = "LOCKSTEP_WARM"
+"""A variable that users set; see `launchers.warm.ahead`."""
+
 
 class Interrupted(BaseException):
     """Ctrl-C in a command; not a `KeyboardInterrupt`, which the argument parser swallows."""
@@ -49,7 +52,7 @@ class EarlyNotice:
 
 def is_rank() -> bool:
     """Whether a launcher has started this process, as far as its environment tells."""
-    return any(name.startswith(_PLACES) for name in os.environ)
+    return any(name.startswith(_PLACES) and name != _WARM for name in os.environ)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import sys
 
@@ -14,6 +15,7 @@ from lockstep.comm.transport import Transport
 from lockstep.errors import EnvironError
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.rank.environment import REPLACE, SIZE, SLOT, Environment
+from lockstep.launchers.warm.stand_in import SERVER, standing_in
 
 _has_opened = False
 
@@ -100,7 +102,8 @@ def _newcomer_argv(environment: Environment, number: int) -> list[str]:
         REPLACE: environment.replacements,
     }
     assignments = [f"{name}={value}" for name, value in variables.items()]
-    return ["env", *assignments, *tethered([sys.executable, *sys.orig_argv[1:]])]
+    own = standing_in([sys.executable, *sys.orig_argv[1:]], os.environ.get(SERVER, ""))
+    return ["env", *assignments, *tethered(own)]
 
 
 def _process_group(
