@@ -46,7 +46,8 @@ def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) ->
 def seed_torch(key: int) -> None:
     """Set the state of torch's global generators."""
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_available():
+    # Asking whether there is a device takes longer than the rest.
+    if torch.backends.cuda.is_built() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(key)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def step(optimizer: optim.Optimizer) -> None:
             plain(optimizer)
 
 
+@lru_cache(maxsize=64)
 def _unwrapped(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method without what torch has wrapped around it; what others have stays."""
     while hasattr(method, "__wrapped__") and method.__code__.co_filename == _WRAPPING:

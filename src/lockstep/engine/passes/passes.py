@@ -65,6 +65,8 @@ class Passes:
         self._storage = storage
         self._inside = FaultsInside(model, runtime.at)
         self.num_scalars = 2 + 2 * len(compute.metrics)
+        self._scalars = torch.zeros(self.num_scalars, dtype=torch.float64)
+        self._numbers = self._scalars.numpy()
         self.use(flat)
 
     def use(self, flat: FlatTensors) -> None:
@@ -183,7 +185,7 @@ class Passes:
         if self._storage is not None:
             self._storage.begin_backward(has_leaf=False)
             self._storage.end_backward()
-        rounds.add(None, float64([0.0] * self.num_scalars, self._runtime.device))
+        rounds.add(None, self._staged([0.0] * self.num_scalars))
 
     def _backward_pass(
         self,
@@ -202,7 +204,7 @@ class Passes:
                 self._storage.end_backward()
             # A leaf of zeros, really added: 0.0 turns -0.0 into 0.0, and the bits must not depend
             # on whether a rank has other leaves to add it to.
-            nothing = float64([0.0] * self.num_scalars, self._runtime.device)
+            nothing = self._staged([0.0] * self.num_scalars)
             sums.add([None] * self._num_tensors, nothing)
             if self._tables is not None:
                 self._tables.add(microbatch)
@@ -218,7 +220,7 @@ class Passes:
         # Kept for the message that names the microbatch, should the sum not be finite.
         self.losses[microbatch] = scalars[0]
         try:
-            sums.add(leaf, float64(scalars, self._runtime.device))
+            sums.add(leaf, self._staged(scalars))
         except LateGradientError as late:
             raise TaskError(
                 f"parameter {self._flat.entries[late.index].name}: got a gradient after the "
@@ -229,6 +231,11 @@ class Passes:
         # Every microbatch counts on from the same committed value, so the greatest is what one of
         # them has come to, whichever rank computed it; a sum would depend on their number.
         self.counters = [max(pair) for pair in zip(self.counters, counted, strict=True)]
+
+    def _staged(self, values: list[float]) -> Tensor:
+        """A leaf's scalars as a tensor, whose memory the next leaf's take."""
+        self._numbers[:] = values
+        return self._scalars.to(self._runtime.device)
 
 
 def float64(values: list[float], device: torch.device) -> Tensor:
