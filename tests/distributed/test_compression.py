@@ -168,6 +168,8 @@ def test_without_copies_survivors_go_back_to_the_checkpoint(
 def test_replacements_get_what_was_cut_off(train_kind, alone, tmp_path, kind, more, launcher):
     long = ("steps=120", "checkpoint.every=40", "eval_every=60", "digest_every=20")
     faults = [PlannedFault(1, 4), PlannedFault(0, 70, "reduce")]
+    # So that there are still steps to do when another process has come.
+    faults += [PlannedFault(2, step, "compute", "slow", sleep_s=0.03) for step in range(6, 118)]
     rows = train_kind(
         kind, tmp_path / "run", 3, *long, *more, "--replace", 2, launcher=launcher, faults=faults
     )
