@@ -1,6 +1,10 @@
-"""Runs the benchmarks side by side and writes `docs/benchmarks/core.md` and `core.json`.
+r"""Runs the benchmarks side by side and writes `docs/benchmarks/core.md` and `core.json`.
 
-A quick or partial run is printed instead, unless `--output` names a folder for it.
+A quick or partial run is printed instead, unless `--output` names a folder for it, or `--page` the
+page of some cases, as that of the ranks of one host:
+
+    python benchmarks/run.py --page host --only latency --only one_rank --only mlp \
+        --only transformer --only busy --only exchange
 """
 
 from __future__ import annotations
@@ -29,9 +33,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated")
-    parser.add_argument("--output", type=Path, help="folder for core.md and core.json")
+    parser.add_argument("--page", default="core", help="name of the page of some cases")
+    parser.add_argument("--output", type=Path, help="folder for the page and its raw numbers")
     args = parser.parse_args()
-    whole = not args.quick and args.only is None
+    whole = not args.quick and (args.only is None or args.page != "core")
     started = time.perf_counter()
     facts = machine()
     sections = []
@@ -42,12 +47,13 @@ def main() -> None:
     facts["command"] = command("run")
     if args.quick:
         facts["quick"] = "yes: these numbers mean nothing"
-    text = page("Benchmarks of the core", "core", facts, sections)
+    title = "Benchmarks of the core" if args.page == "core" else f"Benchmarks: {args.page}"
+    text = page(title, args.page, facts, sections)
     folder = args.output or (DOCS if whole else None)
     if folder is None:
         print(text)
         return
-    write(folder, "core", text, facts, sections)
+    write(folder, args.page, text, facts, sections)
     print(f"written to {folder}", file=sys.stderr)
 
 
