@@ -28,6 +28,25 @@ for _ in range(10):
     world.Allgather(numpy.full(1 << 20, world.rank, numpy.uint8), found)
 assert (found == numpy.arange(world.size)[:, None]).all()
 """
+BOTH_WAYS = """
+import time
+import torch
+from lockstep.comm.mpi.transport import MpiTransport
+transport = MpiTransport()
+own, other = torch.ones(5_000_000, dtype=torch.uint8), torch.empty(2_500_000, dtype=torch.uint8)
+half, to = 2_500_000, 1 - transport.rank
+counts = [0, half] if to else [half, 0]
+found = []
+for _ in range(5):
+    transport.barrier()
+    began = time.perf_counter()
+    transport.all_to_all(own, counts, [0, 0], other, counts)
+    transport.barrier()
+    found.append(time.perf_counter() - began)
+if transport.rank == 0:
+    print("took", *found, flush=True)
+transport.close()
+"""
 MEET = """
 from datetime import timedelta
 from mpi4py import MPI
@@ -48,6 +67,19 @@ def test_what_mpi_moves_between_hosts_goes_through_their_interfaces(tmp_path):
     with Lab(1) as lab:
         inside = start_ranks(lab, 2, argv, "mpi", env=ENVIRONMENT)
     assert (inside.exit_code, inside.bytes_between_hosts) == (0, 0)
+
+
+def test_large_messages_go_both_ways_at_once(tmp_path):
+    argv = [sys.executable, "-c", BOTH_WAYS]
+    with Lab(2, "100mbit") as lab, (tmp_path / "said").open("w") as said:
+        ended = start_ranks(lab, 1, argv, "mpi", env=ENVIRONMENT, output=said)
+    text = (tmp_path / "said").read_text()
+    assert ended.exit_code == 0, text
+    (line,) = (line for line in text.splitlines() if "took" in line)
+    seconds = sorted(map(float, line.split("took")[1].split()))
+    # 2.5 MB take 0.2 s, and twice that if the ranks take turns.
+    assert seconds[0] > 0.19
+    assert seconds[-2] < 0.35, seconds
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "torchrun"])

@@ -18,6 +18,7 @@ from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.mpi.growth import Growth, Newcomer, agreed, join, take_in
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
 from lockstep.comm.mpi.memory import DATATYPES, memory_of
+from lockstep.comm.mpi.pairs import exchange
 from lockstep.comm.mpi.survivors import shrunk_to_living, whole
 from lockstep.comm.transport import (
     GroupBroken,
@@ -27,6 +28,12 @@ from lockstep.comm.transport import (
     count_broadcast,
     offsets,
 )
+
+_TAG = 0
+"""Of messages from one rank to another; `pairs` has its own."""
+
+_SMALL_BYTES = 65_536
+"""Of a rank, in an all-gather that is left to MPI: so much is sent without being asked for."""
 
 
 class MpiTransport(Transport):
@@ -88,31 +95,26 @@ class MpiTransport(Transport):
         if out.nbytes <= CAPACITY and isinstance(self._mailbox, Mailbox):
             self._mailbox.all_gather(own, out, counts, self.traffic)
             return
-        kind = DATATYPES[out.itemsize]
         starts = offsets(counts)
         mine = out[starts[self.rank] :][: counts[self.rank]]
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
-        memory = memory_of(out)
-        if min(counts) == max(counts):
+        num_own, size = counts[self.rank], out.itemsize
+        if min(counts) == max(counts) and num_own * size <= _SMALL_BYTES:
             # The call of a small step: what is counted here costs a fifth of a microsecond.
+            memory = memory_of(out)
             moved = memory.nbytes // self.size * (self.size - 1)
             traffic = self.traffic
             traffic.num_calls += 1
             traffic.sent_bytes += moved
             traffic.received_bytes += moved
             # In place: MPI does not allow a send buffer inside the receive buffer.
-            self.comm.Allgather(MPI.IN_PLACE, [memory, kind])
+            self.comm.Allgather(MPI.IN_PLACE, [memory, DATATYPES[size]])
             return
-        num_own, size = counts[self.rank], out.itemsize
-        self.traffic.add(num_own * (self.size - 1) * size, memory.nbytes - num_own * size)
+        self.traffic.add(num_own * (self.size - 1) * size, (out.numel() - num_own) * size)
         # Not Allgatherv: once Open MPI 5 knows of a loss, it moves nothing and says all is well.
-        sent, received = [counts[self.rank]] * self.size, list(counts)
-        sent[self.rank] = received[self.rank] = 0
-        self.comm.Alltoallv(
-            [memory_of(mine), (sent, [0] * self.size), kind],
-            [memory, (received, starts), kind],
-        )
+        sent = [num_own] * self.size
+        exchange(self, mine, sent, [0] * self.size, out, counts, starts)
 
     @collective
     def all_to_all(
@@ -124,18 +126,12 @@ class MpiTransport(Transport):
         recv_counts: Sequence[int],
     ) -> None:
         """See `Transport.all_to_all`."""
-        kind = DATATYPES[send.itemsize]
         starts = offsets(recv_counts)
-        # A rank copies its own part in half the time that MPI takes.
-        to_others, from_others = list(send_counts), list(recv_counts)
-        own, there, here = to_others[self.rank], send_offsets[self.rank], starts[self.rank]
+        own, there, here = send_counts[self.rank], send_offsets[self.rank], starts[self.rank]
         recv[here : here + own] = send[there : there + own]
-        to_others[self.rank] = from_others[self.rank] = 0
-        self.traffic.add(sum(to_others) * send.itemsize, (recv.numel() - own) * recv.itemsize)
-        self.comm.Alltoallv(
-            [memory_of(send), (to_others, list(send_offsets)), kind],
-            [memory_of(recv), (from_others, starts), kind],
-        )
+        num_sent = sum(send_counts) - own
+        self.traffic.add(num_sent * send.itemsize, (recv.numel() - own) * recv.itemsize)
+        exchange(self, send, send_counts, send_offsets, recv, recv_counts, starts)
 
     @collective
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -148,7 +144,7 @@ class MpiTransport(Transport):
         """See `Transport.send`."""
         self.traffic.add(tensor.numel() * tensor.itemsize, 0)
         buffer = [memory_of(tensor), DATATYPES[tensor.itemsize]]
-        return Sending(self, self.comm.Isend(buffer, dest=to), tensor)
+        return Sending(self, self.comm.Isend(buffer, to, _TAG), tensor)
 
     @collective
     def finish_sending(self, handle: MPI.Request) -> None:
@@ -159,7 +155,7 @@ class MpiTransport(Transport):
     def receive(self, tensor: Tensor, source: int) -> None:
         """See `Transport.receive`."""
         self.traffic.add(0, tensor.numel() * tensor.itemsize)
-        self.comm.Recv([memory_of(tensor), DATATYPES[tensor.itemsize]], source=source)
+        self.comm.Recv([memory_of(tensor), DATATYPES[tensor.itemsize]], source, _TAG)
 
     @collective
     def barrier(self) -> None:
