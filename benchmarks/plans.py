@@ -258,7 +258,7 @@ def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(2, shape))
         said = stack.enter_context((folder / "lab.log").open("w"))
-        argv = ["lockstep", "comm-profile", "--no-torch", "--sizes", sizes, "--seconds", "30"]
+        argv = ["lockstep", "comm-profile", "--no-torch", "--sizes", sizes, "--seconds", "90"]
         _checked(start_ranks(lab, 1, [*argv, "--json", str(profile)], "mpi", output=said).exit_code)
         network = Network([read_profile(profile)], ranks_per_host=max(RANKS))
         shaped = make_plan(plan.facts, network, RANKS, max(RANKS), plan.hours_between)

@@ -181,7 +181,7 @@ def test_messages_among_more_ranks_are_not_quicker(one: int, other: int) -> None
 
 @pytest.mark.parametrize("step_s", [0.002, 0.0061, 0.008, 0.05])
 def test_what_was_trained_is_predicted_as_it_took(step_s: float) -> None:
-    known = facts(groups=(Group(2, step_s),), messages=(profile(2),))
+    known = facts(groups=(Group(2, step_s, MIB),), messages=(profile(2),))
     way = predict(known, network(), Layout(2), 2)
     assert way.compute_s == 0.006
     assert way.step_s == pytest.approx(max(step_s, way.compute_s))
@@ -190,7 +190,8 @@ def test_what_was_trained_is_predicted_as_it_took(step_s: float) -> None:
 
 def test_what_ranks_of_a_host_lose_together_counts_in_all_layouts() -> None:
     plain = facts()
-    slow = facts(groups=(Group(2, 0.009), Group(4, 0.05)), messages=(profile(2), profile(4)))
+    groups = (Group(2, 0.009, MIB), Group(4, 0.05, MIB))
+    slow = facts(groups=groups, messages=(profile(2), profile(4)))
     parts = predict(plain, network(), Layout(2), 2).step_s
     for layout in (Layout(2, sharding="gradients"), Layout(64)):
         lost = (
@@ -275,6 +276,15 @@ def test_memory_of_one_rank_is_what_was_measured() -> None:
     assert peak_bytes(facts(), Layout(2)) == (395 + 10) * MIB
 
 
+def test_memory_of_ranks_that_trained_together_is_what_was_measured() -> None:
+    known = facts(groups=(Group(2, 0.009, 410 * MIB), Group(4, 0.05, 430 * MIB)))
+    assert [peak_bytes(known, Layout(n)) for n in (1, 2, 4)] == [400 * MIB, 410 * MIB, 430 * MIB]
+    # Ranks of other hosts are as those that were alone.
+    assert peak_bytes(known, Layout(8)) == peak_bytes(facts(), Layout(8))
+    halved = Layout(2, sharding="optimizer")
+    assert peak_bytes(replace(known, buddy=False), halved) == (410 - 4) * MIB
+
+
 def test_the_best_is_the_fastest_that_fits_with_the_fewest_ranks() -> None:
     made = make_plan(facts(), network(), (1, 2, 8, 16), 2, 1000.0)
     way = made.recommended.prediction
@@ -334,7 +344,7 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"format": "lockstep comm-profile"}, "format="), ({"version": 2}, "version=2"),
+        ({"format": "lockstep comm-profile"}, "format="), ({"version": 3}, "version=3"),
         ({"best": 99}, "best=99"), ({"rows": []}, "best="), ({"reasons": 3}, "reasons"),
         ({"surprise": 1}, "surprise"),
     ],

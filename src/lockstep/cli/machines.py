@@ -10,6 +10,7 @@ import typer
 from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, leave
 from lockstep.commands.waiting import importing
 from lockstep.launchers.rank.early import ending_at_interrupt
+from lockstep.launchers.warm.ahead import foresee_ranks
 
 
 def slurm(
@@ -142,6 +143,7 @@ def plan(
     It trains for some seconds on this host, alone and beside itself, and measures messages here,
     or takes those of --profile. Nothing else should run meanwhile.
     """
+    foresee_ranks(overrides or [])
     with importing():
         from rich.console import Console
 

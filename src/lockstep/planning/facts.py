@@ -45,10 +45,12 @@ class Group:
     Attributes:
         num_ranks: number of ranks.
         step_s: seconds of a step, the median of reports.
+        peak_bytes: the most memory that a rank had.
     """
 
     num_ranks: int
     step_s: float
+    peak_bytes: int
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from lockstep.engine.step.memory import kept_bytes
 from lockstep.parallel.fold import rows_needed
 from lockstep.parallel.layout import Range
 from lockstep.parallel.reduction import SMALL_BYTES
-from lockstep.planning.facts import Facts, Timed
+from lockstep.planning.facts import Facts, Group, Timed
 from lockstep.planning.layouts import Layout
 
 
@@ -14,9 +14,14 @@ def peak_bytes(facts: Facts, layout: Layout) -> int:
     """The most memory that a rank has in a layout, as the system counts it: its resident set.
 
     The nearest measurement, and what the two layouts keep otherwise of parameters, gradients,
-    optimizer state and messages. Memory that libraries hold for connections is taken as that of two
-    ranks.
+    optimizer state and messages. Where no ranks were trained together, memory that libraries hold
+    for connections is taken as that of two ranks.
     """
+    group = _trained_together(facts, layout)
+    if group is not None:
+        whole = Layout(group.num_ranks)
+        total = group.peak_bytes - _kept(facts, whole) + _kept(facts, layout)
+        return total + _messages(facts, layout) - _messages(facts, whole)
     own = layout.most_microbatches(facts.num_microbatches)
     near = _nearest(facts, layout, own)
     total = near.peak_bytes - _kept_alone(facts, near) + _kept(facts, layout)
@@ -24,6 +29,17 @@ def peak_bytes(facts: Facts, layout: Layout) -> int:
         total += _messages(facts, layout)
         total += facts.group_bytes if near.pp * near.tp == 1 else 0
     return total
+
+
+def _trained_together(facts: Facts, layout: Layout) -> Group | None:
+    """The ranks of this host that were as many as a layout has, where each is a replica.
+
+    They say nothing of ranks on several hosts, which are not forked from a process of their host
+    and so have more in memory for themselves.
+    """
+    if layout.pp * layout.tp > 1:
+        return None
+    return next((g for g in facts.groups if g.num_ranks == layout.num_ranks), None)
 
 
 def _nearest(facts: Facts, layout: Layout, own: int) -> Timed:

@@ -20,7 +20,7 @@ from lockstep.planning.network import Network
 from lockstep.planning.prediction import Prediction, predict
 
 FORMAT = "lockstep plan"
-VERSION = 1
+VERSION = 2
 _WORTH = 1.05
 """Ranks, stages or slices that bring less than this are not worth their trouble."""
 _LEAST_EFFICIENCY = 0.5

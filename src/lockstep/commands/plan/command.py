@@ -16,6 +16,7 @@ from lockstep.commands.waiting import shown_status
 from lockstep.errors import ConfigError
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launching.start import choose_launcher
+from lockstep.launching.warm import fork_server
 from lockstep.parsing import parse_int
 from lockstep.planning.network import Network, parse_link
 from lockstep.planning.plan import Plan, make_plan, write_plan
@@ -63,17 +64,20 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
     Raises:
         LockstepError: an option cannot be used, or the task cannot be trained.
     """
-    measuring = _measuring(target, overrides, options)
-    link = parse_link(options.network) if options.network is not None else None
-    given = [read_profile(path) for path in options.profiles]
-    check_writable(options.json)
-    with shown_status(console, f"planning {target}", options.quiet) as status:
+    numbers = _numbers(options.ranks)
+    launcher = choose_launcher(options.launcher, max(2, *numbers))
+    with fork_server(launcher, target) as server:
+        measuring = _measuring(target, overrides, options, numbers, launcher, server)
+        link = parse_link(options.network) if options.network is not None else None
+        given = [read_profile(path) for path in options.profiles]
+        check_writable(options.json)
+        with shown_status(console, f"planning {target}", options.quiet) as status:
 
-        def say(what: str) -> None:
-            if status is not None:
-                status.update(f"measuring {target}: {what}")
+            def say(what: str) -> None:
+                if status is not None:
+                    status.update(f"measuring {target}: {what}")
 
-        facts = measure(measuring, say)
+            facts = measure(measuring, say)
     made = make_plan(
         facts,
         Network(given or facts.messages, measuring.ranks_per_host, link),
@@ -89,7 +93,14 @@ def plan(target: str, overrides: Sequence[str], options: Options, console: Conso
     return made
 
 
-def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measuring:
+def _measuring(
+    target: str,
+    overrides: Sequence[str],
+    options: Options,
+    numbers: tuple[int, ...],
+    launcher: str,
+    server: str,
+) -> Measuring:
     """What is to be measured.
 
     Raises:
@@ -105,7 +116,6 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
         raise ConfigError(f"--mtbf {options.hours_between:g}: must be hours, more than 0")
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
         raise ConfigError(f"--ranks-per-host {options.ranks_per_host}: must be at least 1")
-    numbers = _numbers(options.ranks)
     if is_script(target):
         raise ConfigError(f"{target}: is a script; name its task, as in {target}:MyTask")
     kind, config = configured(target, overrides)
@@ -125,9 +135,10 @@ def _measuring(target: str, overrides: Sequence[str], options: Options) -> Measu
         numbers=numbers,
         ranks_per_host=options.ranks_per_host or max(1, cores // config.threads),
         cores=cores,
-        launcher=choose_launcher(options.launcher, max(2, *numbers)),
+        launcher=launcher,
         seconds=options.seconds,
         rounds=options.rounds,
+        server=server,
     )
 
 

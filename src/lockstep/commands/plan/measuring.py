@@ -45,6 +45,7 @@ class Measuring:
         launcher: what starts several ranks.
         seconds: time that steps of a training are measured for, about.
         rounds: how often each training is done, in turn.
+        server: the warm server that several ranks are forked from; empty if there is none.
     """
 
     target: str
@@ -57,6 +58,7 @@ class Measuring:
     launcher: str
     seconds: float
     rounds: int = 1
+    server: str = ""
 
     @property
     def most_here(self) -> int:
@@ -80,7 +82,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-", ignore_cleanup_errors=True) as name:
         prober = Prober(
             measuring.target, config, measuring.overrides, Path(name), measuring.launcher,
-            measuring.seconds,
+            measuring.seconds, measuring.server,
         )  # fmt: skip
         say("a step on two ranks")
         pair = prober.first(2 if max(measuring.numbers) > 1 else 1)
@@ -111,7 +113,10 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         buddy=config.optimizer.buddy,
         anatomy=parts,
         timed=tuple(timed),
-        groups=tuple(Group(shape.num_replicas, best[shape][0].step_s) for shape in together),
+        groups=tuple(
+            Group(shape.num_replicas, best[shape][1].step_s, best[shape][1].peak_bytes)
+            for shape in together
+        ),
         messages=tuple(_profiles(measuring, parts, say)),
         group_bytes=max(0, pair.peak_bytes - lean_bytes),
         start_s=pair.started_s,

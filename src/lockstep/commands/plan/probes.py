@@ -113,6 +113,8 @@ class Prober:
         folder: folder for run directories.
         launcher: what starts several ranks.
         seconds: time that steps of a training are measured for, about.
+        server: the warm server that several ranks are forked from, as those of `lockstep train`;
+            empty if there is none.
     """
 
     def __init__(
@@ -123,15 +125,20 @@ class Prober:
         folder: Path,
         launcher: str,
         seconds: float,
+        server: str = "",
     ) -> None:
         self._target, self._config, self._overrides = target, config, overrides
         self._folder, self._launcher, self._seconds = folder, launcher, seconds
+        self._server = server
         self._number = 0
         self._microbatch_s = 0.0
 
     def first(self, num_ranks: int) -> Probe:
-        """A few steps of one microbatch for each of some ranks: what all others go by."""
-        probe = self._train(Shape(num_ranks, num_replicas=num_ranks), num_steps=5, log_every=1)
+        """A few steps of one microbatch for each of some ranks: what all others go by.
+
+        These ranks start by themselves, as on several hosts.
+        """
+        probe = self._train(Shape(num_ranks, num_replicas=num_ranks), 5, log_every=1, server="")
         self._microbatch_s = probe.step_s
         return probe
 
@@ -148,7 +155,7 @@ class Prober:
         most = max(1, num_steps // (_LEAST_REPORTS + 1))
         log_every = 1 if single else min(self._config.log_every, most)
         num_steps = max(2, num_steps // log_every) * log_every
-        probe = self._train(shape, num_steps, log_every)
+        probe = self._train(shape, num_steps, log_every, self._server)
         self._microbatch_s = probe.step_s * shape.num_replicas / shape.num_microbatches
         return probe, Timed(
             num_microbatches=shape.num_microbatches,
@@ -161,7 +168,7 @@ class Prober:
             sent_bytes=probe.sent_bytes,
         )
 
-    def _train(self, shape: Shape, num_steps: int, log_every: int) -> Probe:
+    def _train(self, shape: Shape, num_steps: int, log_every: int, server: str) -> Probe:
         self._number += 1
         folders = [
             self._folder / f"{self._number}-{copy}" / "run" for copy in range(shape.num_copies)
@@ -169,7 +176,7 @@ class Prober:
         overrides = [*self._overrides, *self._keys(shape, num_steps, log_every)]
         since = time.time()
         with ThreadPoolExecutor(len(folders)) as pool:
-            list(pool.map(lambda folder: self._start(shape, folder, overrides), folders))
+            list(pool.map(lambda folder: self._start(shape, folder, overrides, server), folders))
         return probe_of(folders, since)
 
     def _keys(self, shape: Shape, num_steps: int, log_every: int) -> list[str]:
@@ -192,7 +199,7 @@ class Prober:
             "hang_timeout_s=0",
         ]
 
-    def _start(self, shape: Shape, folder: Path, overrides: Sequence[str]) -> None:
+    def _start(self, shape: Shape, folder: Path, overrides: Sequence[str], server: str) -> None:
         """Run a training to its end.
 
         Raises:
@@ -200,8 +207,12 @@ class Prober:
         """
         sitting = Sitting(str(folder), console=False, target=self._target)
         num_ranks = shape.num_replicas * shape.pp * shape.tp
-        launcher = self._launcher if num_ranks > 1 else "python"
-        command = rank_command(launcher, num_ranks, self._target, overrides)
+        if num_ranks > 1:
+            command = rank_command(
+                self._launcher, num_ranks, self._target, overrides, server=server
+            )
+        else:
+            command = rank_command("python", 1, self._target, overrides)
         env = rank_environment(self._config.threads) | sitting.to_env()
         said = capture(command, env, _TIMEOUT_S)
         if said.exit_code == 0:
