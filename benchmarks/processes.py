@@ -6,7 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -53,29 +53,49 @@ class Program:
         return python_command(inner).argv
 
 
-def run(program: Program) -> Result:
-    """Run it to its end, with one thread a rank.
+class Failed(Exception):
+    """A program did not end as it should; the message holds what it said."""
+
+
+def measured(program: Program, environment: Mapping[str, str] | None = None) -> Result:
+    """Run a program to its end, with one thread a rank.
+
+    Args:
+        program: to run.
+        environment: further variables for it.
 
     Raises:
-        SystemExit: it failed; the message holds what it said.
+        Failed: it failed, or took too long.
     """
-    print(f"  {program.name}", end="", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
             program.argv(),
-            env=rank_environment(threads=1),
+            env=rank_environment(threads=1) | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        sys.exit(f"\n{program.name}: not done after {TIMEOUT_S} s")
+        raise Failed(f"not done after {TIMEOUT_S} s") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        sys.exit(f"\n{program.name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise Failed(f"exit code {done.returncode}\n{done.stdout}{done.stderr}")
     result: Result = json.loads(lines[-1])
     return result
+
+
+def run(program: Program) -> Result:
+    """Run a program, and name it while it runs.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    print(f"  {program.name}", end="", file=sys.stderr, flush=True)
+    try:
+        return measured(program)
+    except Failed as error:
+        sys.exit(f"\n{program.name}: {error}")
 
 
 def alternate(programs: Sequence[Program], rounds: int) -> dict[str, list[Result]]:

@@ -10,22 +10,16 @@ page of some cases, as that of the ranks of one host:
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from cases import CASES
 from comparing import Effort
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.job.commands import find_mpirun, mpi_version
+from machine import machine
 from page import command, page, write
 from processes import HERE
 
-PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
 DOCS = HERE.parent / "docs" / "benchmarks"
 
 
@@ -55,29 +49,6 @@ def main() -> None:
         return
     write(folder, args.page, text, facts, sections)
     print(f"written to {folder}", file=sys.stderr)
-
-
-def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """What the numbers depend on."""
-    return {
-        "date": f"{datetime.now():%Y-%m-%d}",
-        "CPU": f"{cpu_model()}, {usable_cores()} cores",
-        "load before": f"{os.getloadavg()[0]:.1f} processes (1 minute's mean)",
-        "system": platform.platform(),
-        "Python": platform.python_version(),
-        **{name: version(name) for name in packages},
-        "MPI": mpi_version(find_mpirun()),
-    }
-
-
-def cpu_model() -> str:
-    """What the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Which commit made what slower: revisions measured in turn, and what was found of them, kept."""

@@ -1,0 +1,37 @@
+"""What the numbers of a benchmark depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.job.commands import find_mpirun, mpi_version
+
+PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
+
+
+def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """What the numbers depend on."""
+    return {
+        "date": f"{datetime.now():%Y-%m-%d}",
+        "CPU": f"{cpu_model()}, {usable_cores()} cores",
+        "load before": f"{os.getloadavg()[0]:.1f} processes (1 minute's mean)",
+        "system": platform.platform(),
+        "Python": platform.python_version(),
+        **{name: version(name) for name in packages},
+        "MPI": mpi_version(find_mpirun()),
+    }
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
