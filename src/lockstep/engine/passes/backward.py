@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.passes.bare_backward import backward
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import copied
@@ -108,7 +109,7 @@ class Backward:
             self._storage.begin_backward()
         if passed.loss is not None:
             scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
-            scaled.backward(inputs=targets)  # type: ignore[no-untyped-call]
+            backward(scaled, targets)
         else:
             weight = self._backward_from_next(passed.outputs, targets)
         if self._axis is not None and not self._axis.is_first:
