@@ -10,7 +10,13 @@ from torch import Tensor
 
 from lockstep.parallel.arena import BLOCK
 from lockstep.parallel.layout import Range, split
-from lockstep.parallel.norm import block_norms, combined, global_norm, sharded_block_norms
+from lockstep.parallel.norm import (
+    block_norms,
+    combined,
+    global_norm,
+    in_blocks,
+    sharded_block_norms,
+)
 
 
 def segments(seed: int) -> list[Tensor]:
@@ -82,8 +88,8 @@ def test_norm_of_known_values() -> None:
     three, four = torch.zeros(2 * BLOCK), torch.zeros(BLOCK, dtype=torch.float64)
     three[-1], four[0] = 3.0, -4.0
     assert global_norm([three, four]) == 5.0
-    assert block_norms(three).tolist() == [0.0, 3.0]
-    assert block_norms(three).dtype == torch.float32
+    assert block_norms(in_blocks(three)).tolist() == [0.0, 3.0]
+    assert block_norms(in_blocks(three)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

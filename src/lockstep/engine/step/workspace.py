@@ -24,7 +24,7 @@ from lockstep.parallel.norm import (
     ScatteredNorms,
     block_norms,
     combined,
-    global_norm,
+    in_blocks,
     sharded_block_norms,
 )
 from lockstep.parallel.reduction import OrderedReduction
@@ -145,6 +145,7 @@ class Workspace:
         if isinstance(self.reduction, Rounds):
             self.buffer_sums = [torch.zeros_like(f) for f in state.flat.flats]
         self.stepped = [self._stepped(s, rank, with_buddy) for s in range(num_segments)]
+        self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
         self.every_slice = [own for of_segment in self.stepped for own in of_segment]
         keeps_aside = with_buddy and not self._in_slices
@@ -202,11 +203,11 @@ class Workspace:
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
-        own = [of_segment[0].gradient for of_segment in self.stepped]
+        norms = [block_norms(blocks) for blocks in self._blocks]
         if not (self._sharded or self._places.is_split):
-            return global_norm(own)
-        norms = [block_norms(gradient) for gradient in own]
+            return combined(norms)
         if self._sharded:
+            own = [of_segment[0].gradient for of_segment in self.stepped]
             norms = sharded_block_norms(self._transport, own, self.slices)
         world = self._places.world if self._places.is_split else LocalTransport()
         return combined(self._norms.gather(world, norms, self._flat.holds))
