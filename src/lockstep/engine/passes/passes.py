@@ -147,11 +147,11 @@ class Passes:
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""
-        *place, batch = next(batches)
+        of_step, number, batch = next(batches)
         # A rank that has caught up by a copy of the state has not read a step's data: a stream
         # that is one step behind must not go unnoticed.
-        if place != [step, microbatch]:
-            raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+        if of_step != step or number != microbatch:
+            raise RuntimeError(f"got the data of {[of_step, number]} for {[step, microbatch]}")
         return batch
 
     def restart(self) -> None:
