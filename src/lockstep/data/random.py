@@ -31,6 +31,7 @@ class Stream(IntEnum):
 
 
 _MASK = (1 << 64) - 1
+_MAY_HAVE_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) -> int:
@@ -56,7 +57,7 @@ def seed_torch(key: int) -> None:
     """Set the state of torch's global generators."""
     torch.default_generator.manual_seed(key)
     # Asking whether there is a device takes longer than the rest.
-    if torch.backends.cuda.is_built() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
+    if _MAY_HAVE_CUDA and torch.cuda.is_available():
         torch.cuda.manual_seed(key)
 
 

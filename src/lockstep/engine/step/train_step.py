@@ -263,8 +263,7 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self.places.refresh()
             self._constants.mark(step)
-            leaves = self.workspace.leaves
-            self._passes.run(step, self.workspace.microbatches, batches, leaves)
+            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in

@@ -37,6 +37,7 @@ class Workspace:
     Attributes:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
             numbers too high.
+        passes: the forward and backward passes of these, in order.
         reduction: ordered sum over all ranks.
         leaves: what takes those of this rank: in rounds, they are summed over all ranks at once.
         stepped: for each segment, the slices that this rank steps: its own one first.
@@ -82,6 +83,7 @@ class Workspace:
         rank = self._transport.rank
         in_column = places.of_column(ranges)
         self.microbatches = places.mesh.rounds(in_column[rank])
+        self.passes = places.passes(self.microbatches)
         segments = [*flat.segments, *state.flat.segments]
         tensors = [*flat.places, *state.flat.places]
         self.reduction: OrderedReduction | Rounds | CompressedReduction
