@@ -42,9 +42,9 @@ def block_norms(blocks: Tensor) -> Tensor:
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all segments [numel] together."""
+    """The Euclidean norm of all segments together, each seen `in_blocks`."""
     # By blocks, because a block is never cut between ranks: sharded, the numbers are the same.
-    return combined([block_norms(in_blocks(s)) for s in segments])
+    return combined([block_norms(blocks) for blocks in segments])
 
 
 def sharded_block_norms(

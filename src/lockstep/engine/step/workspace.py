@@ -24,6 +24,7 @@ from lockstep.parallel.norm import (
     ScatteredNorms,
     block_norms,
     combined,
+    global_norm,
     in_blocks,
     sharded_block_norms,
 )
@@ -205,9 +206,9 @@ class Workspace:
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
-        norms = [block_norms(blocks) for blocks in self._blocks]
         if not (self._sharded or self._places.is_split):
-            return combined(norms)
+            return global_norm(self._blocks)
+        norms = [block_norms(blocks) for blocks in self._blocks]
         if self._sharded:
             own = [of_segment[0].gradient for of_segment in self.stepped]
             norms = sharded_block_norms(self._transport, own, self.slices)
