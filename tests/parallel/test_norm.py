@@ -83,9 +83,7 @@ def test_norm_is_close_to_torchs(seed: int) -> None:
     whole = segments(seed)
     exact = float(torch.linalg.vector_norm(torch.cat([s.double() for s in whole])))
     assert norm_of(whole) == pytest.approx(exact, rel=1e-6)
-    assert norm_of(whole) == pytest.approx(
-        float(torch.nn.utils.get_total_norm(whole)), rel=1e-5
-    )
+    assert norm_of(whole) == pytest.approx(float(torch.nn.utils.get_total_norm(whole)), rel=1e-5)
 
 
 def test_norm_of_known_values() -> None:
@@ -100,6 +98,4 @@ def test_norm_of_known_values() -> None:
 def test_one_value_that_is_not_finite_shows_on_every_rank(bad: float) -> None:
     whole = segments(0)
     whole[0][5 * BLOCK + 17] = bad
-    assert all(
-        not torch.tensor(norm).isfinite() for norm in [norm_of(whole), *sharded(whole, 3)]
-    )
+    assert all(not torch.tensor(norm).isfinite() for norm in [norm_of(whole), *sharded(whole, 3)])
