@@ -33,9 +33,22 @@ class Section:
     verdicts: list[str] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
 
-    def at_least(self, what: str, value: Spread, target: float) -> None:
-        """Judge a ratio that is to reach `target`."""
+    def at_least(self, what: str, value: Spread, target: float, best: Spread | None = None) -> None:
+        """Judge a ratio that is to reach `target`.
+
+        Args:
+            what: the ratio, by words.
+            value: the ratio.
+            target: the least that it is to be.
+            best: what it would be if only torch's own work took time, where that was measured.
+        """
         self._judge(f"{what} ≥ {target:g}", f"{ratio(value)}", value.median >= target)
+        if best is not None:
+            reach = "within reach of" if best.median >= target else "out of reach of"
+            self.verdicts.append(
+                f"- Torch alone, without an engine and an exchange, comes to {ratio(best)}: that "
+                f"target is {reach} anything that trains with torch on this machine."
+            )
 
     def at_most(self, what: str, shown: str, met: bool) -> None:
         """Judge something that is to stay below a bound."""

@@ -100,6 +100,65 @@ class Epochs(Base):
         return Aging() if split == "train" else super().dataset(split)
 
 
+class Quiet(Dataset):
+    """Draws in later epochs, for some samples, from each global generator in turn."""
+
+    def __init__(self):
+        self.epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        x, y = samples()
+        noise = 0.0
+        if self.epoch and index % 5 == 0:
+            draws = (random.random, np.random.standard_normal, lambda: torch.rand(()).item())
+            noise = draws[index % 3]()
+        return x[index] + noise, y[index], torch.tensor([index, self.epoch])
+
+
+class Drawing(ls.Hook):
+    """Draws after some steps: the next ones must not notice."""
+
+    def after_step(self, run):
+        if run.step % 3 == 2:
+            random.gauss(0.0, 1.0), np.random.rand(run.step), torch.rand(run.step)
+
+
+class LateDraws(Base):
+    """Draws in later epochs only, and in some microbatches only, which differ in what they use."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3))
+
+    def dataset(self, split):
+        return Quiet() if split == "train" else super().dataset(split)
+
+    def hooks(self):
+        return [Drawing()]
+
+    def loss(self, model, batch):
+        factor = 1.0
+        if len(batch) == 3 and batch[2][0, 1] > 0:
+            first = int(batch[2][0, 0])
+            if first % 4 == 0:
+                factor += random.gauss(0.0, 1.0)
+            elif first % 4 == 1:
+                factor += np.random.standard_normal()
+            elif first % 4 == 2:
+                # Looks ahead: draws, and leaves the generators as they were.
+                states = random.getstate(), np.random.get_state()
+                factor += random.random() + np.random.rand()
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+        loss = super().loss(model, batch[:2])
+        return ls.Loss(loss.sum * factor**2, loss.weight, loss.metrics)
+
+
 class Shifted(Base):
     """Is also judged on shifted points."""
 
@@ -271,6 +330,8 @@ CASES = {
     "curriculum": (Curriculum, []),
     "epochs": (Epochs, []),
     "epochs-workers": (Epochs, ["data.num_workers=1"]),
+    "late-draws": (LateDraws, []),
+    "late-draws-workers": (LateDraws, ["data.num_workers=1"]),
     "stream": (of(Plain), []),
     "stream-length": (of(Measured), []),
     "stream-drifting": (of(Drifting), ["data.shuffle_buffer=10"]),

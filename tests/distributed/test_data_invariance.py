@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parent / "data_tasks.py"
 EQUAL = {
     frozenset({"plain", "hf"}),
     frozenset({"epochs", "epochs-workers"}),
+    frozenset({"late-draws", "late-draws-workers"}),
     frozenset({"stream-seeking", "stream-not-seeking"}),
     frozenset({"stream-seeking-shuffled", "stream-not-seeking-shuffled"}),
 }
@@ -45,6 +46,12 @@ def test_two_ranks_get_what_one_gets(ranks, folder, alone):
         "weights", "epochs-workers", "splits", "stream-drifting", "stream-seeking-shuffled",
         "stream-endless", "hf-stream",
     )  # fmt: skip
+    found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
+    assert found == {name: alone[name] for name in names}
+
+
+def test_what_is_drawn_late_and_by_some_ranks_only_is_the_same(ranks, folder, alone):
+    names = ("late-draws", "late-draws-workers")
     found = printed(ranks("mpi", 2, SCRIPT, "whole", folder, *names))
     assert found == {name: alone[name] for name in names}
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from lockstep.engine import usage
+
 CHILD = """
 import time
 from lockstep.engine.usage import UsageMeter
@@ -33,3 +35,17 @@ def test_a_peak_is_that_of_the_process_and_not_of_who_started_it():
     assert second - first > 95
     assert second < 250
     assert 600 < third < 750
+
+
+def test_counters_may_be_of_some_milliseconds_ago_where_nobody_reports_them(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(usage, "perf_counter", lambda: now[0])
+    meter = usage.UsageMeter()
+    first = meter.read()
+    now[0] += 0.004
+    assert meter.read(is_exact=False) is first
+    assert meter.read() is not first
+    now[0] += 0.006
+    second = meter.read(is_exact=False)
+    assert second is not first
+    assert second.cpu_s >= first.cpu_s

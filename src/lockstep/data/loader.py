@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ class Fetcher(Dataset[Batch]):
 
     Attributes:
         watched: generators that the dataset must not draw from; a `TaskError` if it does.
+        tensors: tensors of a dataset that has nothing else: a batch is `rows` of them; else None.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate | None) -> None:
@@ -48,12 +49,12 @@ class Fetcher(Dataset[Batch]):
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
         self.watched = IdleGenerators({})
-        self._tensors = None
+        self.tensors: tuple[Tensor, ...] | None = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
             others = ("__getitems__", "set_epoch")
             if plain and not any(hasattr(dataset, name) for name in others):
-                self._tensors = dataset.tensors
+                self.tensors = dataset.tensors
 
     def __getitem__(self, request: Request) -> Batch:
         """The batch of one microbatch; in a worker process, an error that is to be raised."""
@@ -65,8 +66,8 @@ class Fetcher(Dataset[Batch]):
             return error  # which torch would wrap in another, with a traceback as its message
 
     def _batch(self, request: Request) -> Batch:
-        if self._tensors is not None:
-            return [t.index_select(0, request.indices) for t in self._tensors]
+        if self.tensors is not None:
+            return self.rows(self.tensors, request.indices)
         set_epoch(request.epoch, self._dataset, self._collate)
         seed_all(request.key)
         indices = request.indices.tolist()
@@ -75,6 +76,11 @@ class Fetcher(Dataset[Batch]):
         batch = self._collate(samples)
         self.watched.check()
         return batch
+
+    @staticmethod
+    def rows(tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
+        """The batch that `default_collate` makes of some samples, by one operation a tensor."""
+        return [tensor.index_select(0, indices) for tensor in tensors]
 
 
 def dataset_size(dataset: Dataset[Any], split: str) -> int:
@@ -116,6 +122,11 @@ class Loader(BatchSource):
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
         """One microbatch, fetched now; None if it has no samples."""
+        fetcher = self._fetcher
+        if fetcher.tensors is not None:  # draws nothing, so there is no key to make
+            indices = self._sampler.indices(step, microbatch)
+            batch = fetcher.rows(fetcher.tensors, indices) if len(indices) else None
+            return to_device(batch, self._device)
         request = self._request(step, microbatch)
         return None if request is None else to_device(self._fetcher[request], self._device)
 

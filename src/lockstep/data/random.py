@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -30,24 +31,33 @@ class Stream(IntEnum):
 
 
 _MASK = (1 << 64) - 1
+_MAY_HAVE_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 
 def random_key(seed: int, stream: Stream, step: int = 0, microbatch: int = 0) -> int:
     """63 bits, mixed from all four numbers (splitmix64; Steele, Lea and Flood 2014, figure 17)."""
-    state = 0
-    for word in (seed, stream, step, microbatch):
-        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state >> 1
+    return _mixed(_mixed(_of_stream(seed, stream), step), microbatch) >> 1
+
+
+@lru_cache(maxsize=64)
+def _of_stream(seed: int, stream: Stream) -> int:
+    """What all keys of a stream begin with."""
+    return _mixed(_mixed(0, seed), stream)
+
+
+def _mixed(state: int, word: int) -> int:
+    """64 bits, of 64 bits and a number."""
+    state = (state + word + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
 
 
 def seed_torch(key: int) -> None:
     """Set the state of torch's global generators."""
     torch.default_generator.manual_seed(key)
     # Asking whether there is a device takes longer than the rest.
-    if torch.backends.cuda.is_built() and torch.cuda.is_available():  # type: ignore[no-untyped-call]
+    if _MAY_HAVE_CUDA and torch.cuda.is_available():
         torch.cuda.manual_seed(key)
 
 

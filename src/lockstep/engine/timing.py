@@ -100,9 +100,13 @@ class Stopwatch:
         self.now = perf_counter()
         return self.now - before
 
-    def times(self) -> Times:
-        """All four sums, and what the process has used and said meanwhile."""
-        now, before = self._meter.read(), self._before
+    def times(self, is_exact: bool = True) -> Times:
+        """All four sums, and what the process has used and said meanwhile.
+
+        Args:
+            is_exact: whether the process's counters are read now; else as `UsageMeter.read` says.
+        """
+        now, before = self._meter.read(is_exact), self._before
         traffic, (num_calls, sent_bytes, received_bytes) = self._traffic, self._before_traffic
         return Times(
             self.compute_s,

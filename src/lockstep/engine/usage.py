@@ -15,6 +15,8 @@ _GUESTS = 8
 """Columns of a line of /proc/stat that count; those of guests are in others already."""
 _EVERY_S = 0.25
 """Reading /proc takes longer than all the rest, so it is not done in every step."""
+_SOON_S = 0.005
+"""Asking the system takes some microseconds: a part of a short step, but none of a long one."""
 
 
 class Usage(NamedTuple):
@@ -49,7 +51,7 @@ class _Memory(NamedTuple):
 class UsageMeter:
     """Reads counters."""
 
-    __slots__ = ("_cores_s", "_inherited", "_memory", "_read_at")
+    __slots__ = ("_cores_s", "_inherited", "_memory", "_newest", "_newest_at", "_read_at")
 
     def __init__(self) -> None:
         self._cores_s, self._read_at = 0.0, -_EVERY_S
@@ -58,10 +60,18 @@ class UsageMeter:
         self._inherited = getrusage(RUSAGE_SELF).ru_maxrss * _KIB
         if self._inherited <= self._memory.peak_bytes or not self._memory.peak_bytes:
             self._inherited = 0
+        self._newest_at = perf_counter()
+        self._newest = self._counters(self._newest_at)
 
-    def read(self) -> Usage:
-        """The counters as they are now."""
-        used, now = getrusage(RUSAGE_SELF), perf_counter()
+    def read(self, is_exact: bool = True) -> Usage:
+        """The counters as they are now, or, if not `is_exact`, as of some milliseconds ago."""
+        now = perf_counter()
+        if is_exact or now - self._newest_at >= _SOON_S:
+            self._newest, self._newest_at = self._counters(now), now
+        return self._newest
+
+    def _counters(self, now: float) -> Usage:
+        used = getrusage(RUSAGE_SELF)
         if now - self._read_at >= _EVERY_S:
             self._cores_s, self._memory, self._read_at = _work_of_cores(), _memory(), now
         cpu_s = used.ru_utime + used.ru_stime

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from lockstep.parallel.arena import Row
 from lockstep.parallel.layout import Dealt, leaves, merges, stack_depth
+
+_is_absent = partial(is_, None)
 
 
 def rows_needed(microbatches: Dealt, num_microbatches: int) -> int:
@@ -95,7 +99,7 @@ def _store(
     foreach: Callable[..., Any],
     absent: Callable[[Tensor], Any],
 ) -> None:
-    if all(t is not None for t in tensors):
+    if not any(map(_is_absent, tensors)):
         if views:
             foreach(views, tensors)
         return

@@ -21,22 +21,30 @@ _FEWEST_ROWS = 16
 of summation; but a slice of few blocks must have the norms that they have in the whole."""
 
 
-def block_norms(flat: Tensor) -> Tensor:
-    """The Euclidean norm of each block of `BLOCK` elements: [numel / BLOCK], dtype of `flat`."""
-    rows = flat.view(-1, BLOCK)
-    num_blocks = len(rows)
-    if num_blocks >= _FEWEST_ROWS or not flat.is_cuda:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+def in_blocks(flat: Tensor) -> Tensor:
+    """A segment [numel] as its blocks [numel / BLOCK, BLOCK]; the same memory."""
+    return flat.view(-1, BLOCK)
+
+
+def block_norms(blocks: Tensor) -> Tensor:
+    """The Euclidean norm of each block: [num_blocks], dtype of `blocks`.
+
+    Args:
+        blocks: see `in_blocks`.
+    """
+    num_blocks = len(blocks)
+    if num_blocks >= _FEWEST_ROWS or not blocks.is_cuda:
+        norms: Tensor = torch.linalg.vector_norm(blocks, dim=1)
         return norms
-    padded = pad(rows, (0, 0, 0, _FEWEST_ROWS - num_blocks))
+    padded = pad(blocks, (0, 0, 0, _FEWEST_ROWS - num_blocks))
     norms = torch.linalg.vector_norm(padded, dim=1)
     return norms[:num_blocks]
 
 
 def global_norm(segments: Sequence[Tensor]) -> float:
-    """The Euclidean norm of all segments [numel] together."""
+    """The Euclidean norm of all segments together, each seen `in_blocks`."""
     # By blocks, because a block is never cut between ranks: sharded, the numbers are the same.
-    return combined([block_norms(s) for s in segments])
+    return combined([block_norms(blocks) for blocks in segments])
 
 
 def sharded_block_norms(
@@ -50,7 +58,7 @@ def sharded_block_norms(
         slices: for each segment, the elements that each rank owns: whole blocks.
     """
     norms: list[Tensor] = [torch.empty(0)] * len(own)
-    mine = [block_norms(part) for part in own]
+    mine = [block_norms(in_blocks(part)) for part in own]
     for dtype in dict.fromkeys(part.dtype for part in own):
         # In one message, however many segments there are.
         segments = [s for s, part in enumerate(own) if part.dtype == dtype]

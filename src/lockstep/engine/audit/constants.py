@@ -7,7 +7,7 @@ on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from operator import is_
+from operator import attrgetter, is_
 
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from lockstep.nn.let_go import is_let_go
 
 _MOST_COPIED = 1 << 20
 """Elements of one tensor that are compared by value."""
+_VERSION, _IS_TRAINED = attrgetter("_version"), attrgetter("requires_grad")
 
 
 class Constants:
@@ -47,7 +48,7 @@ class Constants:
 
     def mark(self, step: int = -1) -> None:
         """Take the present state as the right one, before the passes of a step."""
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [*map(_VERSION, self._tensors)]
         by_value = step >= 0 and step & (step - 1) == 0
         self._copies = [_part(p.tensor).clone() for p in self._places] if by_value else []
 
@@ -62,10 +63,11 @@ class Constants:
             TaskError: naming the first tensor that has.
         """
         tensors = self._tensors
+        # In each step: a generator or a lambda would take longer than what it looks at.
         if (
-            [tensor._version for tensor in tensors] != self._versions
-            or [tensor.requires_grad for tensor in tensors] != self._trained
-            or [tensor.data_ptr() for tensor in tensors] != self._pointers
+            [*map(_VERSION, tensors)] != self._versions
+            or [*map(_IS_TRAINED, tensors)] != self._trained
+            or [*map(Tensor.data_ptr, tensors)] != self._pointers
             or not all(map(is_, tensors, [held_in.get(key) for held_in, key in self._homes]))
         ):
             self._find_changed(when, changed)

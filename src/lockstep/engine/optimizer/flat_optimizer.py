@@ -154,8 +154,10 @@ class FlatOptimizer:
     def lr(self, lr_factors: Sequence[float], phase: str = "") -> float:
         """Learning rate of the first parameter group of the first optimizer that steps."""
         first = self._in_turn(phase)[0].param_groups[0]
-        index = next(i for i, (group, _) in enumerate(self._base_lr) if group is first)
-        return float(self._base_lr[index][1] * lr_factors[index])
+        for (group, lr), factor in zip(self._base_lr, lr_factors, strict=True):
+            if group is first:
+                return float(lr * factor)
+        raise AssertionError("the groups of all optimizers are known")
 
     def _in_turn(self, phase: str) -> list[optim.Optimizer]:
         """Those that step: that of a phase, or all."""

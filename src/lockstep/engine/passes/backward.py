@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lockstep.engine.passes.bare_backward import backward
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import copied
@@ -103,15 +104,16 @@ class Backward:
             inputs: parameters that get gradients, also such as other ranks hold; all by default.
         """
         weight: float | None = None
+        axis = self._axis
         targets = self._targets(inputs, passed)
         if self._storage is not None:
             self._storage.begin_backward()
         if passed.loss is not None:
             scaled = passed.loss if loss_scale == 1.0 else passed.loss * loss_scale
-            scaled.backward(inputs=targets)  # type: ignore[no-untyped-call]
+            backward(scaled, targets)
         else:
             weight = self._backward_from_next(passed.outputs, targets)
-        if self._axis is not None and not self._axis.is_first:
+        if axis is not None and not axis.is_first:
             self._send_back(passed.inputs, passed.fetch()[1] if weight is None else weight)
         if self._storage is not None:
             self._storage.end_backward()
@@ -119,10 +121,10 @@ class Backward:
         if passed.deltas:
             # Weighted like the loss: divided by the sum of weights, they are a weighted mean.
             torch._foreach_mul_(passed.deltas, numbers[1] if weight is None else weight)
-        stage = 0 if self._axis is None else self._axis.stage
+        stage = 0 if axis is None else axis.stage
         part = StagePart(stage, passed.deltas, numbers[:count], numbers[count:])
-        if self._axis is not None and len(self._axis.own_stages) > 1:
-            if stage > self._axis.own_stages[0]:
+        if axis is not None and len(axis.own_stages) > 1:
+            if stage > axis.own_stages[0]:
                 self._partial_leaves().keep(microbatch, part)
                 self._clear()
                 return None

@@ -111,10 +111,11 @@ class Compute:
         self._check_stage(where)
         check_loss(where, loss)
         check_has_gradient(where, loss)
-        names = self._metrics.setdefault(phase.name, tuple(sorted(loss.metrics)))
-        if tuple(sorted(loss.metrics)) != names:
+        found = tuple(sorted(loss.metrics))
+        names = self._metrics.setdefault(phase.name, found)
+        if found != names:
             raise TaskError(
-                f"Task.{where}: returned metrics {sorted(loss.metrics)}, earlier it returned "
+                f"Task.{where}: returned metrics {list(found)}, earlier it returned "
                 f"{list(names)}; every batch must have the same"
             )
         return loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
 from lockstep.parallel.layout import Dealt
+from lockstep.parallel.pipeline_schedule import Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
 
@@ -110,21 +111,23 @@ class Passes:
         watch.communication_s += watch.lap()
         return iter(ahead)
 
-    def run(self, step: int, microbatches: Dealt, batches: Iterator[Any], sums: LeafSums) -> None:
+    def run(
+        self, step: int, passes: Sequence[Pass], batches: Iterator[Any], sums: LeafSums
+    ) -> None:
         """Compute a step's microbatches.
 
         Args:
             step: number of the step.
-            microbatches: microbatches of this rank; numbers that are too high are rounds in which
-                it has none.
-            batches: step, number and batch of each of them, in order.
+            passes: passes of this rank; microbatches whose numbers are too high are rounds in
+                which it has none.
+            batches: step, number and batch of each microbatch, in order.
             sums: takes their leaves.
         """
         watch = self._watch
         passed: dict[tuple[int, int], Forwarded | None] = {}
         # A loss may change its batch, and each stage computes it from the beginning.
         copies: dict[int, Any] = {}
-        for kind, microbatch, stage in self._places.passes(microbatches):
+        for kind, microbatch, stage in passes:
             if microbatch >= self._places.mesh.num_microbatches:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
@@ -147,11 +150,11 @@ class Passes:
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""
-        *place, batch = next(batches)
+        of_step, number, batch = next(batches)
         # A rank that has caught up by a copy of the state has not read a step's data: a stream
         # that is one step behind must not go unnoticed.
-        if place != [step, microbatch]:
-            raise RuntimeError(f"got the data of {place} for {[step, microbatch]}")
+        if of_step != step or number != microbatch:
+            raise RuntimeError(f"got the data of {[of_step, number]} for {[step, microbatch]}")
         return batch
 
     def restart(self) -> None:

@@ -43,6 +43,7 @@ class RunState:
         self._config = config
         self._runtime = runtime
         self._parts = parts
+        self._has_validation = any(map(is_validation, parts.evaluations))
         self._hooks = hooks
         self._reporter = reporter
         self.progress = progress
@@ -138,12 +139,11 @@ class RunState:
 
     def is_evaluation_due(self) -> bool:
         """Whether the validation splits are to be evaluated after this step."""
-        if self.progress.step == 0:
+        step = self.progress.step
+        if step == 0 or not self._has_validation:
             return False
         # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
-        last = self.progress.step == self._parts.total_steps
-        is_there = any(map(is_validation, self._parts.evaluations))
-        return is_there and (last or self._is_due(self._config.eval_every))
+        return step == self._parts.total_steps or self._is_due(self._config.eval_every)
 
     def is_digest_due(self) -> bool:
         """Whether the replicas are to be compared after this step."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from torch import Tensor
-
 from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.passes import Passes, float64
@@ -18,8 +16,6 @@ from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
-from lockstep.parallel.compression.reduction import CompressedReduction
-from lockstep.parallel.reduction import OrderedReduction
 from lockstep.parallel.rounds import Rounds
 
 
@@ -35,6 +31,7 @@ class StepSums:
         watch: Stopwatch,
         carries: DealtCarries | None,
         tables: Tables | None,
+        log_every: int,
     ) -> None:
         self._runtime = runtime
         self._places = places
@@ -43,47 +40,43 @@ class StepSums:
         self._watch = watch
         self._carries = carries
         self._tables = tables
+        self._log_every = log_every
 
-    def reduce(self, workspace: Workspace, error: Raised | None) -> list[Header]:
+    def reduce(self, step: int, workspace: Workspace, error: Raised | None) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header."""
-        header = Header(
+        runtime = self._runtime
+        own = Header(
             has_failed=error is not None,
-            stop_reason=self._runtime.stop_reason() or "",
-            grows=self._runtime.transport.has_newcomer,
-            times=self._watch.times(),
+            stop_reason=runtime.stop_reason() or "",
+            grows=runtime.transport.has_newcomer,
+            times=self._watch.times(is_exact=(step + 1) % self._log_every == 0),
             counters=tuple(self._passes.counters),
             carry_length=self._carries.pack() if self._carries and not error else 0,
         )
-        own = float64(header.pack(), self._runtime.device)
+        headers, reduction = [own], workspace.reduction
+        travels = runtime.transport.size > 1
         if self._places.are_coupled:
             headers = self._headers(own)
             # Nobody sums: a column that has no failed rank would, and the others would not.
             if any(h.has_failed for h in headers):
                 return headers
-        reduction = workspace.reduction
+            travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
-            reduction.header.copy_(own)
+            if travels:
+                reduction.header.copy_(float64(own.pack(), runtime.device))
             reduction.reduce()
-            if not self._places.is_split:
-                headers = self._unpacked(reduction, header)
+            if travels:
+                # One `tolist` for all: on a GPU each item would be a message and a wait.
+                headers = [Header.unpack(values) for values in reduction.headers().tolist()]
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
 
-    def _unpacked(
-        self, reduction: OrderedReduction | CompressedReduction, own: Header
-    ) -> list[Header]:
-        """The headers that came with the sums."""
-        if self._runtime.transport.size == 1:
-            return [own]
-        # One `tolist` for all: on a GPU each item would be a message and a wait.
-        return [Header.unpack(values) for values in reduction.headers().tolist()]
-
-    def _headers(self, own: Tensor) -> list[Header]:
-        """The headers of all ranks, of which those of one column travel with the sums."""
-        world = self._places.world
-        everyone = own.new_empty(world.size * len(own))
-        world.all_gather(own, everyone, [len(own)] * world.size)
+    def _headers(self, own: Header) -> list[Header]:
+        """The headers of all ranks, in a message of their own, which comes before the sums."""
+        world, values = self._places.world, float64(own.pack(), self._runtime.device)
+        everyone = values.new_empty(world.size * len(values))
+        world.all_gather(values, everyone, [len(values)] * world.size)
         return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
 
     def norm(self, step: int, weight: float, workspace: Workspace, flat: FlatTensors) -> float:

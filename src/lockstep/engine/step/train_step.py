@@ -117,7 +117,14 @@ class TrainStep:
             self._storage,
         )
         self._sums = StepSums(
-            runtime, places, self._passes, self.loss_scale, self.watch, self.carries, self.tables
+            runtime,
+            places,
+            self._passes,
+            self.loss_scale,
+            self.watch,
+            self.carries,
+            self.tables,
+            config.log_every,
         )
         self.parameters = SlicedParameters(model, places)
         if places.in_slices:
@@ -256,8 +263,7 @@ class TrainStep:
             factors = self.schedule.factors(step, decays)
             self.places.refresh()
             self._constants.mark(step)
-            leaves = self.workspace.leaves
-            self._passes.run(step, self.workspace.microbatches, batches, leaves)
+            self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
@@ -267,7 +273,7 @@ class TrainStep:
                 raise  # others wait for this rank, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
-        headers = self._sums.reduce(self.workspace, error)
+        headers = self._sums.reduce(step, self.workspace, error)
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
         # Before anything is stepped: an error leaves parameters as after the step before.

@@ -25,6 +25,7 @@ from lockstep.parallel.norm import (
     block_norms,
     combined,
     global_norm,
+    in_blocks,
     sharded_block_norms,
 )
 from lockstep.parallel.reduction import OrderedReduction
@@ -37,6 +38,7 @@ class Workspace:
     Attributes:
         microbatches: microbatches that this rank computes; those of rounds that it has none in are
             numbers too high.
+        passes: the forward and backward passes of these, in order.
         reduction: ordered sum over all ranks.
         leaves: what takes those of this rank: in rounds, they are summed over all ranks at once.
         stepped: for each segment, the slices that this rank steps: its own one first.
@@ -82,6 +84,7 @@ class Workspace:
         rank = self._transport.rank
         in_column = places.of_column(ranges)
         self.microbatches = places.mesh.rounds(in_column[rank])
+        self.passes = places.passes(self.microbatches)
         segments = [*flat.segments, *state.flat.segments]
         tensors = [*flat.places, *state.flat.places]
         self.reduction: OrderedReduction | Rounds | CompressedReduction
@@ -145,6 +148,7 @@ class Workspace:
         if isinstance(self.reduction, Rounds):
             self.buffer_sums = [torch.zeros_like(f) for f in state.flat.flats]
         self.stepped = [self._stepped(s, rank, with_buddy) for s in range(num_segments)]
+        self._blocks = [in_blocks(of_segment[0].gradient) for of_segment in self.stepped]
         self._with_buddy = with_buddy and self._transport.size > 1
         self.every_slice = [own for of_segment in self.stepped for own in of_segment]
         keeps_aside = with_buddy and not self._in_slices
@@ -202,11 +206,11 @@ class Workspace:
 
     def norm(self) -> float:
         """The norm of the summed gradient; a collective if sharded or split."""
-        own = [of_segment[0].gradient for of_segment in self.stepped]
         if not (self._sharded or self._places.is_split):
-            return global_norm(own)
-        norms = [block_norms(gradient) for gradient in own]
+            return global_norm(self._blocks)
+        norms = [block_norms(blocks) for blocks in self._blocks]
         if self._sharded:
+            own = [of_segment[0].gradient for of_segment in self.stepped]
             norms = sharded_block_norms(self._transport, own, self.slices)
         world = self._places.world if self._places.is_split else LocalTransport()
         return combined(self._norms.gather(world, norms, self._flat.holds))
