@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ SHAPES = ("100mbit", "1gbit", "20ms")
 PARAMETERS = (9_217, 800_000)
 MICROBATCHES = (8, 20)
 """Of 8 ranks: aligned ranges, one node each; and ranges that leave several nodes each."""
-_SCRIPT = Path(__file__).with_name("host_sums.py")
 _TIMEOUT_S = 900.0
 Launcher = Literal["mpi", "torchrun"]
 _LAUNCHERS: tuple[Launcher, ...] = ("mpi", "torchrun")
@@ -39,6 +37,7 @@ def main() -> None:
     facts = machine(("torch", "mpi4py")) | {"command": command("hosts")}
     shapes = ("lan",) if args.quick else SHAPES
     sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
+    sections.append(overlap(("1gbit",) if args.quick else ("1gbit", "100mbit"), args.quick))
     text = page("Hosts of several ranks", "hosts", facts, sections, _METHOD)
     if args.quick:
         print(text)
@@ -85,18 +84,62 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
 def measured(launcher: Launcher, shape: str, quick: bool) -> list[dict[str, Any]]:
     """What `host_sums.py` finds in a network."""
     effort = ("--repeats", "1", "--seconds", "0.1") if quick else ("--repeats", "7")
-    sizes = [str(n) for n in PARAMETERS]
-    nums = [str(n) for n in (MICROBATCHES[:1] if quick else MICROBATCHES)]
-    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, shape) as lab:
+    nums = MICROBATCHES[:1] if quick else MICROBATCHES
+    argv = ["--parameters", *map(str, PARAMETERS), "--microbatches", *map(str, nums), *effort]
+    return on_hosts("host_sums.py", argv, launcher, shape, HOSTS, RANKS)
+
+
+def overlap(shapes: Sequence[str], quick: bool) -> Section:
+    """What could be won by exchanging while the last backward pass goes on."""
+    section = Section(
+        "What overlap could hide",
+        "Two hosts of a rank each, which have a core of this machine each. A step computes all "
+        "microbatches of a rank, then exchanges; buckets could be exchanged while the backward "
+        "pass of the last microbatch goes on, whose time is an upper bound of what that hides, as "
+        "is the exchange's. The core that the exchange uses meanwhile is one that computes: where "
+        "no core is free, what is left of the bound is the part in which the exchange waits.",
+        ("library", "network", "parameters", "microbatches of a rank", "computing",
+         "last backward", "exchange", "of a core", "a step, at most faster",
+         "where no core is free"),
+    )  # fmt: skip
+    models = ("mlp_0p8m",) if quick else ("mlp_0p8m", "transformer_27m")
+    argv = ["--models", *models, "--microbatches", "1", "4", "--repeats", "1" if quick else "5"]
+    for launcher in _LAUNCHERS:
+        for shape in shapes:
+            found = on_hosts("overlap_bound.py", argv, launcher, shape, 2, 1)
+            section.raw[f"{launcher}, {shape}"] = found
+            section.rows += [(launcher, shape, *cells_of(case)) for case in found]
+    return section
+
+
+def cells_of(case: dict[str, Any]) -> Sequence[str]:
+    """A case of `overlap_bound.py`."""
+    computing, last, exchange, busy = (
+        case[f"{name}_s"] for name in ("computing", "last_backward", "exchange", "exchange_cpu")
+    )
+    step = computing + exchange
+    hidden = min(last, exchange)
+    waiting = min(last, max(0.0, exchange - busy))
+    return (
+        f"{case['parameters']:,}", str(case["microbatches"]),
+        *(f"{1e3 * seconds:,.1f} ms" for seconds in (computing, last, exchange)),
+        f"{min(1.0, busy / exchange):.0%}",
+        f"{step / (step - hidden):.2f}", f"{step / (step - waiting):.2f}",
+    )  # fmt: skip
+
+
+def on_hosts(
+    script: str, argv: Sequence[str], launcher: Launcher, shape: str, num_hosts: int, ranks: int
+) -> list[dict[str, Any]]:
+    """What ranks on the hosts of a laboratory find."""
+    with tempfile.TemporaryDirectory() as folder, Lab(num_hosts, shape) as lab:
         out = Path(folder) / "found.json"
+        program = [sys.executable, str(Path(__file__).with_name(script))]
         ended = start_ranks(
-            lab, RANKS,
-            [sys.executable, str(_SCRIPT), "--parameters", *sizes, "--microbatches", *nums,
-             *effort, "--out", str(out)],
-            launcher, timeout_s=_TIMEOUT_S, env=os.environ,
+            lab, ranks, [*program, *argv, "--out", str(out)], launcher, timeout_s=_TIMEOUT_S,
         )  # fmt: skip
         if ended.exit_code:
-            sys.exit(f"hosts: {launcher}, {shape}: the ranks ended with {ended.exit_code}")
+            sys.exit(f"hosts: {script}, {launcher}, {shape}: ended with {ended.exit_code}")
         found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

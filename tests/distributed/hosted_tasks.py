@@ -1,4 +1,4 @@
-"""`Everything`, on ranks that take themselves for such of the hosts in `LOCKSTEP_TEST_HOSTS`."""
+"""Tasks on ranks that take themselves for such of the hosts in `LOCKSTEP_TEST_HOSTS`."""
 
 import os
 import sys
@@ -8,6 +8,8 @@ from lockstep.comm import shared_memory
 from lockstep.launchers.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
+import models
 import tasks
 
 NAMES = os.environ.get("LOCKSTEP_TEST_HOSTS", "h0").split()
@@ -19,3 +21,7 @@ shared_memory._host = lambda: HOST
 
 class Hosted(tasks.Everything):
     """`Everything`."""
+
+
+class HostedDeep(models.Deep):
+    """`Deep`, which can be cut into shards."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import result, run
+from tests.distributed.conftest import CONFIG, same
 
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.observe import read_events
@@ -134,7 +135,7 @@ def test_the_way_is_chosen_by_trying(train, references, launcher, keys):
 @pytest.mark.parametrize(
     ("hosts", "exchange", "told"),
     [
-        ("a b a", "hierarchical", "not host by host: ranks of one host do not follow each other"),
+        ("a a b a", "hierarchical", "not host by host: ranks of one host do not follow each other"),
         ("a b c", "auto", "not host by host: no two ranks that follow each other share a host"),
         ("a a b", "flat", "the ranks are on 2 hosts"),
     ],
@@ -145,3 +146,23 @@ def test_what_is_not_summed_host_by_host_says_why(train, references, hosts, exch
     [(way, reason)] = chosen(run_dir)
     assert way == "messages"
     assert reason.endswith(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpi", "local"])
+def test_columns_of_a_mesh_have_hosts_of_their_own(lockstep, tmp_path, launcher):
+    """Of three replicas on two hosts, a rank of the first host is lost."""
+    deep = TASK.replace("Hosted", "HostedDeep")
+    alone, run_dir = tmp_path / "alone", tmp_path / "run"
+    ended = lockstep("train", deep, *CONFIG, "--run-dir", alone)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = lockstep(
+        "train", deep, "-n", 6, "--launcher", launcher, "--run-dir", run_dir, *CONFIG,
+        "mesh.tp=2", "exchange=hierarchical", timeout=150, LOCKSTEP_TEST_HOSTS="a a a a b b",
+        **to_env([PlannedFault(3, 3, "between")], tmp_path / "faults"),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    same(run_dir, result(alone))
+    assert chosen(run_dir)[0] == ("hierarchical", "the ranks are on 2 hosts")
+    rows = read_events(run_dir / "events.jsonl")
+    assert [r["slot"] for r in rows if r["event"] == "RankLost"] == [3]

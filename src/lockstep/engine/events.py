@@ -232,7 +232,7 @@ class ExchangeChosen(Event):
     way: str
     """`shared memory`, `messages`, or `hierarchical`: first inside hosts, then between them."""
     reason: str = ""
-    """Why not in shared memory, if not."""
+    """Why not in shared memory, if not; between hosts also what each way took."""
 
 
 @dataclass(frozen=True, kw_only=True)

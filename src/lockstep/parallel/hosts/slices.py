@@ -30,6 +30,10 @@ from lockstep.parallel.layout import Node, Range, merges
 from lockstep.parallel.shared_slices import Moment
 
 
+def _nothing(moment: Moment) -> None:
+    pass
+
+
 class SlicesByHost(Exchange):
     """Every rank adds up its slice of what the hosts have added up, then all get the sum.
 
@@ -87,7 +91,7 @@ class SlicesByHost(Exchange):
         scalars = Row([], self.total.scalars)
         _, [self._outbox] = small.allocate([len(nodes[rank])], device)
         self._small = NodesByHost(
-            transport, hosts, small, self._outbox, nodes, num_leaves, scalars, at, device
+            transport, hosts, small, self._outbox, nodes, num_leaves, scalars, _nothing, device
         )
         self._shares = [shares(of, hosts.ranges)[slice(*own)] for of in slices]
         self._cuts = [
