@@ -466,3 +466,23 @@ def test_a_config_made_in_python_is_checked_likewise(values: dict[str, Any], mes
     with pytest.raises(ConfigError) as caught:
         TrainConfig(**values)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (["sharding=gradients"], "exchange=hierarchical: sharding=gradients sums each microbatch"),
+        (["sharding=parameters"], "set sharding=optimizer, or exchange=auto"),
+        (["compression.name=int8"], "exchange=hierarchical: compression.name=int8 has an exchange"),
+    ],
+)
+def test_what_has_nothing_to_add_up_inside_hosts_is_refused(keys, told):
+    with pytest.raises(ConfigError, match=told):
+        override(TrainConfig(), ["exchange=hierarchical", *keys])
+    assert override(TrainConfig(), ["exchange=auto", *keys]).exchange == "auto"
+
+
+@pytest.mark.parametrize("value", ["hosts", "", "Hierarchical", "1"])
+def test_an_unknown_exchange_is_refused(value):
+    with pytest.raises(ConfigError, match="exchange"):
+        override(TrainConfig(), [f"exchange={value}"])

@@ -208,13 +208,14 @@ def test_an_event_of_an_unknown_kind_is_shown_too() -> None:
 @pytest.mark.parametrize(
     ("way", "reason", "told"),
     [
-        ("shared memory", "", "shared memory"),
-        ("messages", "rank 1: no", "messages, not in shared memory: rank 1: no"),
+        ("shared memory", "", "by shared memory"),
+        ("messages", "rank 1: no", "by messages, not in shared memory: rank 1: no"),
+        ("hierarchical", "2 hosts", "host by host: 2 hosts"),
     ],
 )
 def test_how_gradients_are_exchanged_is_a_line(way: str, reason: str, told: str) -> None:
     line = text.line(ExchangeChosen(step=1, way=way, reason=reason))
-    assert line == f"step 1: gradients are exchanged by {told}"
+    assert line == f"step 1: gradients are exchanged {told}"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

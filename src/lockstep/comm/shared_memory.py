@@ -81,13 +81,18 @@ def allocate(num_bytes: int) -> SharedMemory | str:
         return _told(error)
 
 
-def are_on_one_host(transport: Transport) -> bool:
-    """Whether all ranks of a group are on one host; a collective."""
+def hosts_of(transport: Transport) -> list[str]:
+    """Tells which ranks of a group share a host: what each rank's is called; a collective."""
     try:
         host = _host()
     except OSError:
         host = socket.gethostname()
-    return len(set(transport.gather_json(host))) == 1
+    return transport.gather_json(host)
+
+
+def are_on_one_host(transport: Transport) -> bool:
+    """Whether all ranks of a group are on one host; a collective."""
+    return len(set(hosts_of(transport))) == 1
 
 
 def map_all(transport: Transport, own: SharedMemory | str) -> list[Tensor] | str:

@@ -126,9 +126,13 @@ class TrainConfig(Section):
     plan: str = Field(default="", json_schema_extra=NO_OUTCOME)
     """A file of `lockstep plan TASK --json FILE`: what it predicts is shown beside what steps cost,
     and kept with it in `result.json`. Without one, the first reports predict the later ones."""
-    exchange: Literal["auto", "messages"] = Field(default="auto", json_schema_extra=NO_OUTCOME)
+    exchange: Literal["auto", "messages", "flat", "hierarchical"] = Field(
+        default="auto", json_schema_extra=NO_OUTCOME
+    )
     """How ranks get at each other's gradients: `auto` reads those of more than a megabyte in memory
-    that the ranks of one host share, where they can, and sends others; `messages` sends all."""
+    that the ranks of one host share, where they can, and sends others; on several hosts it tries
+    whether it is quicker to first add up what the ranks of each host have. `hierarchical` does that
+    without trying, `flat` never does, `messages` sends all, also inside a host."""
     bucket_bytes: Positive = Field(default=8 << 20, json_schema_extra=NO_OUTCOME)
     """About the most bytes of gradient that a rank receives at a time, where they are sent."""
 
@@ -148,6 +152,23 @@ class TrainConfig(Section):
                 f"mesh.tp={self.mesh.tp} is more than num_shards={self.num_shards}: each rank of a "
                 f"replica needs at least one shard; raise num_shards or set mesh.tp to at most "
                 f"{self.num_shards}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hosts_have_nodes(self) -> TrainConfig:
+        if self.exchange != "hierarchical":
+            return self
+        if self.shards_gradients:
+            raise ValueError(
+                f"exchange=hierarchical: sharding={self.sharding} sums each microbatch at once, "
+                "before the ranks of a host have anything to add up; set sharding=optimizer, or "
+                "exchange=auto"
+            )
+        if self.compression.name != "none":
+            raise ValueError(
+                f"exchange=hierarchical: compression.name={self.compression.name} has an exchange "
+                "of its own; set compression.name=none, or exchange=auto"
             )
         return self
 

@@ -227,12 +227,12 @@ class Recovered(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeChosen(Event):
-    """How a group of ranks sums gradients that are too large to travel whole."""
+    """How a group of ranks exchanges gradients, where it has a choice."""
 
     way: str
-    """`shared memory` or `messages`."""
+    """`shared memory`, `messages`, or `hierarchical`: first inside hosts, then between them."""
     reason: str = ""
-    """Why not in shared memory, if not."""
+    """Why not in shared memory, if not; between hosts also what each way took."""
 
 
 @dataclass(frozen=True, kw_only=True)

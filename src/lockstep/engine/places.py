@@ -19,6 +19,7 @@ from lockstep.nn.sharded.regions import Moment, Region
 from lockstep.nn.units import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.depth_axis import Moment as PipelineMoment
+from lockstep.parallel.hosts.group import Hosts, meet_hosts
 from lockstep.parallel.layout import Dealt, Range, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 from lockstep.parallel.pipeline_schedule import Pass, one_forward_one_backward
@@ -37,6 +38,8 @@ class Places:
         features: transport between those of them that are of the same stage.
         depth: transport between those of them that hold the same shards.
         storage: transport between the ranks of this one's column for what they do inside of a step.
+        hosts: hosts of the ranks of this one's column, or why gradients are not summed host by
+            host; empty where there is no question of it.
         mesh: place of every rank.
         num_shards: number of shards of each layer that is cut.
         stages: range of blocks of each stage; of a model that is no pipeline a single one.
@@ -61,7 +64,18 @@ class Places:
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
         self.in_slices = config.shards_parameters
-        self._shares_memory = config.exchange == "auto" and runtime.device.type == "cpu"
+        is_cpu = runtime.device.type == "cpu"
+        self._shares_memory = config.exchange != "messages" and is_cpu
+        # Rounds have no nodes of ranks, and what is compressed is added up in its own ways.
+        self._sums_by_host = (
+            config.exchange in ("auto", "hierarchical")
+            and is_cpu
+            and not config.shards_gradients
+            and config.compression.name == "none"
+        )
+        self.hosts: Hosts | str = ""
+        if config.exchange == "hierarchical" and not is_cpu:
+            self.hosts = f"not host by host: the tensors are on {runtime.device.type}"
         self.mesh = self._begun(self.world.size, 1, 1)
         self.step = 0
 
@@ -158,9 +172,16 @@ class Places:
         self.mesh = Mesh(num, columns, self._tp, self._pp, self._in_rounds)
 
     def connect(self) -> None:
-        """Make the transports of the axes, where they were given up too; a collective."""
+        """Make the transports of the axes and of hosts; a collective."""
         if self._shares_memory:
             self.world.share_memory()
+        if self._sums_by_host:
+            columns = [self.mesh.members(column) for column in range(self.mesh.num_columns)]
+            self.hosts = meet_hosts(self.world, columns)
+        self._connect_axes()
+
+    def _connect_axes(self) -> None:
+        """Make the transports of the axes, where they were given up too; a collective."""
         mesh = self.mesh
         columns = [mesh.members(column) for column in range(mesh.num_columns)]
         if self._in_rounds:
@@ -290,7 +311,7 @@ class Places:
     def mend(self) -> None:
         """Go on in the same group after a failure that all ranks have noticed; a collective."""
         if self.are_coupled:
-            self.connect()
+            self._connect_axes()
 
     def of_column(self, of_ranks: Sequence[Dealt]) -> list[Dealt]:
         """Of ranges for all ranks, those of this rank's column."""

@@ -226,6 +226,8 @@ def line(event: Event) -> str:
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
         )
     if isinstance(event, ExchangeChosen):
+        if event.way == "hierarchical":
+            return f"{at}: gradients are exchanged host by host: {event.reason}"
         why = f", not in shared memory: {event.reason}" if event.reason else ""
         return f"{at}: gradients are exchanged by {event.way}{why}"
     if isinstance(event, Rebalanced):

@@ -9,12 +9,14 @@ are cut into slices:
 
 which are the bytes of a ring all-reduce. Between the last two a sharded optimizer can step its
 slice; then parameters are gathered instead. Ranks of one host need not send any of these bytes:
-they read one another's memory (`shared_slices`).
+they read one another's memory (`shared_slices`). Where ranks share several hosts, what those of a
+host can add up among themselves need not travel (`hosts/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +29,33 @@ from lockstep.parallel.exchange import (
     Exchange,
     Slices,
     WholeNodes,
+    gather_slices,
 )
 from lockstep.parallel.fold import Fold, rows_needed
+from lockstep.parallel.hosts.choice import Tried
+from lockstep.parallel.hosts.group import Hosts
+from lockstep.parallel.hosts.nodes import NodesByHost
+from lockstep.parallel.hosts.slices import SlicesByHost, gather_slices_by_host
 from lockstep.parallel.layout import Dealt, leaves, merges
 from lockstep.parallel.shared_slices import Moment, SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
 """Up to this many bytes of all ranks' nodes, saved latency outweighs the doubled additions."""
+
+
+HIERARCHICAL, MESSAGES, SHARED = "hierarchical", "messages", "shared memory"
+
+
+class Way(NamedTuple):
+    """How ranks exchange gradients.
+
+    Attributes:
+        name: `shared memory`, `messages` or `hierarchical`.
+        reason: why in messages, or why host by host.
+    """
+
+    name: str
+    reason: str
 
 
 def _nothing(moment: Moment) -> None:
@@ -68,6 +90,8 @@ class OrderedReduction:
         gather: bool = True,
         shares_memory: bool = False,
         is_one_host: bool = True,
+        hosts: Hosts | str = "",
+        is_measured: bool = True,
         at: Callable[[Moment], None] = _nothing,
     ) -> None:
         """Lay out the memory; talks to nobody.
@@ -88,10 +112,13 @@ class OrderedReduction:
             shares_memory: whether ranks read slices in one another's memory if they can; the same
                 on all ranks.
             is_one_host: whether, as far as this rank knows, it may be that they can.
-            at: function that is called at each moment of that.
+            hosts: hosts of the ranks, or why sums are not made host by host; the same on all
+                ranks, but for the transport inside.
+            is_measured: whether they are only if that is measured to be quicker.
+            at: function that is called at each moment.
         """
         rank, size = transport.rank, transport.size
-        self._transport = transport
+        self._transport, self._hosts = transport, hosts
         self.slices = slice_up(segments, size)
 
         # The plan depends on the ranges only: made once, it holds until ranks or ranges change.
@@ -105,21 +132,34 @@ class OrderedReduction:
         # A sharded optimizer (not `gather`) needs its slice only, so it never gets whole nodes.
         is_small = gather and sum(layout.num_bytes(n) for n in num_nodes) <= SMALL_BYTES
         is_shared = shares_memory and size > 1 and not is_small and device.type == "cpu"
-        memory: SharedMemory | str = ""
+        memory: SharedMemory | str = "no memory is shared"
         if is_shared:
-            arena, memory = shared_arena(layout, num_rows, is_one_host)
+            neighbours = is_one_host or (isinstance(hosts, Hosts) and hosts.inside.size > 1)
+            arena, memory = shared_arena(layout, num_rows, neighbours)
         else:
             _, [arena] = layout.allocate([num_rows], device)
         self.header = arena.header
         self.fold = Fold(arena.rows, places, ranges[rank], num_microbatches)
         self._exchange: Exchange
+        cut = (transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather)
         if size == 1:
             self._exchange = Alone(arena)
         elif is_small:
             self._exchange = WholeNodes(transport, layout, arena, num_nodes, plan, device)
+        elif is_shared and not isinstance(hosts, Hosts):
+            self._exchange = SharedSlices(*cut, memory, at)
         else:
-            cut = (transport, layout, arena, num_nodes, plan, self.slices, bucket_bytes, gather)
-            self._exchange = SharedSlices(*cut, memory, at) if is_shared else Slices(*cut, device)
+            self._exchange = Slices(*cut, device)
+        if not isinstance(hosts, Hosts):
+            return
+        by_host: Exchange
+        about = (transport, hosts, layout, arena, nodes, num_microbatches)
+        if is_small:
+            by_host = NodesByHost(*about, self._exchange.total, at, device)
+        else:
+            by_host = SlicesByHost(*about, self.slices, bucket_bytes, gather, memory, at)
+        ways = {HIERARCHICAL: by_host, MESSAGES: self._exchange}
+        self._exchange = Tried(transport, ways, by_host.total) if is_measured else by_host
 
     @property
     def total(self) -> Row:
@@ -135,6 +175,37 @@ class OrderedReduction:
         if isinstance(self._exchange, SharedSlices):
             return self._exchange.reason
         return self._transport.why_messages
+
+    @property
+    def way(self) -> Way | None:
+        """How ranks exchange gradients, once that is known and there is something to tell."""
+        exchange, hosts = self._exchange, self._hosts
+        if isinstance(hosts, Hosts):
+            where = f"the ranks are on {len(hosts.ranges)} hosts"
+            if not isinstance(exchange, Tried):
+                return Way(HIERARCHICAL, where)
+            if not exchange.chosen:
+                return None
+            by_host, at_once = (1e3 * exchange.seconds[name] for name in (HIERARCHICAL, MESSAGES))
+            took = f"an exchange took {by_host:.3g} ms host by host, {at_once:.3g} ms all at once"
+            return Way(exchange.chosen, f"{where}; {took}")
+        why = self.why_messages
+        if why is None and not hosts:
+            return None
+        return Way(SHARED if why == "" else MESSAGES, "; ".join(filter(None, [why, hosts])))
+
+    def gather_slices(self, flat: Tensor, segment: int) -> None:
+        """Give every rank the slices the others own, by the way of the sums; a collective.
+
+        Args:
+            flat: memory of a segment, [numel], in which the slice this rank owns is right.
+            segment: number of the segment.
+        """
+        way = self.way
+        if isinstance(self._hosts, Hosts) and way is not None and way.name == HIERARCHICAL:
+            gather_slices_by_host(self._transport, self._hosts, flat, self.slices[segment])
+        else:
+            gather_slices(self._transport, flat, self.slices[segment])
 
     def restart(self) -> None:
         """Forget the leaves of a step."""

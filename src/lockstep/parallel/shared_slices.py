@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, allocate, map_all
 from lockstep.comm.transport import Transport
@@ -38,8 +39,9 @@ BLOCK_BYTES = 1 << 19
 Measured with four nodes of 20 MB: half the time of one block, and more for less than 256 KiB.
 """
 
-Moment = Literal["summing", "copying"]
-"""When a part of this rank's slice is summed; when it has slices of others."""
+Moment = Literal["summing", "copying", "between"]
+"""When a part of this rank's slice is summed; when it has slices of others; when what is left of a
+host's nodes is about to go to other hosts."""
 
 
 class Addition(NamedTuple):
@@ -80,6 +82,40 @@ def additions(plan: Sequence[int]) -> tuple[list[Addition], int]:
     if made:
         made[-1] = made[-1]._replace(to=num_nodes + num_scratch)
     return made, num_scratch
+
+
+class BlockSum:
+    """Adds up nodes where they lie, block by block, without overwriting them."""
+
+    def __init__(self, plan: Sequence[int], at: Callable[[Moment], None]) -> None:
+        """Prepare.
+
+        Args:
+            plan: for each node, the number of additions that follow it.
+            at: function that is called after each block.
+        """
+        self._additions, num_scratch = additions(plan)
+        self._scratch = torch.empty((num_scratch, BLOCK_BYTES), dtype=torch.uint8)
+        self._at = at
+
+    def into(self, total: Tensor, nodes: Sequence[Tensor]) -> None:
+        """Add up the nodes into `total`, which may be one of them."""
+        scratch = self._scratch.view(total.dtype)
+        # What needs no memory in between may come at once.
+        length = BLOCK_BYTES // total.itemsize if len(scratch) else max(len(total), 1)
+        for start in range(0, len(total), length):
+            end = min(start + length, len(total))
+            # The sum may lie where a node of this rank is: so the last addition alone writes there.
+            operands = [
+                *(node[start:end] for node in nodes),
+                *(row[: end - start] for row in scratch),
+                total[start:end],
+            ]
+            for left, right, to in self._additions:
+                torch.add(operands[left], operands[right], out=operands[to])
+            if not self._additions:
+                operands[-1].copy_(operands[0])
+            self._at("summing")
 
 
 class SharedSlices(Slices):
@@ -128,8 +164,7 @@ class SharedSlices(Slices):
         self._at = at
         self._first_rows: list[Row] = []
         self._nodes: list[Row] = []
-        self._additions, num_scratch = additions(plan)
-        self._scratch = torch.empty((num_scratch, BLOCK_BYTES), dtype=torch.uint8)
+        self._sum = BlockSum(plan, at)
         self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
         self._moved = self._moved_bytes()
 
@@ -172,25 +207,9 @@ class SharedSlices(Slices):
 
     def _add_up(self, segment: int) -> None:
         """Add up this rank's slice of every node into its own first row."""
-        nodes = [row.segments[segment] for row in self._nodes]
-        total = self.total.segments[segment]
-        scratch = self._scratch.view(total.dtype)
-        first, last = self._slices[segment][self._transport.rank]
-        # What needs no memory in between may come at once.
-        length = BLOCK_BYTES // total.itemsize if len(scratch) else max(last - first, 1)
-        for start in range(first, last, length):
-            end = min(start + length, last)
-            # The sum may lie where a node of this rank is: so the last addition alone writes there.
-            operands = [
-                *(node[start:end] for node in nodes),
-                *(row[: end - start] for row in scratch),
-                total[start:end],
-            ]
-            for left, right, to in self._additions:
-                torch.add(operands[left], operands[right], out=operands[to])
-            if not self._additions:
-                operands[-1].copy_(operands[0])
-            self._at("summing")
+        own = slice(*self._slices[segment][self._transport.rank])
+        nodes = [row.segments[segment][own] for row in self._nodes]
+        self._sum.into(self.total.segments[segment][own], nodes)
 
     def _copy(self, segment: int, slices: Sequence[Range]) -> None:
         """Take the slices that others have finished."""

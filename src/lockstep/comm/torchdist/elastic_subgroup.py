@@ -43,6 +43,7 @@ class ElasticSubgroup(Subgroup):
         super().__init__(whole, group, rank, size, calls)
         self._connections = connections
         self._wait = wait
+        self._look_at_whole = whole._look
 
     def give_up(self) -> None:
         """See `Transport.give_up`; called by any thread."""
@@ -52,6 +53,11 @@ class ElasticSubgroup(Subgroup):
         """Let the process group go, and wake whoever waits in it."""
         self._connections.shut_down()
         super().close()
+
+    def _look(self) -> None:
+        self._look_at_whole()
+        if self._connections.have_closed():
+            raise RuntimeError("the group was given up")
 
     def _finish(self, work: Any) -> None:
         self._wait(work, finish, self._connections)

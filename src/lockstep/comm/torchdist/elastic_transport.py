@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.mailbox import open_mailbox
 from lockstep.comm.torchdist.elastic_subgroup import ElasticSubgroup, cut
 from lockstep.comm.torchdist.process_group_transport import GroupTransport
 from lockstep.comm.torchdist.sockets import Connections
@@ -133,11 +132,6 @@ class ElasticTransport(GroupTransport):
 
     def stop_growing(self) -> None:
         """Nothing to do: see `withdraw`."""
-
-    def share_memory(self) -> None:
-        """See `Transport.share_memory`."""
-        if self._mailbox is None and self.device.type == "cpu":
-            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
 
     def _look(self) -> None:
         """Raise an exception where others do not come any more."""

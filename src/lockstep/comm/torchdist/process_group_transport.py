@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ class GroupTransport(Transport):
 
     failures = (RuntimeError,)
     group: Any
+    _timeout_s = math.inf
 
     def __init__(self, backend: str, device: torch.device | None) -> None:
         super().__init__()
@@ -100,10 +102,18 @@ class GroupTransport(Transport):
         self.all_gather(own.to(self.device), out, counts)
         return out.cpu()
 
+    def share_memory(self) -> None:
+        """See `Transport.share_memory`."""
+        if self._mailbox is None and self.device.type == "cpu":
+            self._mailbox = open_mailbox(self, self._look, self._timeout_s)
+
     @property
     def why_messages(self) -> str | None:
         """See `Transport.why_messages`."""
         return "" if isinstance(self._mailbox, Mailbox) else self._mailbox
+
+    def _look(self) -> None:
+        """Raise an exception where others do not come any more, if this transport can tell."""
 
     def _finish(self, work: Any) -> None:
         work.wait()
@@ -131,6 +141,7 @@ class Subgroup(GroupTransport):
         self.observer, self.traffic = whole.observer, whole.traffic
         self.call_ring, self.call_group = whole.call_ring, calls
         self.group, self.rank, self.size = group, rank, size
+        self._timeout_s = whole._timeout_s
 
     @collective
     def barrier(self) -> None:
@@ -195,11 +206,6 @@ class ProcessGroupTransport(GroupTransport):
         """See `Transport.barrier`."""
         self.traffic.add(0, 0)
         dist.barrier()
-
-    def share_memory(self) -> None:
-        """See `Transport.share_memory`."""
-        if self._mailbox is None and self.device.type == "cpu":
-            self._mailbox = open_mailbox(self, lambda: None, self._timeout_s)
 
     @collective
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:

@@ -29,6 +29,7 @@ from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.timing import Times
 from lockstep.engine.usage import counted_cores
+from lockstep.parallel.reduction import Way
 
 _COUNTS = (
     "faults", "preemptions", "peak_bytes", "swapped_bytes", "num_calls", "sent_bytes",
@@ -60,7 +61,7 @@ class Reporter:
         self._times = [Times()] * runtime.transport.size
         self._since = perf_counter()
         self._last: dict[str, float] = {}
-        self._why_messages: str | None = None
+        self._way: Way | None = None
 
     def own_row(self) -> dict[str, Any]:
         """The fields of this process's `Joined` event, but for its step and microbatches."""
@@ -115,7 +116,7 @@ class Reporter:
         self._tell_who(progress, origin.rows, self._slots)
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
-        self._why_messages = None  # to be said of the new group, too
+        self._way = None  # to be said of the new group, too
         emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
 
     def keep_calls(self, step: int) -> None:
@@ -264,12 +265,11 @@ class Reporter:
             self._emit(progress, result)
 
     def _tell_exchange(self, step: int) -> None:
-        """Say how large gradients are exchanged, once that is known of a group."""
-        reason = self._parts.train_step.workspace.why_messages
-        if reason is not None and reason != self._why_messages:
-            self._why_messages = reason
-            way = "messages" if reason else "shared memory"
-            self._runtime.emit(ExchangeChosen(step=step, way=way, reason=reason))
+        """Say how gradients are exchanged, once that is known of a group."""
+        way = self._parts.train_step.workspace.way
+        if way is not None and way != self._way:
+            self._way = way
+            self._runtime.emit(ExchangeChosen(step=step, way=way.name, reason=way.reason))
 
     def final_metrics(self, progress: Progress) -> dict[str, float]:
         """The newest training and evaluation metrics, by "split/name"."""

@@ -28,7 +28,7 @@ from lockstep.parallel.norm import (
     in_blocks,
     sharded_block_norms,
 )
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
 
 
@@ -130,8 +130,10 @@ class Workspace:
                 device=runtime.device,
                 bucket_bytes=config.bucket_bytes,
                 gather=not self._sharded,
-                shares_memory=config.exchange == "auto",
+                shares_memory=config.exchange != "messages",
                 is_one_host=runtime.is_one_host,
+                hosts=places.hosts,
+                is_measured=config.exchange == "auto",
                 at=lambda moment: runtime.at(moment, places.step),
             )
         self.leaves: LeafSums = (
@@ -182,9 +184,9 @@ class Workspace:
             self.reduction.use(transport)
 
     @property
-    def why_messages(self) -> str | None:
-        """See `OrderedReduction.why_messages`; None in rounds, whose sums are sent."""
-        return None if isinstance(self.reduction, Rounds) else self.reduction.why_messages
+    def way(self) -> Way | None:
+        """See `OrderedReduction.way`; None in rounds, whose sums are sent."""
+        return None if isinstance(self.reduction, Rounds) else self.reduction.way
 
     def take_slices(self) -> None:
         """With parameters in slices, keep those of the parameters as they are in flat memory."""
@@ -258,8 +260,12 @@ class Workspace:
         If it is interrupted, `put_back` is needed: an all-gather in place may leave anything behind
         (Bruck's algorithm moves every rank's part), and two ranks alone have a slice.
         """
-        if not self._in_slices:
-            for flat, slices in zip(self._flat.flats, self.slices, strict=True):
+        if self._in_slices:
+            return
+        for segment, (flat, slices) in enumerate(zip(self._flat.flats, self.slices, strict=True)):
+            if isinstance(self.reduction, OrderedReduction):
+                self.reduction.gather_slices(flat, segment)
+            else:
                 gather_slices(self._transport, flat, slices)
 
     def keep_aside(self) -> None:

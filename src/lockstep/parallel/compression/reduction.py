@@ -15,7 +15,7 @@ from lockstep.parallel.compression.memory import LeafMemory, Places
 from lockstep.parallel.compression.state import LeafState, LeafStates
 from lockstep.parallel.fold import Fold
 from lockstep.parallel.layout import Dealt, Range
-from lockstep.parallel.reduction import OrderedReduction
+from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
 
 
@@ -116,9 +116,9 @@ class CompressedReduction(ABC):
         return self._exact.header[: self._summed.num_header]
 
     @property
-    def why_messages(self) -> str | None:
-        """See `OrderedReduction.why_messages`."""
-        return self._exact.why_messages
+    def way(self) -> Way | None:
+        """See `OrderedReduction.way`."""
+        return self._exact.way
 
     def headers(self) -> Tensor:
         """Every rank's header as of the last `reduce`, float64 [world size, num_header]."""

@@ -1,0 +1,159 @@
+"""Sums of gradients over 4 hosts of 2 ranks, flat and host by host: bytes between hosts and times.
+
+Writes `docs/benchmarks/hosts.md` and `hosts.json`; as root, for it makes network namespaces.
+`--quick` sees that everything runs, and prints instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from lab.network import Lab
+from lab.ranks import start_ranks
+from page import Section, command, duration, page, ratio, write
+from processes import Spread
+from run import DOCS, machine
+
+HOSTS, RANKS = 4, 2
+SHAPES = ("100mbit", "1gbit", "20ms")
+PARAMETERS = (9_217, 800_000)
+MICROBATCHES = (8, 20)
+"""Of 8 ranks: aligned ranges, one node each; and ranges that leave several nodes each."""
+_TIMEOUT_S = 900.0
+Launcher = Literal["mpi", "torchrun"]
+_LAUNCHERS: tuple[Launcher, ...] = ("mpi", "torchrun")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="just see that everything runs")
+    args = parser.parse_args()
+    facts = machine(("torch", "mpi4py")) | {"command": command("hosts")}
+    shapes = ("lan",) if args.quick else SHAPES
+    sections = [section_of(launcher, shapes, args.quick) for launcher in _LAUNCHERS]
+    sections.append(overlap(("1gbit",) if args.quick else ("1gbit", "100mbit"), args.quick))
+    text = page("Hosts of several ranks", "hosts", facts, sections, _METHOD)
+    if args.quick:
+        print(text)
+        return
+    write(DOCS, "hosts", text, facts, sections)
+
+
+def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Section:
+    """Every network and size, over one library."""
+    section = Section(
+        "MPI" if launcher == "mpi" else "gloo",
+        f"{HOSTS} hosts (network namespaces, `benchmarks/lab`) with {RANKS} ranks each.",
+        ("network", "parameters", "microbatches", "bytes, flat", "bytes, hierarchical", "of flat",
+         "sum, flat", "sum, hierarchical", "faster"),
+    )  # fmt: skip
+    for shape in shapes:
+        found = measured(launcher, shape, quick)
+        section.raw[shape] = found
+        for case in found:
+            flat, by_host = case["flat"], case["hierarchical"]
+            part = min(by_host["bytes"]) / min(flat["bytes"])
+            section.rows.append(
+                (
+                    shape,
+                    f"{case['parameters']:,}",
+                    str(case["microbatches"]),
+                    f"{min(flat['bytes']):,.0f}",
+                    f"{min(by_host['bytes']):,.0f}",
+                    f"{part:.2f}",
+                    duration(Spread.of(flat["seconds"])),
+                    duration(Spread.of(by_host["seconds"])),
+                    ratio(Spread.of_ratios(flat["seconds"], by_host["seconds"])),
+                )
+            )
+            what = (
+                f"{shape}, {case['parameters']:,} parameters, {case['microbatches']} microbatches"
+            )
+            section.at_most(f"bytes over flat ≤ 0.5, {what}", f"{part:.3f}", part <= 0.5)
+            same = flat["sum"] == by_host["sum"]
+            section.at_most(f"one sum, {what}", "the same" if same else "another one", same)
+    return section
+
+
+def measured(launcher: Launcher, shape: str, quick: bool) -> list[dict[str, Any]]:
+    """What `host_sums.py` finds in a network."""
+    effort = ("--repeats", "1", "--seconds", "0.1") if quick else ("--repeats", "7")
+    nums = MICROBATCHES[:1] if quick else MICROBATCHES
+    argv = ["--parameters", *map(str, PARAMETERS), "--microbatches", *map(str, nums), *effort]
+    return on_hosts("host_sums.py", argv, launcher, shape, HOSTS, RANKS)
+
+
+def overlap(shapes: Sequence[str], quick: bool) -> Section:
+    """What could be won by exchanging while the last backward pass goes on."""
+    section = Section(
+        "What overlap could hide",
+        "Two hosts of a rank each, which have a core of this machine each. A step computes all "
+        "microbatches of a rank, then exchanges; buckets could be exchanged while the backward "
+        "pass of the last microbatch goes on, whose time is an upper bound of what that hides, as "
+        "is the exchange's. The core that the exchange uses meanwhile is one that computes: where "
+        "no core is free, what is left of the bound is the part in which the exchange waits.",
+        ("library", "network", "parameters", "microbatches of a rank", "computing",
+         "last backward", "exchange", "of a core", "a step, at most faster",
+         "where no core is free"),
+    )  # fmt: skip
+    models = ("mlp_0p8m",) if quick else ("mlp_0p8m", "transformer_27m")
+    argv = ["--models", *models, "--microbatches", "1", "4", "--repeats", "1" if quick else "5"]
+    for launcher in _LAUNCHERS:
+        for shape in shapes:
+            found = on_hosts("overlap_bound.py", argv, launcher, shape, 2, 1)
+            section.raw[f"{launcher}, {shape}"] = found
+            section.rows += [(launcher, shape, *cells_of(case)) for case in found]
+    return section
+
+
+def cells_of(case: dict[str, Any]) -> Sequence[str]:
+    """A case of `overlap_bound.py`."""
+    computing, last, exchange, busy = (
+        case[f"{name}_s"] for name in ("computing", "last_backward", "exchange", "exchange_cpu")
+    )
+    step = computing + exchange
+    hidden = min(last, exchange)
+    waiting = min(last, max(0.0, exchange - busy))
+    return (
+        f"{case['parameters']:,}", str(case["microbatches"]),
+        *(f"{1e3 * seconds:,.1f} ms" for seconds in (computing, last, exchange)),
+        f"{min(1.0, busy / exchange):.0%}",
+        f"{step / (step - hidden):.2f}", f"{step / (step - waiting):.2f}",
+    )  # fmt: skip
+
+
+def on_hosts(
+    script: str, argv: Sequence[str], launcher: Launcher, shape: str, num_hosts: int, ranks: int
+) -> list[dict[str, Any]]:
+    """What ranks on the hosts of a laboratory find."""
+    with tempfile.TemporaryDirectory() as folder, Lab(num_hosts, shape) as lab:
+        out = Path(folder) / "found.json"
+        program = [sys.executable, str(Path(__file__).with_name(script))]
+        ended = start_ranks(
+            lab, ranks, [*program, *argv, "--out", str(out)], launcher, timeout_s=_TIMEOUT_S,
+        )  # fmt: skip
+        if ended.exit_code:
+            sys.exit(f"hosts: {script}, {launcher}, {shape}: ended with {ended.exit_code}")
+        found: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+_METHOD = (
+    "A sum is what a step does with gradients, without computing them: `flat` with messages of "
+    "every rank to every other one, `hierarchical` first inside hosts. Both take turns in one run. "
+    "A cell shows the median of the repeats, each a mean on the slowest rank, and in brackets the "
+    "least and the greatest. Bytes are those that all hosts send in a sum by their interfaces, "
+    "with all headers and acknowledgements, the least of the repeats. With one node of the tree "
+    "for each host no sum of a gradient of P bytes over H hosts takes fewer than 2 P (H - 1) "
+    "between them."
+)
+
+
+if __name__ == "__main__":
+    main()
