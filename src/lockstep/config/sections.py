@@ -160,13 +160,15 @@ class CarryConfig(Section):
 class CompressionConfig(Section):
     """Gradients that travel in fewer bytes. Each microbatch's is compressed by itself."""
 
-    name: Literal["none", "int8", "int16", "topk", "randomk", "onebit"] = "none"
+    name: Literal["none", "int8", "int16", "topk", "randomk", "onebit", "lowrank"] = "none"
     """`int8`, `int16`: integers of these bits that hold the sum of all microbatches, with a scale
     for each 256 elements; `topk`: the elements of each tensor with the greatest magnitudes;
     `randomk`: elements that the seed draws for each step; `onebit`: signs, and the mean magnitude
-    of each 256 elements."""
+    of each 256 elements; `lowrank`: two factors of each matrix (PowerSGD)."""
     ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the elements of each tensor to send (topk, randomk)."""
+    rank: Positive = 2
+    """Columns of the factors of each matrix (lowrank)."""
     error_feedback: bool = True
     """Add what was cut off a microbatch's gradient to its next one: takes a copy of the gradient
     for each of the `num_microbatches`. Without, it is lost; elements of `randomk` then count for

@@ -52,7 +52,7 @@ class StepSums:
             grows=self._runtime.transport.has_newcomer,
             times=self._watch.times(),
             counters=tuple(self._passes.counters),
-            carry_length=self._carries.pack() if self._carries and not error else 0,
+            carry_length=self._carries.copy_length if self._carries and not error else 0,
         )
         own = float64(header.pack(), self._runtime.device)
         if self._places.are_coupled:

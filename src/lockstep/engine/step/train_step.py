@@ -77,7 +77,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         places: Places,
         total_steps: int,
-        first_exponents: Sequence[Tensor] = (),
+        first_agreed: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
         self.places = places
@@ -98,7 +98,7 @@ class TrainStep:
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
         self.carries, self._leaf_states = dealt_carries(
-            runtime, config, places, flat, first_exponents, compute.has_carry
+            runtime, config, places, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
