@@ -154,7 +154,7 @@ def test_of_equal_magnitudes_the_first_are_taken(values: np.ndarray, data: st.Da
 @pytest.mark.parametrize("count", [1, 7, 700, 7_000, 69_999, 70_000])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_greatest_of_many_are_found_whatever_a_sample_says(seed: int, count: int) -> None:
-    """Few distinct values; all equal; great ones where the sample is, where it is not; wild ones."""
+    """Few distinct values; all equal; great where the sample is, and where it is not; any."""
     source, numel = np.random.default_rng(seed), 70_000
     values = source.standard_normal(numel).astype(np.float32)
     match seed:
