@@ -71,9 +71,8 @@ def orthonormal(matrix: Tensor) -> Tensor:
     if not matrix.isfinite().all():
         return torch.full_like(matrix, torch.nan)
     # Householder's reflections: columns that are zero or depend on others become orthonormal too.
-    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    columns: Tensor = torch.linalg.qr(wide).Q
-    return columns.to(matrix.dtype).contiguous()
+    columns: Tensor = torch.linalg.qr(matrix).Q
+    return columns.contiguous()
 
 
 def right_start(factor: Tensor, key: int) -> Tensor:
