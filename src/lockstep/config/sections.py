@@ -179,6 +179,22 @@ class CompressionConfig(Section):
     microbatch in each step. Without, training goes back to the newest checkpoint."""
 
 
+class LocalConfig(Section):
+    """Workers that step by themselves between two exchanges (local SGD, DiLoCo).
+
+    A microbatch is a worker. A step of the run is `steps` of each, with `batch_size` samples in
+    all, and then one of the outer optimizer with the mean of how far they have come. `lr`,
+    `schedule`, `clip_norm` and the optimizer are those of workers.
+    """
+
+    steps: Positive = 1
+    """Steps of each worker between two exchanges; 1 exchanges gradients."""
+    outer_lr: NonNegativeFloat = 0.7
+    """Learning rate of the outer optimizer; 1 without momentum takes the mean of all workers."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer optimizer."""
+
+
 class TablesConfig(Section):
     """Tables whose rows are dealt out to ranks (`lockstep.nn.SparseEmbedding`)."""
 

@@ -98,6 +98,9 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
     assert memory.Needs(lost, flat, sgd, True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
     thin = TrainConfig(num_microbatches=8, compression={"name": "lowrank"})
     assert memory.Needs(thin, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
+    workers = TrainConfig(batch_size=64, local={"steps": 4})
+    alone = memory.Needs(TrainConfig(), flat, sgd, True).of("none", 4)
+    assert memory.Needs(workers, flat, sgd, True).of("none", 4) == alone + 2 * 4 * MIB
     waiting = TrainConfig(
         num_microbatches=8, compression={"name": "lowrank", "error_feedback": False}
     )

@@ -72,13 +72,15 @@ class Needs:
         if is_compressed and config.compression.error_feedback:
             # Committed ones, and those that the step makes.
             self._errors = 2 * leaves
+        # Parameters of the worker that is computed, and how far it has come.
+        self._worker = 2 * self.parameters if config.local.steps > 1 else 0
         self._error_copies = 2 if config.compression.buddy and has_buddy else 1
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        waiting = self._waiting // num_ranks
+        beside = self._worker + self._waiting // num_ranks
         return (
-            waiting
+            beside
             + self.errors(num_ranks)
             + kept_bytes(
                 sharding,

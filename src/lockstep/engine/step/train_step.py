@@ -90,6 +90,7 @@ class TrainStep:
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
+        self._local = compute.local
         self.watch = Stopwatch(places.world.traffic)
         self._constants = constants
         self._storage: BlockStorage | None = None
@@ -254,6 +255,9 @@ class TrainStep:
         try:
             # A task's own schedule may raise an exception: here, where all ranks hear of it.
             factors = self.schedule.factors(step, decays)
+            if self._local is not None:
+                # The schedule is that of workers.
+                self._local.factors, factors = factors, [1.0] * len(factors)
             self.places.refresh()
             self._constants.mark(step)
             leaves = self.workspace.leaves
