@@ -1,176 +1,185 @@
-"""Compressed gradients: accuracy, bytes and steps beside those of whole ones, in a slow network.
+"""Compressed gradients: what is learnt, bytes and steps beside those of whole ones.
 
-Writes `docs/benchmarks/compression.md` and `compression.json`; as root, for it makes network
-namespaces. `--quick` sees that everything runs and prints; `--without-lab` leaves the network out.
+Writes `docs/benchmarks/compression.md` and `compression.json`, within a quarter of an hour; as
+root, for steps are timed in a slow network of namespaces. `--quick` sees that everything runs and
+prints; `--without-lab` leaves the network out.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from compression_cases import CASES, KINDS, NEVER, Case
 from lab.network import Lab
 from lab.ranks import start_ranks
+from lockstep.launchers.host.cores import usable_cores
 from lockstep.observe import read_events, read_result
-from page import Section, command, page, write
+from page import Section, command, page, ratio, write
+from processes import Spread
 from run import DOCS, machine
 
 SHAPE = "100mbit"
 RANKS = 2
 ROUNDS = 3
-"""Of each training in the network; the fastest counts."""
-SEEDS = (0, 1, 2, 3, 4)
-_NEVER = 1_000_000_000
+TARGET = 8.0
+"""Steps of whole gradients over compressed ones."""
+LARGE = "MLP, 0.8 M"
+"""The case of the target."""
 _TIMEOUT_S = 900
 
-KINDS = {
-    "none": (),
-    "int8": ("compression.name=int8",),
-    "int8, no feedback": ("compression.name=int8", "compression.error_feedback=false"),
-    "int16": ("compression.name=int16",),
-    "topk 1 %": ("compression.name=topk",),
-    "topk 10 %": ("compression.name=topk", "compression.ratio=0.1"),
-    "randomk 10 %": ("compression.name=randomk", "compression.ratio=0.1"),
-    "onebit": ("compression.name=onebit",),
-}
+Found = dict[str, list[float]]
+"""Results of all seeds, by kind of compression."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A task to train.
+class Timed:
+    """A training in the network.
 
     Attributes:
-        name: what the table calls it.
-        keys: of the config of `digits`.
-        steps: optimizer steps of a training whose accuracy counts.
-        timed_steps: those of one that is timed.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    steps: int
-    timed_steps: int
-
-
-CASES = (
-    Case("CNN, 21 k", ("model=cnn",), 360, 120),
-    Case("MLP, 0.6 M", ("model=mlp", "hidden=8192", "batch_size=256"), 180, 60),
-)
-QUICK = (Case("CNN, 21 k", ("model=cnn",), 20, 40),)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kind of compression and what came of it.
-
-    Attributes:
-        case: name of the task.
-        kind: name of the compression.
-        accuracies: on the test split after the last step, of each seed.
         sent_bytes: bytes that a rank sends in a step, the mean of all ranks.
-        step_s: seconds of a step in the network.
-        digests: SHA-256s of the parameters after the timed steps, of each round.
+        step_s: seconds of a step.
+        digest: SHA-256 of the parameters in the end.
     """
 
-    case: str
-    kind: str
-    accuracies: list[float]
-    sent_bytes: float = 0.0
-    step_s: float = 0.0
-    digests: tuple[str, ...] = ()
+    sent_bytes: float
+    step_s: float
+    digest: str
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
-    parser.add_argument("--without-lab", action="store_true", help="accuracy only")
+    parser.add_argument("--without-lab", action="store_true", help="only what is learnt")
+    parser.add_argument("--only", choices=[c.name for c in CASES], action="append")
     args = parser.parse_args()
-    cases, seeds = (QUICK, SEEDS[:1]) if args.quick else (CASES, SEEDS)
-    rounds = 1 if args.quick else ROUNDS
+    cases, rounds = [c for c in CASES if not args.only or c.name in args.only], ROUNDS
+    if args.quick:
+        rounds = 1
+        cases = [replace(c, steps=12, seeds=1, timed_steps=min(c.timed_steps, 12)) for c in cases]
     facts = machine(("torch", "mpi4py")) | {"command": command("compression")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [
-            row for case in cases for row in _rows(case, seeds, rounds, args.without_lab, folder)
-        ]
-    sections = [section_of(rows, seeds, rounds)]
+        learnt = {case.name: _learnt(case, folder) for case in cases}
+        sections = [_section_of_results(cases, learnt)]
+        for case in cases:
+            if case.timed_steps and not args.without_lab:
+                sections.append(_section_of_steps(case, learnt[case.name], rounds, folder))
     text = page("Compression", "compression", facts, sections, "Nothing else runs.")
-    if args.quick or args.without_lab:
+    if args.quick or args.without_lab or args.only:
         print(text)
         return
     write(DOCS, "compression", text, facts, sections)
 
 
-def section_of(rows: Sequence[Row], seeds: Sequence[int], rounds: int) -> Section:
-    """Every kind beside the run that compresses nothing."""
+def _section_of_results(cases: Sequence[Case], learnt: Mapping[str, Found]) -> Section:
+    what = ", ".join(f"{c.name}: {c.metric} after {c.steps} steps, {c.seeds} seeds" for c in cases)
     section = Section(
-        "Digits with compressed gradients",
-        f"The recipe `digits` (1,437 images) for the same number of steps. Accuracy: on the test "
-        f"split (180 images) after the last step, the mean over {len(seeds)} seeds, with the least "
-        f"and the greatest; it is the same on any number of ranks. Bytes: what a rank sends in a "
-        f"step as its transport counts them, in the median of reports without checkpoints, and "
-        f"batch norm's statistics, headers and scalars, which travel as they are, counted in. "
-        f"Steps: {RANKS} hosts (network namespaces) with a rank each, on links of {SHAPE}; the "
-        f"fastest of {rounds} trainings in turn, of each the median of reports. "
-        "`compression.buddy=false`, the default: copies of what was cut off are not sent.",
-        ("task", "compression", "accuracy", "sent a step", "of whole", "step", "faster"),
+        "What is learnt",
+        f"The same number of steps with each kind. {what}. The mean over the seeds, with the least "
+        "and the greatest. A result is the same on any number of ranks.",
+        ("compression", *(case.name for case in cases)),
     )
-    for row in rows:
-        whole = next(other for other in rows if (other.case, other.kind) == (row.case, "none"))
-        mean = statistics.mean(row.accuracies)
-        spread = f"{min(row.accuracies):.1%}–{max(row.accuracies):.1%}"
-        cells = [row.case, row.kind, f"{mean:.1%} ({spread})"]
-        if row.step_s:
-            cells += [
-                f"{row.sent_bytes / 1e3:,.1f} kB", f"{row.sent_bytes / whole.sent_bytes:.0%}",
-                f"{1e3 * row.step_s:.2f} ms", f"{whole.step_s / row.step_s:.2f}",
-            ]  # fmt: skip
-        section.rows.append([*cells, *["–"] * (len(section.header) - len(cells))])
-    if all(row.digests for row in rows):
-        same = sum(len(set(row.digests)) == 1 for row in rows)
-        what = "one SHA-256 of each in the network, in all rounds and on one rank"
-        section.at_most(what, f"{same} of {len(rows)}", same == len(rows))
-    section.raw["rows"] = [row.__dict__ for row in rows]
+    for kind in KINDS:
+        cells = [_shown(case, learnt[case.name][kind]) for case in cases]
+        section.rows.append((kind, *cells))
+    section.raw["results"] = dict(learnt)
     return section
 
 
-def _rows(
-    case: Case, seeds: Sequence[int], rounds: int, without_lab: bool, folder: Path
-) -> Iterator[Row]:
-    accuracies = {kind: [_accuracy(case, kind, seed, folder) for seed in seeds] for kind in KINDS}
-    if without_lab:
-        yield from (Row(case.name, kind, found) for kind, found in accuracies.items())
-        return
-    costs: dict[str, list[tuple[float, float, str]]] = {kind: [] for kind in KINDS}
-    with ExitStack() as stack:
-        lab = stack.enter_context(Lab(RANKS, SHAPE))
+def _section_of_steps(case: Case, learnt: Found, rounds: int, folder: Path) -> Section:
+    section = Section(
+        f"{case.name} over a link of {SHAPE}",
+        f"{RANKS} hosts (network namespaces) with a rank each, whose links carry {SHAPE}, and "
+        f"`{' '.join(case.keys)}`. Bytes: what a rank sends in a step as its transport counts "
+        "them, with headers, scalars and batch norm's statistics, which travel as they are. A step "
+        f"is the median of a training's reports; the least of {rounds} trainings in turn. `faster` "
+        "are ratios within a round. Results are within noise if the mean over the seeds is not "
+        "worse by more than two standard errors of the difference. `compression.buddy=false`, the "
+        "default: copies of what was cut off are not sent.",
+        ("compression", "sent a step", "of whole", "step", "faster", "result within noise"),
+    )
+    timed: dict[str, list[Timed]] = {kind: [] for kind in KINDS}
+    with Lab(RANKS, SHAPE) as lab:
         for number in range(rounds):
             for kind in KINDS:
-                costs[kind].append(_timed(lab, case, kind, number, folder))
-    for kind, found in costs.items():
-        sent_bytes, step_s, _ = min(found, key=lambda cost: cost[1])
-        digests = (*(digest for _, _, digest in found), _alone(case, kind, folder))
-        row = Row(case.name, kind, accuracies[kind], sent_bytes, step_s, digests)
-        print(row, file=sys.stderr, flush=True)
-        yield row
+                timed[kind].append(_timed(lab, case, kind, number, folder))
+    faster, same = {}, 0
+    for kind, found in timed.items():
+        best, whole = (min(of, key=lambda t: t.step_s) for of in (found, timed["none"]))
+        faster[kind] = Spread.of_ratios(
+            [t.step_s for t in timed["none"]], [t.step_s for t in found]
+        )
+        is_same = _is_as_good(case, learnt[kind], learnt["none"])
+        section.rows.append(
+            (
+                kind, f"{best.sent_bytes / 1e3:,.1f} kB",
+                f"{best.sent_bytes / whole.sent_bytes:.1%}", f"{1e3 * best.step_s:.2f} ms",
+                ratio(faster[kind]), "yes" if is_same else "no",
+            )
+        )  # fmt: skip
+        same += {t.digest for t in found} == {_alone(case, kind, folder)}
+    good = [kind for kind in KINDS if _is_as_good(case, learnt[kind], learnt["none"])]
+    if case.name == LARGE:
+        quickest = max(good, key=lambda kind: faster[kind].median)
+        section.at_least(
+            f"steps with whole gradients over those with {quickest}, the quickest of the same "
+            "result",
+            faster[quickest],
+            TARGET,
+        )
+    what = "one SHA-256 of each in the network, in all rounds and on one rank"
+    section.at_most(what, f"{same} of {len(KINDS)}", same == len(KINDS))
+    section.raw["timed"] = {kind: [t.__dict__ for t in found] for kind, found in timed.items()}
+    return section
+
+
+def _shown(case: Case, found: Sequence[float]) -> str:
+    kind = ".1%" if case.is_accuracy else ".4g"
+    return f"{statistics.mean(found):{kind}} ({min(found):{kind}}–{max(found):{kind}})"
+
+
+def _is_as_good(case: Case, found: Sequence[float], whole: Sequence[float]) -> bool:
+    """Whether a mean is not worse by more than two standard errors of the difference."""
+    worse = statistics.mean(whole) - statistics.mean(found)
+    if not case.is_accuracy:
+        worse = -worse
+    if len(found) < 2:
+        return worse <= 0
+    variance = statistics.variance(found) / len(found) + statistics.variance(whole) / len(whole)
+    return worse <= 2 * math.sqrt(variance)
+
+
+def _learnt(case: Case, folder: Path) -> Found:
+    """Results on one rank each: as many trainings at once as there are cores, for none is timed."""
+    jobs = [(kind, seed) for kind in KINDS for seed in range(case.seeds)]
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        results = list(pool.map(lambda job: _result(case, *job, folder), jobs))
+    found: Found = {kind: [] for kind in KINDS}
+    for (kind, _), value in zip(jobs, results, strict=True):
+        found[kind].append(value)
+    print(case.name, found, file=sys.stderr, flush=True)
+    return found
+
+
+def _result(case: Case, kind: str, seed: int, folder: Path) -> float:
+    run_dir = folder / f"{case.name}-{kind}-{seed}"
+    _train([*_keys(case, kind, case.steps, run_dir), f"seed={seed}"])
+    return float(read_result(run_dir)["metrics"][case.metric])
 
 
 def _keys(case: Case, kind: str, steps: int, run_dir: Path) -> list[str]:
-    rest = [f"eval_every={_NEVER}", f"checkpoint.every={_NEVER}", "test_on=last"]
-    return [*case.keys, *KINDS[kind], f"steps={steps}", *rest, "--run-dir", str(run_dir)]
-
-
-def _accuracy(case: Case, kind: str, seed: int, folder: Path) -> float:
-    run_dir = folder / f"{case.name}-{kind}-{seed}"
-    _train([*_keys(case, kind, case.steps, run_dir), f"seed={seed}"])
-    return float(read_result(run_dir)["metrics"]["test/accuracy"])
+    rest = [f"eval_every={NEVER}", f"checkpoint.every={NEVER}", "test_on=last"]
+    where = ["--run-dir", str(run_dir)]
+    return [case.target, *case.keys, *KINDS[kind], f"steps={steps}", *rest, *where]
 
 
 def _alone(case: Case, kind: str, folder: Path) -> str:
@@ -181,18 +190,21 @@ def _alone(case: Case, kind: str, folder: Path) -> str:
 
 
 def _train(keys: Sequence[str]) -> None:
-    argv = [sys.executable, "-m", "lockstep", "train", "digits", *keys]
-    subprocess.run(argv, check=True, capture_output=True, timeout=_TIMEOUT_S)
+    argv = [sys.executable, "-m", "lockstep", "train", *keys]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(argv)}: {ended.stdout}{ended.stderr}")
 
 
-def _timed(lab: Lab, case: Case, kind: str, number: int, folder: Path) -> tuple[float, float, str]:
-    """Bytes and seconds of a step, and the SHA-256 in the end."""
+def _timed(lab: Lab, case: Case, kind: str, number: int, folder: Path) -> Timed:
     run_dir = folder / f"{case.name}-{kind}-timed-{number}"
-    argv = ["lockstep", "train", "digits", *_keys(case, kind, case.timed_steps, run_dir)]
-    with (folder / "lab.log").open("a") as said:
+    keys = [*_keys(case, kind, case.timed_steps, run_dir), "log_every=4"]
+    with (folder / "lab.log").open("a+") as said:
+        argv = ["lockstep", "train", *keys]
         ended = start_ranks(lab, 1, argv, "mpi", output=said, timeout_s=_TIMEOUT_S)
-    if ended.exit_code:
-        raise SystemExit(f"{kind}: ranks ended with exit code {ended.exit_code}")
+        if ended.exit_code:
+            said.seek(0)
+            raise SystemExit(f"{kind}: exit code {ended.exit_code}: {said.read()[-2000:]}")
     rows = read_events(run_dir / "events.jsonl")
     # The first report has the start in it, the last one the checkpoint at the end.
     reports = [row for row in rows if row["event"] == "StepDone"][1:-1]
@@ -201,7 +213,7 @@ def _timed(lab: Lab, case: Case, kind: str, number: int, folder: Path) -> tuple[
         for row in reports
     ]
     step_s = statistics.median(row["seconds"] / row["num_steps"] for row in reports)
-    return statistics.median(sent), step_s, str(read_result(run_dir)["params_sha256"])
+    return Timed(statistics.median(sent), step_s, str(read_result(run_dir)["params_sha256"]))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,15 @@ def test_ranks_that_share_memory_are_killed_while_they_sum(shares_memory):
     assert ("summing" in moments) == shares_memory
 
 
+@pytest.mark.parametrize("sums_factors", [True, False])
+def test_ranks_are_killed_between_the_sums_of_factors(sums_factors):
+    plans = [draw(20, 4, 60, seed, sums_factors=sums_factors) for seed in range(9)]
+    moments = {
+        f.moment for sittings in plans for blows in sittings for b in blows for f in b.faults
+    }
+    assert ("factors" in moments) == sums_factors
+
+
 @given(st.integers(0, 2**32))
 def test_a_seed_gives_one_plan(seed):
     state = random.getstate()

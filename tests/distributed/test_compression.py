@@ -36,8 +36,10 @@ KINDS = {
     "topk": ("compression.ratio=0.05",),
     "randomk": ("compression.ratio=0.05",),
     "onebit": (),
+    "lowrank": (),
     "int8, no feedback": ("compression.error_feedback=false",),
     "topk, no feedback": ("compression.error_feedback=false",),
+    "lowrank, no feedback": ("compression.error_feedback=false", "compression.rank=1"),
 }
 BUDDY = "compression.buddy=true"
 
@@ -146,6 +148,30 @@ def test_losses_change_nothing(train_kind, alone, tmp_path, more, goes_back):
     same(tmp_path / "run", alone("int8"))
     assert sum(row["event"] == "RankLost" for row in rows) == 2
     assert any(row["event"] == "Resumed" for row in rows) == goes_back
+
+
+def test_losses_between_the_sums_of_factors_change_nothing(train_kind, alone, tmp_path):
+    faults = [PlannedFault(1, 7, "factors"), PlannedFault(0, 12, "factors", delay_s=0.002)]
+    rows = train_kind("lowrank", tmp_path / "run", 3, BUDDY, faults=faults)
+    same(tmp_path / "run", alone("lowrank"))
+    assert sum(row["event"] == "RankLost" for row in rows) == 2
+    assert not any(row["event"] == "Resumed" for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
+@pytest.mark.parametrize("kind", ["lowrank", "lowrank, no feedback"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.0002, 0.0005, 0.001, 0.002, 0.004])
+def test_losses_at_any_time_of_the_second_sum_change_nothing(
+    train_kind, alone, tmp_path, kind, launcher, delay_s
+):
+    """Some ranks may have what others lack: who is behind must not go on from old factors."""
+    faults = [
+        PlannedFault(2, 3, "factors", delay_s=delay_s),
+        PlannedFault(1, 6, "factors", delay_s=delay_s),
+    ]
+    train_kind(kind, tmp_path / "run", 4, BUDDY, launcher=launcher, faults=faults)
+    same(tmp_path / "run", alone(kind))
 
 
 @pytest.mark.slow
@@ -283,6 +309,11 @@ class Explodes(ls.Task):
         (
             ("num_microbatches=128", "batch_size=128"),
             "num_microbatches=128: compression.name=int8 has integers for the sum of at most 127",
+        ),
+        (("compression.rank=0",), "compression.rank=0: input should be greater than 0"),
+        (
+            ("compression.name=lowrank", "compression.rank=300"),
+            "compression.rank=300: no parameter is a matrix that two factors",
         ),
         (("compression.name=int4",), "compression.name='int4': input should be 'none', 'int8'"),
         (("compression.ratio=0",), "compression.ratio=0: input should be greater than 0"),

@@ -18,12 +18,12 @@ from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.transport import Transport
 from lockstep.parallel import reduction as ordered
 from lockstep.parallel.arena import BLOCK, Row, Segment
-from lockstep.parallel.compression.choice import INTEGERS, compressed_reduction, first_exponents
+from lockstep.parallel.compression.choice import compressed_reduction, first_agreed
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed
-from lockstep.parallel.compression.state import LeafState
 from lockstep.parallel.layout import Range, split
 
-KINDS = ("int8", "int16", "topk", "randomk", "onebit")
+KINDS = ("int8", "int16", "topk", "randomk", "onebit", "lowrank")
+RANK = 2
 CPU = torch.device("cpu")
 EXACT = [Segment(torch.float32, BLOCK)]
 EXACT_PLACES = [[(0, torch.Size([3, 100]))]]
@@ -31,35 +31,35 @@ NUM_TENSORS = sum(map(len, PLACES))
 
 
 class States:
-    """What microbatches keep, for all ranks at once: where it lies does not matter here."""
+    """What compression keeps, for all ranks at once: where it lies does not matter here."""
 
     def __init__(self, first: Sequence[Tensor]) -> None:
         self.step = 0
-        self.kept: dict[int, LeafState] = {}
-        self.made: dict[int, LeafState] = {}
-        self.expected = list(first)
+        self.kept: dict[int, Sequence[Tensor]] = {}
+        self.made: dict[int, Sequence[Tensor]] = {}
+        self.agreed = list(first)
         self.next = list(first)
 
     @property
     def key(self) -> int:
         return 77 + self.step
 
-    def of_leaf(self, microbatch: int) -> LeafState | None:
-        return self.kept.get(microbatch)
+    def of_leaf(self, microbatch: int) -> Sequence[Tensor]:
+        return self.kept.get(microbatch, [])
 
-    def make_leaf(self, microbatch: int, state: LeafState) -> None:
-        self.made[microbatch] = state
+    def make_leaf(self, microbatch: int, errors: Sequence[Tensor]) -> None:
+        self.made[microbatch] = errors
 
-    def expect(self, exponents: Sequence[Tensor]) -> None:
-        self.next = [tensor.clone() for tensor in exponents]
+    def agree(self, tensors: Sequence[Tensor]) -> None:
+        self.next = list(tensors)
 
     def commit(self) -> None:
-        self.kept, self.made, self.expected = dict(self.made), {}, self.next
+        self.kept, self.made, self.agreed = dict(self.made), {}, self.next
         self.step += 1
 
 
-def states(name: str, leaf: Leaf) -> States:
-    return States(first_exponents(SEGMENTS, PLACES, leaf.tensors) if name in INTEGERS else [])
+def states(name: str, tensors: Sequence[Tensor | None]) -> States:
+    return States(first_agreed(name, RANK, SEGMENTS, PLACES, lambda: tensors, CPU))
 
 
 def reduction(
@@ -86,7 +86,7 @@ def reduction(
         feeds_back=feeds_back,
         states=kept,
     )
-    return compressed_reduction(summed, name, ratio)
+    return compressed_reduction(summed, name, ratio, RANK)
 
 
 def buffers(step: int, microbatch: int) -> Tensor:
@@ -113,7 +113,7 @@ def bits_of(made: CompressedReduction) -> list[bytes]:
 def trained(ranges: Sequence[Range], name: str, steps: int = 3, **about: object) -> list[list]:
     """The bits of each step's sum, and of what microbatches keep in the end; on each rank."""
     num = ranges[-1].last
-    kept = states(name, leaves_of(0, num)[0])
+    kept = states(name, leaves_of(0, num)[0].tensors)
 
     def body(transport: ThreadTransport) -> list:
         made = reduction(transport, ranges, kept, name, **about)
@@ -129,9 +129,7 @@ def trained(ranges: Sequence[Range], name: str, steps: int = 3, **about: object)
             if transport.rank == 0:
                 kept.commit()
             transport._meeting.barrier.wait()
-        tensors = [
-            t for m in sorted(kept.kept) for t in (*kept.kept[m].errors, *kept.kept[m].exponents)
-        ]
+        tensors = [*(t for m in sorted(kept.kept) for t in kept.kept[m]), *kept.agreed]
         return [*found, [t.numpy().tobytes() for t in tensors]]
 
     return on_ranks(len(ranges), body)
@@ -146,7 +144,7 @@ def test_any_number_of_ranks_gives_the_same_sums(name: str, feeds_back: bool) ->
         assert found == [expected] * size
 
 
-@pytest.mark.parametrize("name", ["int8", "int16", "randomk"])
+@pytest.mark.parametrize("name", ["int8", "int16", "randomk", "lowrank"])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_slices_give_the_same_sums(
     name: str, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -171,7 +169,7 @@ def test_any_ranges_give_the_same_sums(data: st.DataObject, name: str) -> None:
 def test_scalars_and_buffers_are_exact(name: str) -> None:
     num = 5
     leaves = leaves_of(0, num)
-    made = reduction(LocalTransport(), [Range(0, num)], states(name, leaves[0]), name)
+    made = reduction(LocalTransport(), [Range(0, num)], states(name, leaves[0].tensors), name)
     reduce(made, Range(0, num), leaves, 0)
     assert made.total.scalars.numpy().tobytes() == tree_sum(leaves)[-1]
     there = [buffers(0, m) for m in range(num)]
@@ -190,7 +188,7 @@ def tame(step: int, microbatch: int) -> list[Tensor | None]:
 def test_what_is_not_sent_is_kept(name: str) -> None:
     """All sums so far and what microbatches still keep are all leaves so far."""
     num, steps, scalars = 5, 8, torch.zeros(NUM_SCALARS, dtype=torch.float64)
-    kept = States(first_exponents(SEGMENTS, PLACES, tame(0, 0)) if name in INTEGERS else [])
+    kept = states(name, tame(0, 0))
     made = reduction(LocalTransport(), [Range(0, num)], kept, name)
     sent = [torch.zeros(s.numel, dtype=torch.float64) for s in SEGMENTS]
     for step in range(steps):
@@ -201,7 +199,7 @@ def test_what_is_not_sent_is_kept(name: str) -> None:
         kept.commit()
         for so_far, total in zip(sent, made.total.segments, strict=False):
             so_far += total
-    errors = [state.errors for state in kept.kept.values()]
+    errors = list(kept.kept.values())
     for number, (so_far, places) in enumerate(zip(sent, PLACES, strict=True)):
         left = sum(error[number].double() for error in errors)
         first = sum(len(of) for of in PLACES[:number])
@@ -225,7 +223,7 @@ def test_what_is_not_finite_shows_in_its_tensor_and_in_no_other(
     num = 3
     for index in range(NUM_TENSORS):
         tensors = [tame(0, m) for m in range(num)]
-        kept = States(first_exponents(SEGMENTS, PLACES, tensors[0]) if name in INTEGERS else [])
+        kept = states(name, tensors[0])
         made = reduction(LocalTransport(), [Range(0, num)], kept, name, feeds_back)
         tensors[1][index].view(-1)[-1] = bad
         made.restart()
@@ -265,7 +263,7 @@ def test_without_feedback_drawn_elements_stand_for_the_others() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_an_attempt_that_was_given_up_leaves_nothing(name: str) -> None:
     num = 4
-    kept = states(name, leaves_of(0, num)[0])
+    kept = states(name, leaves_of(0, num)[0].tensors)
     made = reduction(LocalTransport(), [Range(0, num)], kept, name)
     reduce(made, Range(0, num), leaves_of(0, num), 0)
     expected = bits_of(made)

@@ -151,6 +151,26 @@ def test_of_equal_magnitudes_the_first_are_taken(values: np.ndarray, data: st.Da
     assert greatest(torch.from_numpy(values), count).tolist() == sorted(order[:count])
 
 
+@pytest.mark.parametrize("count", [1, 7, 700, 7_000, 69_999, 70_000])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_greatest_of_many_are_found_whatever_a_sample_says(seed: int, count: int) -> None:
+    """Few distinct values; all equal; great where the sample is, and where it is not; any."""
+    source, numel = np.random.default_rng(seed), 70_000
+    values = source.standard_normal(numel).astype(np.float32)
+    match seed:
+        case 0:
+            values = np.round(values)
+        case 1:
+            values = np.ones_like(values)
+        case 2:
+            values[::64] *= 1e6
+        case 3:
+            values[::64] = 0
+    order = np.lexsort([np.arange(numel), -np.abs(values)])
+    found = greatest(torch.from_numpy(values), count)
+    assert found.numpy().tolist() == sorted(order[:count].tolist())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_among_the_greatest(bad: float) -> None:
     values = torch.arange(50.0)

@@ -160,13 +160,15 @@ class CarryConfig(Section):
 class CompressionConfig(Section):
     """Gradients that travel in fewer bytes. Each microbatch's is compressed by itself."""
 
-    name: Literal["none", "int8", "int16", "topk", "randomk", "onebit"] = "none"
+    name: Literal["none", "int8", "int16", "topk", "randomk", "onebit", "lowrank"] = "none"
     """`int8`, `int16`: integers of these bits that hold the sum of all microbatches, with a scale
     for each 256 elements; `topk`: the elements of each tensor with the greatest magnitudes;
     `randomk`: elements that the seed draws for each step; `onebit`: signs, and the mean magnitude
-    of each 256 elements."""
+    of each 256 elements; `lowrank`: two factors of each matrix (PowerSGD)."""
     ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
     """Part of the elements of each tensor to send (topk, randomk)."""
+    rank: Positive = 2
+    """Columns of the factors of each matrix (lowrank)."""
     error_feedback: bool = True
     """Add what was cut off a microbatch's gradient to its next one: takes a copy of the gradient
     for each of the `num_microbatches`. Without, it is lost; elements of `randomk` then count for
@@ -175,6 +177,22 @@ class CompressionConfig(Section):
     """Where survivors can go on: each rank also keeps what was cut off the microbatches of the rank
     before it, so that the loss of a rank loses nothing. That sends a whole gradient for each
     microbatch in each step. Without, training goes back to the newest checkpoint."""
+
+
+class LocalConfig(Section):
+    """Workers that step by themselves between two exchanges (local SGD, DiLoCo).
+
+    A microbatch is a worker. A step of the run is `steps` of each, with `batch_size` samples in
+    all, and then one of the outer optimizer with the mean of how far they have come. `lr`,
+    `schedule`, `clip_norm` and the optimizer are those of workers.
+    """
+
+    steps: Positive = 1
+    """Steps of each worker between two exchanges; 1 exchanges gradients."""
+    outer_lr: NonNegativeFloat = 0.7
+    """Learning rate of the outer optimizer; 1 without momentum takes the mean of all workers."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Nesterov momentum of the outer optimizer."""
 
 
 class TablesConfig(Section):

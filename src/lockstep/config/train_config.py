@@ -25,6 +25,7 @@ from lockstep.config.sections import (
     ConvergenceConfig,
     DataConfig,
     EarlyStoppingConfig,
+    LocalConfig,
     MeshConfig,
     OptimizerConfig,
     PrecisionConfig,
@@ -72,6 +73,7 @@ class TrainConfig(Section):
     """Where ranks compute; `auto` is a GPU for each rank if the host has that many, else the CPU.
     The hash holds the word, not the device found."""
 
+    local: LocalConfig = LocalConfig()
     compression: CompressionConfig = CompressionConfig()
     carry: CarryConfig = Field(default=CarryConfig(), json_schema_extra=NO_OUTCOME)
     tables: TablesConfig = Field(default=TablesConfig(), json_schema_extra=NO_OUTCOME)
@@ -212,6 +214,34 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _local_steps_fit(self) -> TrainConfig:
+        steps = self.local.steps
+        if steps == 1:
+            return self
+        if self.mesh.tp * self.mesh.pp > 1:
+            raise ValueError(
+                f"mesh.tp={self.mesh.tp}, mesh.pp={self.mesh.pp}: with local.steps={steps} a rank "
+                "steps all parameters of a worker; set both to 1, or local.steps=1"
+            )
+        if self.shards_optimizer:
+            raise ValueError(
+                f"sharding={self.sharding}, optimizer.sharded={self.optimizer.sharded}: with "
+                f"local.steps={steps} a rank steps all parameters of a worker; set sharding=none "
+                "and optimizer.sharded=false, or local.steps=1"
+            )
+        if self.precision.dtype == "fp16":
+            raise ValueError(
+                f"precision.dtype=fp16: its loss scale is of the run's steps, not of local.steps="
+                f"{steps}; set precision.dtype=bf16, or local.steps=1"
+            )
+        if self.num_microbatches * steps > self.batch_size:
+            raise ValueError(
+                f"local.steps={steps}: batch_size={self.batch_size} is less than a sample for each "
+                f"step of num_microbatches={self.num_microbatches} workers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _trackers_differ(self) -> TrainConfig:
         twice = next((name for name in self.trackers if self.trackers.count(name) > 1), None)
         if twice is not None:
@@ -237,9 +267,10 @@ class TrainConfig(Section):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
-        # Of a run that compresses nothing it says nothing.
-        if values["compression"] == outcome(CompressionConfig()):
-            del values["compression"]
+        # Of a run that compresses nothing it says nothing, nor of workers where there are none.
+        for name, default in (("compression", CompressionConfig()), ("local", LocalConfig())):
+            if values[name] == outcome(default):
+                del values[name]
         canonical = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
@@ -38,7 +38,7 @@ from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
-from lockstep.parallel.compression.choice import INTEGERS, first_exponents
+from lockstep.parallel.compression.choice import first_agreed
 from lockstep.parsing import shown
 
 
@@ -133,11 +133,13 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     everywhere(transport, lambda: _check_movable(model, config, flat, trial, splits, tried))
     facts["first microbatch"] = trial.data_digest
     facts["metrics"] = list(compute.metrics)
-    expected: list[Tensor] = []
-    if config.compression.name in INTEGERS:
-        expected = everywhere(
-            transport, lambda: first_exponents(flat.segments, flat.places, trial.gradients())
-        )
+    about = config.compression
+    agreed = everywhere(
+        transport,
+        lambda: first_agreed(
+            about.name, about.rank, flat.segments, flat.places, trial.gradients, runtime.device
+        ),
+    )
     facts["loss and gradient of the first microbatch"] = trial.digest
     check_same(transport, facts)
     state = everywhere(transport, lambda: ForwardState(model, trial.changed))
@@ -185,7 +187,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         optimizer,
         places,
         total_steps,
-        expected,
+        agreed,
     )
     facts |= train_step.flat_optimizer.description
     facts["learning rates"] = everywhere(transport, train_step.schedule.probe)

@@ -33,8 +33,8 @@ FAULTS = "LOCKSTEP_FAULTS"
 Moment = Literal[
     "forward", "backward", "shards_forward", "shards_backward", "send", "receive",
     "unshard", "leave",
-    "compute", "reduce", "summing", "copying", "between", "reduced", "optimizer", "gather",
-    "gathered", "lookup", "rows", "rows_summed",
+    "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
+    "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
@@ -44,7 +44,7 @@ when some gradients are there; before a sum over shards in a forward and in a ba
 sent (`sharding`); after a microbatch; before and after the reduction, and in it, where ranks share
 memory, when a part of a slice is summed and when a rank has the slices of others (not with a
 sharded optimizer), and where they sum host by host, before what is left of a host goes to others;
-before and after copies of
+between the sums of left and right factors (`compression.name=lowrank`); before and after copies of
 what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
 (`lockstep.nn.SparseEmbedding`) come from their owners, before and after their gradients go there;
 before the optimizer; before and after ranks with a sharded one tell each other what they have

@@ -17,7 +17,6 @@ from lockstep.engine.carry.compressed import CompressedCarries, dealt_carries
 from lockstep.engine.carry.tree import Carry
 from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.compression.memory import BLOCK as SCALED
-from lockstep.parallel.compression.state import LeafState
 from lockstep.parallel.layout import Range
 
 NUM = 6
@@ -40,37 +39,40 @@ def carries(
     return CompressedCarries(runtime, config, places, FLAT, first, has_task)
 
 
-def state(number: int) -> LeafState:
-    exponents = torch.arange(BLOCKS).to(torch.int16) * number % 5
-    return LeafState([torch.full([BLOCK], float(number))], [exponents])
+def errors(number: int) -> list[torch.Tensor]:
+    return [torch.full([BLOCK], float(number))]
+
+
+def agreed(value: int) -> list[torch.Tensor]:
+    return [torch.full([BLOCKS], value, dtype=torch.int16)]
 
 
 @pytest.mark.parametrize("has_task", [False, True])
 def test_states_move_with_their_microbatches(has_task: bool) -> None:
-    """From two ranks to three, of which the last one has nothing to do."""
+    """From two ranks to three, of which the last one has nothing to do and is new."""
     before = [Range(0, 2), Range(2, NUM), Range(NUM, NUM)]
     after = [Range(0, 4), Range(4, NUM), Range(NUM, NUM)]
 
     def call(transport: ThreadTransport) -> tuple[list[int], list[float], list[int], int]:
         made = carries(transport, has_task=has_task)
         for number in range(*before[transport.rank]):
-            made.make_leaf(number, state(number))
+            made.make_leaf(number, errors(number))
             if has_task:
                 made.make(number, Carry.of({"n": -number}, "test"))
+        if transport.rank < 2:
+            made.agree(agreed(70))
         made.commit()
         assert made.deal_out(after) == []
-        found = [number for number in range(NUM) if made.of_leaf(number) is not None]
-        states = [made.of_leaf(number) for number in found]
-        errors = [float(s.errors[0][0]) for s in states if s is not None]
+        found = [number for number in range(NUM) if made.of_leaf(number)]
+        values = [float(made.of_leaf(number)[0][0]) for number in found]
         if has_task:
             assert [made.held[n].tree["n"] for n in found] == [-n for n in found]
-        return found, errors, made.expected[0].tolist(), len(made.held)
+        return found, values, made.agreed[0].tolist(), len(made.held)
 
-    greatest = torch.stack([state(n).exponents[0] for n in range(NUM)]).amax(dim=0).tolist()
-    for rank, (found, errors, expected, num_held) in enumerate(on_ranks(3, call)):
-        assert found == errors == list(range(*after[rank]))
-        assert expected == greatest
-        assert num_held == len(after[rank]) * (1 + has_task)
+    for rank, (found, values, there, num_held) in enumerate(on_ranks(3, call)):
+        assert found == values == list(range(*after[rank]))
+        assert there == [70] * BLOCKS
+        assert num_held == len(after[rank]) * (1 + has_task) + 1
 
 
 def test_a_state_that_nobody_holds_is_missed_beside_carries_that_are_there() -> None:
@@ -78,20 +80,40 @@ def test_a_state_that_nobody_holds_is_missed_beside_carries_that_are_there() -> 
     for number in range(NUM):
         made.make(number, Carry.of({"n": number}, "test"))
         if number != 4:
-            made.make_leaf(number, state(number))
+            made.make_leaf(number, errors(number))
+    made.agree(agreed(70))
     made.commit()
     assert made.deal_out([Range(0, NUM)]) == [NUM + 4]
 
 
-def test_nothing_is_expected_anew_before_a_step_is_applied() -> None:
+def test_nothing_is_agreed_on_before_a_step_is_applied() -> None:
     made = carries(LocalTransport())
-    seen = [torch.full([BLOCKS], 50, dtype=torch.int16)]
-    made.expect(seen)
-    assert made.expected == INITIAL
+    made.begin()
+    made.agree(agreed(50))
+    assert made.agreed == INITIAL
     made.settle(float("inf"))
-    assert made.expected == INITIAL
+    assert made.agreed == INITIAL
     made.settle(1.0)
-    assert made.expected == seen
+    assert made.agreed[0].tolist() == [50] * BLOCKS
+
+
+def test_who_follows_a_step_without_its_sums_is_told_what_came_of_it() -> None:
+    """Rank 1 has computed its leaves, but not heard of the sums that rank 0 has applied."""
+
+    def call(transport: ThreadTransport) -> list[int]:
+        made = carries(transport)
+        ranges = [Range(0, 3), Range(3, NUM)]
+        for step in (1, 2):
+            made.begin()
+            for number in range(*ranges[transport.rank]):
+                made.make_leaf(number, errors(number))
+            if step == 1 or transport.rank == 0:
+                made.agree(agreed(step))
+            made.settle(1.0)
+        assert made.deal_out(ranges) == []
+        return made.agreed[0].tolist()
+
+    assert on_ranks(2, call) == [[2] * BLOCKS] * 2
 
 
 def test_what_keeps_nothing_has_no_carries() -> None:
@@ -118,7 +140,8 @@ def saved() -> tuple[CompressedCarries, dict[str, torch.Tensor], dict[str, Any]]
     made = carries(LocalTransport(), has_task=True)
     for number in range(NUM):
         made.make(number, None)
-        made.make_leaf(number, state(number))
+        made.make_leaf(number, errors(number))
+    made.agree(agreed(70))
     made.commit()
     return made, *named_tensors(made.held)
 
@@ -131,6 +154,7 @@ def test_a_saved_state_is_taken_again() -> None:
         f"the carry of microbatch {NUM - 1}",
         "what compression keeps of microbatch 0",
     ]
+    assert names[-1] == "what compression has agreed on"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +169,7 @@ def test_a_saved_state_is_taken_again() -> None:
 def test_a_state_of_another_run_is_refused(wrong: torch.Tensor | None, said: str) -> None:
     made, tensors, structures = saved()
     if wrong is None:
-        structures[str(NUM + 1)] = {"dict": {"error_0": {"tensor": "error_0"}}}
+        structures[str(NUM + 1)] = {"dict": {"error_1": {"tensor": "error_1"}}}
     else:
         tensors[f"{NUM + 1}/error_0"] = wrong
     with pytest.raises(ValueError, match=said):

@@ -110,6 +110,7 @@ def chaos(
             keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
             "carry_sha256" in reference, "tables_sha256" in reference,
             any(row.get("way") == "shared memory" for row in rows),
+            keys.compression.name == "lowrank",
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []

@@ -39,6 +39,7 @@ _OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
 _OF_CARRIES: tuple[Moment, ...] = ("copy", "copied")
 _OF_TABLES: tuple[Moment, ...] = ("lookup", "rows", "rows_summed")
 _IN_SHARED_MEMORY: tuple[Moment, ...] = ("summing",)
+_OF_FACTORS: tuple[Moment, ...] = ("factors",)
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
@@ -85,6 +86,7 @@ class Draw:
     has_carry: bool = False
     has_tables: bool = False
     shares_memory: bool = False
+    sums_factors: bool = False
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -189,6 +191,7 @@ class Draw:
         shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
         slices, carries = _OF_SLICES * self.in_slices, _OF_CARRIES * self.has_carry
         rows, sums = _OF_TABLES * self.has_tables, _IN_SHARED_MEMORY * self.shares_memory
+        sums += _OF_FACTORS * self.sums_factors
         moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries, *rows, *sums))
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
@@ -215,6 +218,7 @@ def draw(
     has_carry: bool = False,
     has_tables: bool = False,
     shares_memory: bool = False,
+    sums_factors: bool = False,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -231,6 +235,7 @@ def draw(
         has_carry: whether microbatches carry state, copies of which go to other ranks.
         has_tables: whether the model has tables, whose rows go from rank to rank.
         shares_memory: whether ranks sum gradients in memory that they share.
+        sums_factors: whether gradients are compressed to factors, which have two sums.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -242,7 +247,7 @@ def draw(
         )
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
     drawn.has_carry, drawn.has_tables = has_carry, has_tables
-    drawn.shares_memory = shares_memory
+    drawn.shares_memory, drawn.sums_factors = shares_memory, sums_factors
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.transport import Transport, offsets
 from lockstep.config import TrainConfig
 from lockstep.engine.carry.carries import Carries, Held
-from lockstep.engine.carry.packing import pack, unpack
+from lockstep.engine.carry.packing import num_words, pack, unpack
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Runtime
@@ -30,21 +30,28 @@ class DealtCarries(Carries):
     """The carries of this rank's microbatches, and those that it keeps for the rank before it.
 
     Where a microbatch has several, the second one of microbatch m has the number M + m, and so on,
-    with M microbatches in all.
+    with M microbatches in all. Last come shared ones, which are of no microbatch: all ranks hold
+    them.
 
     Attributes:
-        num_carries: number of carries of all microbatches.
+        num_carries: number of all carries.
     """
 
     def __init__(
-        self, runtime: Runtime, config: TrainConfig, places: Places, num_of_each: int = 1
+        self,
+        runtime: Runtime,
+        config: TrainConfig,
+        places: Places,
+        num_of_each: int = 1,
+        num_shared: int = 0,
     ) -> None:
         super().__init__()
-        self.num_carries = num_of_each * config.num_microbatches
+        num_dealt = num_of_each * config.num_microbatches
+        self.num_carries = num_dealt + num_shared
+        self._dealt, self._shared = range(num_dealt), range(num_dealt, self.num_carries)
         self._runtime = runtime
         self._config = config
         self._places = places
-        self._packed: Tensor | None = None
 
     @property
     def are_copied(self) -> bool:
@@ -52,19 +59,21 @@ class DealtCarries(Carries):
         can_regroup = self._runtime.transport.can_regroup and self._places.world.size > 1
         return self._config.carry.buddy and can_regroup and not self._places.is_split
 
-    def pack(self) -> int:
-        """Make what this step has made ready to be sent; returns its number of elements."""
-        if not self.are_copied:
-            return 0
-        self._packed = pack(self.made, self._runtime.device)
-        return len(self._packed)
+    @property
+    def copy_length(self) -> int:
+        """Number of elements that `send_copies` sends of what this step has made."""
+        return num_words(self._own_made) if self.are_copied else 0
+
+    @property
+    def _own_made(self) -> dict[int, Carry | None]:
+        return {number: carry for number, carry in self.made.items() if number in self._dealt}
 
     def send_copies(self, step: int, lengths: Sequence[int]) -> None:
         """Send what this step has made to the next rank; a collective.
 
         Args:
             step: number of the step, for faults.
-            lengths: what `pack` has returned on each rank.
+            lengths: `copy_length` of each rank.
 
         Raises:
             GroupBroken: on all ranks, none of which then goes on from this step.
@@ -73,13 +82,12 @@ class DealtCarries(Carries):
             return
         world = self._places.world
         rank, size = world.rank, world.size
-        assert self._packed is not None, "pack comes first"
         self._runtime.at("copy", step)
         sent, counts = [0] * size, [0] * size
         sent[(rank + 1) % size], counts[rank - 1] = lengths[rank], lengths[rank - 1]
         received = torch.empty(lengths[rank - 1], dtype=torch.int64, device=self._runtime.device)
-        world.all_to_all(self._packed, sent, [0] * size, received, counts)
-        self._packed = None
+        packed = pack(self._own_made, self._runtime.device)
+        world.all_to_all(packed, sent, [0] * size, received, counts)
         self.made |= unpack(received)
         world.agree()
         self._runtime.at("copied", step)
@@ -91,6 +99,10 @@ class DealtCarries(Carries):
             norm: norm of the step's gradient; not finite if fp16 skips the step.
         """
         if math.isfinite(norm):
+            for number in self._shared:
+                # Lacking on a rank that follows others without the sums: it comes from them.
+                if number not in self.made:
+                    self.held.pop(number, None)
             self.commit()
         else:
             self.skip()
@@ -115,8 +127,8 @@ class DealtCarries(Carries):
             for owner in owners
             for number in range(*ranges[owner])
             if number < num
-            for first in range(0, self.num_carries, num)
-        }
+            for first in range(0, len(self._dealt), num)
+        } | {*self._shared}
         arrived, lost = moved(world, self.held, own, self._runtime.device)
         world.agree()
         if not lost:

@@ -17,20 +17,25 @@ _WORD = 8
 """Bytes of an element: transports count elements, of which there may be 2 GiB."""
 
 
-def pack(carries: Mapping[int, Carry | None], device: torch.device) -> Tensor:
-    """Carries by number of their microbatch, in one tensor [words] of int64.
+Carries = Mapping[int, Carry | None]
+"""Carries by number of their microbatch; None for a microbatch that has none yet."""
+
+
+def num_words(carries: Carries) -> int:
+    """How long `pack` makes them, which their values are nothing to."""
+    sizes = [tensor.nbytes for tensor in _tensors(carries)]
+    return 1 + sum(map(_words, [len(_index(carries)), *sizes]))
+
+
+def pack(carries: Carries, device: torch.device) -> Tensor:
+    """Carries in one tensor [words] of int64.
 
     Args:
-        carries: carries; None for a microbatch that has none yet.
+        carries: carries.
         device: device of the tensor.
     """
-    index = [
-        [number, carry and [carry.structure, _described(carry.tensors)]]
-        for number, carry in carries.items()
-    ]
-    text = torch.from_numpy(np.frombuffer(json.dumps(index).encode(), dtype=np.uint8).copy())
-    tensors = [t for carry in carries.values() if carry for t in carry.tensors.values()]
-    pieces = [text, *map(_bytes, tensors)]
+    text = torch.from_numpy(np.frombuffer(_index(carries), dtype=np.uint8).copy())
+    pieces = [text, *map(_bytes, _tensors(carries))]
     sizes = [_words(len(piece)) for piece in pieces]
     packed = torch.zeros(1 + sum(sizes), dtype=torch.int64, device=device)
     packed[0] = len(text)
@@ -60,6 +65,18 @@ def unpack(packed: Tensor) -> dict[int, Carry | None]:
             first += _words(num_bytes)
         carries[number] = Carry(structure, tensors)
     return carries
+
+
+def _index(carries: Carries) -> bytes:
+    index = [
+        [number, carry and [carry.structure, _described(carry.tensors)]]
+        for number, carry in carries.items()
+    ]
+    return json.dumps(index).encode()
+
+
+def _tensors(carries: Carries) -> list[Tensor]:
+    return [t for carry in carries.values() if carry for t in carry.tensors.values()]
 
 
 def _described(tensors: Mapping[str, Tensor]) -> list[list[object]]:

@@ -14,6 +14,7 @@ from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.carry.tree import Carry
+from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import autocast
 from lockstep.engine.passes.returned import check_has_gradient, check_loss, pair_of, place
@@ -32,6 +33,7 @@ class Compute:
         phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
         has_carry: whether microbatches carry state from step to step.
+        local: steps of workers between two exchanges; None if gradients are exchanged.
         lookups: tables of the model, and which rows of them a batch looks up.
     """
 
@@ -44,7 +46,8 @@ class Compute:
             self._autocast = lambda: autocast(config.precision, device)
         self.phases = Phases(task)
         self._metrics: dict[str, tuple[str, ...]] = {}
-        self.has_carry = has_carry(task)
+        self.local = LocalSteps(task, model, config) if config.local.steps > 1 else None
+        self.has_carry = has_carry(task) or self.local is not None
         self.lookups = Lookups(task, model, device)
         self.watched = IdleGenerators({})
 
@@ -100,15 +103,28 @@ class Compute:
                 lent = self.lookups.at_start(wanted, trains=True)
             self.lookups.lend(lent)
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
+        loss: Loss
+        if self.local is not None:
+            loss = self._stepped(self.local, phase, microbatch, batch, carries or Carries())
+            self.watched.check()
+            return loss
         with self._open(), self._autocast():
-            loss: Loss
             if self.has_carry:
                 loss = self._carried_on(phase, microbatch, batch, carries or Carries())
             else:
                 loss = phase.loss(self._model, batch)
         self.watched.check()
+        self._check_stage(place(phase))
+        self._check(phase, loss)
+        return loss
+
+    def _check(self, phase: Phase, loss: Loss) -> None:
+        """Refuse a loss that is not what it must be, or has other metrics than earlier ones.
+
+        Raises:
+            TaskError: it is.
+        """
         where = place(phase)
-        self._check_stage(where)
         check_loss(where, loss)
         check_has_gradient(where, loss)
         found = tuple(sorted(loss.metrics))
@@ -118,7 +134,6 @@ class Compute:
                 f"Task.{where}: returned metrics {list(found)}, earlier it returned "
                 f"{list(names)}; every batch must have the same"
             )
-        return loss
 
     def targets(self, step: int) -> list[Tensor] | None:
         """What a backward pass after `forward` makes gradients of; None for all that there is."""
@@ -127,6 +142,22 @@ class Compute:
             return None
         lent = [table.lent for table in self.lookups.tables.values()]
         return [*parameters, *(one.rows for one in lent if one is not None)]
+
+    def _stepped(
+        self, local: LocalSteps, phase: Phase, microbatch: int, batch: Any, carries: Carries
+    ) -> Loss:
+        """The loss of a worker's steps, whose gradient is how far it has come."""
+
+        def loss_of(model: nn.Module, part: Any) -> Loss:
+            with self._autocast():
+                loss: Loss = phase.loss(model, part)
+            self._check(phase, loss)
+            return loss
+
+        carry = carries.of(microbatch)
+        loss, after = local.run(loss_of, batch, carry and carry.tree)
+        carries.make(microbatch, Carry.of(after, "the optimizer of a worker"))
+        return loss
 
     def _carried_on(self, phase: Phase, microbatch: int, batch: Any, carries: Carries) -> Loss:
         """The loss of a microbatch that goes on from the step before."""
@@ -148,7 +179,7 @@ class Compute:
 
     def _fresh_carry(self, batch: Any) -> tuple[Any, ...]:
         """What a batch of an evaluation begins with, if microbatches carry anything."""
-        if not self.has_carry:
+        if not has_carry(self.task):
             return ()
         with torch.no_grad():
             return (self.task.carry(self._model, batch),)

@@ -154,7 +154,8 @@ class Apply:
     def _unit(self, weight: float, norm: float) -> float:
         """What sums of gradients are multiplied with: mean, loss scale and clipping in one."""
         unit = 1.0 / (weight * self._loss_scale.value)
-        clip_norm = self._config.clip_norm
+        # Workers clip their own gradients.
+        clip_norm = self._config.clip_norm if self._config.local.steps == 1 else None
         if clip_norm is not None and norm > clip_norm:
             # 1e-6 as in torch.nn.utils.clip_grad_norm_.
             unit *= clip_norm / (norm + 1e-6)

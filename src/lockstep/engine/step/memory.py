@@ -65,28 +65,41 @@ class Needs:
         # What is compressed is summed without rows of a tree.
         is_compressed = config.compression.name != "none"
         self._num_microbatches = 1 if is_compressed else config.num_microbatches
+        leaves = self.parameters * config.num_microbatches
+        # Gradients of low rank are needed until the second sum, and then become errors.
+        self._waiting = leaves if config.compression.name == "lowrank" else 0
         self._errors = 0
         if is_compressed and config.compression.error_feedback:
             # Committed ones, and those that the step makes.
-            self._errors = 2 * self.parameters * config.num_microbatches
+            self._errors = 2 * leaves
+        # Parameters of the worker that is computed, and how far it has come.
+        self._worker = 2 * self.parameters if config.local.steps > 1 else 0
         self._error_copies = 2 if config.compression.buddy and has_buddy else 1
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        return self.errors(num_ranks) + kept_bytes(
-            sharding,
-            num_ranks,
-            self._num_microbatches,
-            parameters=self.parameters,
-            gradient=self._gradient,
-            largest=self.largest,
-            states=self.states,
-            copies=self._copies,
+        beside = self._worker + self._waiting // num_ranks
+        return (
+            beside
+            + self.errors(num_ranks)
+            + kept_bytes(
+                sharding,
+                num_ranks,
+                self._num_microbatches,
+                parameters=self.parameters,
+                gradient=self._gradient,
+                largest=self.largest,
+                states=self.states,
+                copies=self._copies,
+            )
         )
 
     def errors(self, num_ranks: int) -> int:
-        """Bytes of what compression keeps for error feedback, on each of some ranks."""
-        return self._errors * min(self._error_copies, num_ranks) // num_ranks
+        """Bytes that only error feedback of compression takes, on each of some ranks."""
+        if not self._errors:
+            return 0
+        both = self._errors * min(self._error_copies, num_ranks)
+        return (both - self._waiting) // num_ranks
 
 
 def kept_bytes(

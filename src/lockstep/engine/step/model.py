@@ -17,9 +17,10 @@ from lockstep.engine.compiler import keep_compiler_out
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import check_pipeline
-from lockstep.engine.task import Task
+from lockstep.engine.tables.lookups import tables_of
+from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.cutting import cut
+from lockstep.nn.cutting import cut, shards_of
 from lockstep.nn.let_go import say_what_is_held
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.depth_axis import DepthAxis
@@ -70,12 +71,38 @@ def built(
             say_what_is_held(model)
     check_pipeline(model, config)
     recompute_activations(model, config.activation_checkpointing)
+    _check_local_steps_fit(task, model, config)
     compute = Compute(task, model, config, device)
     _check_compression_fits(compute, config)
+    if compute.local is not None:
+        return model, compute, compute.local.outer_optimizer()
     optimizer = compute.phases.optimizer(task.build_optimizer(model))
     if optimizer is None:
         optimizer = default_optimizer(model, config)
     return model, compute, check_optimizer(optimizer, model, config)
+
+
+def _check_local_steps_fit(task: Task, model: nn.Module, config: TrainConfig) -> None:
+    """Refuse workers of a task that has more to it than a loss of parameters.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if config.local.steps == 1:
+        return
+    kind, has = type(task).__name__, ""
+    if isinstance(model, Pipeline):
+        has = "a lockstep.nn.Pipeline, whose blocks are called by stage"
+    elif shards_of(model):
+        has = f"layers in shards (num_shards={config.num_shards}), and a worker steps whole ones"
+    elif tables_of(model):
+        has = "a SparseEmbedding, whose rows all ranks step together"
+    elif has_carry(task):
+        has = "a carry, and a worker carries the state of its optimizer"
+    elif task.phases():
+        has = "phases, and a worker has one optimizer"
+    if has:
+        raise ConfigError(f"local.steps={config.local.steps}: {kind} has {has}; set local.steps=1")
 
 
 def _check_compression_fits(compute: Compute, config: TrainConfig) -> None:

@@ -51,7 +51,7 @@ class StepSums:
             grows=runtime.transport.has_newcomer,
             times=self._watch.times(is_exact=(step + 1) % self._log_every == 0),
             counters=tuple(self._passes.counters),
-            carry_length=self._carries.pack() if self._carries and not error else 0,
+            carry_length=self._carries.copy_length if self._carries and not error else 0,
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1

@@ -77,7 +77,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         places: Places,
         total_steps: int,
-        first_exponents: Sequence[Tensor] = (),
+        first_agreed: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
         self.places = places
@@ -90,6 +90,7 @@ class TrainStep:
         self.flat = flat
         self.state = state
         self.loss_scale = LossScale(config.precision)
+        self._local = compute.local
         self.watch = Stopwatch(places.world.traffic)
         self._constants = constants
         self._storage: BlockStorage | None = None
@@ -98,7 +99,7 @@ class TrainStep:
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
         self.carries, self._leaf_states = dealt_carries(
-            runtime, config, places, flat, first_exponents, compute.has_carry
+            runtime, config, places, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
         if compute.lookups.tables:
@@ -261,6 +262,9 @@ class TrainStep:
         try:
             # A task's own schedule may raise an exception: here, where all ranks hear of it.
             factors = self.schedule.factors(step, decays)
+            if self._local is not None:
+                # The schedule is that of workers.
+                self._local.factors, factors = factors, [1.0] * len(factors)
             self.places.refresh()
             self._constants.mark(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)

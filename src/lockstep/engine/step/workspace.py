@@ -115,9 +115,10 @@ class Workspace:
                 bucket_bytes=config.bucket_bytes,
                 feeds_back=config.compression.error_feedback,
                 states=leaf_states,
+                at=lambda moment: runtime.at(moment, places.step),
             )
             about = config.compression
-            self.reduction = compressed_reduction(summed, about.name, about.ratio)
+            self.reduction = compressed_reduction(summed, about.name, about.ratio, about.rank)
         else:
             self.reduction = OrderedReduction(
                 self._transport,

@@ -16,7 +16,6 @@ from lockstep.parallel.compression.reduction import (
     positions,
 )
 from lockstep.parallel.compression.sparse import drawn, num_kept
-from lockstep.parallel.compression.state import LeafState
 
 
 class DrawnReduction(CompressedReduction):
@@ -60,21 +59,20 @@ class DrawnReduction(CompressedReduction):
             for of in self._summed.places
         ]
 
-    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
         leaves = list(zip(self._leaf.segments, self._indices, strict=True))
         sent = [leaf[indices] for leaf, indices in leaves]
         for number, leaf in enumerate(self._leaf.segments):
             if not leaf.isfinite().all():
                 self._show_non_finite(number, sent[number])
-        made = None
+        errors: list[Tensor] = []
         if self._summed.feeds_back:
             errors = [leaf.index_fill(0, indices, 0.0) for leaf, indices in leaves]
-            made = LeafState(errors)
         else:
             for number, values in enumerate(sent):
                 self._weigh(number, values)
         self._exact.fold.add([*sent, *exact], scalars)
-        return made
+        return errors
 
     def _show_non_finite(self, segment: int, values: Tensor) -> None:
         """Send NaN for a tensor that has some, also where it was not drawn."""

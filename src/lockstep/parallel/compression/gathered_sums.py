@@ -11,7 +11,6 @@ from lockstep.parallel.arena import Segment
 from lockstep.parallel.compression.codes import WORD, Code
 from lockstep.parallel.compression.memory import LeafMemory, in_blocks
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed, flat_totals
-from lockstep.parallel.compression.state import LeafState
 
 MakeCode = Callable[[Segment, Sequence[tuple[int, torch.Size]]], Code]
 
@@ -50,12 +49,12 @@ class GatheredReduction(CompressedReduction):
         super().restart()
         self._rows = iter(self._outgoing)
 
-    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
         messages = torch.split(next(self._rows), self._sizes)
         parts = zip(self._codes, self._leaf.segments, messages, strict=True)
         sent = [code.write(leaf, message) for code, leaf, message in parts]
         self._exact.fold.add(exact, scalars)
-        return self._kept(sent)
+        return self._cut_off(sent)
 
     def _reduce(self) -> None:
         # In words: gloo and MPI count elements, of which there may be 2 GiB.

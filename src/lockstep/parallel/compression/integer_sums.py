@@ -22,7 +22,6 @@ from lockstep.parallel.compression.integers import (
 )
 from lockstep.parallel.compression.memory import BLOCK, LeafMemory, in_blocks
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed, flat_totals
-from lockstep.parallel.compression.state import LeafState
 from lockstep.parallel.layout import Range, split
 
 _PER_WORD = 4
@@ -64,12 +63,12 @@ class IntegerReduction(CompressedReduction):
         super().restart()
         self._numbers.zero_()
         self._seen.zero_()
-        pairs = zip(self._summed.states.expected, self._leaf.segments, strict=True)
+        pairs = zip(self._summed.states.agreed, self._leaf.segments, strict=True)
         self._scales = [scales(expected, self._width, leaf.dtype) for expected, leaf in pairs]
 
-    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
-        sent, expected = [], []
-        agreed = zip(self._scales, self._summed.states.expected, self._blocks, strict=True)
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
+        sent = []
+        agreed = zip(self._scales, self._summed.states.agreed, self._blocks, strict=True)
         leaves = zip(self._leaf.segments, self._of_segment, strict=True)
         for (leaf, sums), (scale, before, blocks) in zip(leaves, agreed, strict=True):
             whole = quantise(leaf, scale, self._width)
@@ -78,9 +77,8 @@ class IntegerReduction(CompressedReduction):
                 sent.append(dequantise(whole, scale))
             here = expected_next(exponents(leaf), before)
             torch.maximum(self._seen[blocks], here, out=self._seen[blocks])
-            expected.append(here)
         self._exact.fold.add(exact, scalars)
-        return self._kept(sent, expected)
+        return self._cut_off(sent)
 
     def reduce(self) -> None:
         """Sum over all ranks into `total`."""
@@ -97,7 +95,7 @@ class IntegerReduction(CompressedReduction):
         for whole, numbers, scale, of_segment in parts:
             whole.copy_(dequantise(numbers, total_scales(scale, of_segment)))
         self._whole.give(self._flat)
-        self._summed.states.expect(by_segment)
+        self._summed.states.agree([there.clone() for there in by_segment])
 
 
 class IntegerSums:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +13,18 @@ from torch import Tensor
 from lockstep.comm.transport import Transport
 from lockstep.parallel.arena import Row, Segment, slice_up
 from lockstep.parallel.compression.memory import LeafMemory, Places
-from lockstep.parallel.compression.state import LeafState, LeafStates
+from lockstep.parallel.compression.state import LeafStates
 from lockstep.parallel.fold import Fold
 from lockstep.parallel.layout import Dealt, Range
 from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
+
+Moment = Literal["factors"]
+"""Between the sums of left and right factors."""
+
+
+def _nothing(moment: Moment) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class Summed:
         bucket_bytes: greatest number of bytes of gradient to receive at a time.
         feeds_back: whether what is cut off a leaf is added to the microbatch's next one.
         states: what compression keeps from step to step.
+        at: function that is called at each moment of a sum.
     """
 
     transport: Transport
@@ -52,6 +61,7 @@ class Summed:
     bucket_bytes: int
     feeds_back: bool
     states: LeafStates
+    at: Callable[[Moment], None] = _nothing
 
     def ordered(
         self, segments: Sequence[Segment] = (), places: Places = (), more_header: int = 0
@@ -140,12 +150,12 @@ class CompressedReduction(ABC):
         """
         microbatch = next(self._microbatches)
         self._leaf.take(tensors[: self._num_tensors])
-        state = self._summed.states.of_leaf(microbatch)
-        if state is not None:
-            for leaf, error in zip(self._leaf.segments, state.errors, strict=False):
-                leaf.add_(error)
+        errors = self._summed.states.of_leaf(microbatch)
+        # Before its first step a microbatch has none.
+        for leaf, error in zip(self._leaf.segments, errors, strict=False):
+            leaf.add_(error)
         made = self._take(tensors[self._num_tensors :], scalars)
-        if made is not None:
+        if made:
             self._summed.states.make_leaf(microbatch, made)
 
     def reduce(self) -> None:
@@ -153,16 +163,15 @@ class CompressedReduction(ABC):
         self._exact.reduce()
         self._reduce()
 
-    def _kept(self, sent: Sequence[Tensor], exponents: Sequence[Tensor] = ()) -> LeafState | None:
-        """The state of a leaf of which this was sent; None if nothing is kept."""
-        errors: list[Tensor] = []
-        if self._summed.feeds_back:
-            pairs = zip(self._leaf.segments, sent, strict=True)
-            errors = [leaf - there for leaf, there in pairs]
-        return LeafState(errors, exponents) if errors or exponents else None
+    def _cut_off(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """What a leaf of which this was sent leaves to the next one; nothing without feedback."""
+        if not self._summed.feeds_back:
+            return []
+        pairs = zip(self._leaf.segments, sent, strict=True)
+        return [leaf - there for leaf, there in pairs]
 
     @abstractmethod
-    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> LeafState | None:
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
         """Compress what `_leaf` holds, and take all of the leaf into this rank's sums.
 
         Args:
@@ -170,7 +179,7 @@ class CompressedReduction(ABC):
             scalars: sums of its scalars.
 
         Returns:
-            What the microbatch keeps of it, if anything.
+            For each segment, what was cut off; nothing without feedback.
         """
 
     @abstractmethod

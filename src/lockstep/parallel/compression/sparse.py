@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_SAMPLED = 64
+"""One of so many elements is in a sample."""
+
 
 def num_kept(shape: torch.Size, ratio: float) -> int:
     """How many elements of a tensor are kept: at least one, if it has any."""
@@ -28,11 +31,29 @@ def greatest(values: Tensor, count: int) -> Tensor:
         int64 [count].
     """
     magnitudes = values.abs().nan_to_num_(nan=torch.inf)
+    likely = _likely(magnitudes, count)
+    among = magnitudes[likely]
     # Which of equal elements `topk` names is not said, and may differ between devices.
-    least = torch.topk(magnitudes, count, sorted=False).values.amin()
-    above, equal = magnitudes > least, magnitudes == least
+    least = torch.topk(among, count, sorted=False).values.amin()
+    above, equal = among > least, among == least
     wanted = count - above.sum()
-    return (above | (equal & (equal.cumsum(0) <= wanted))).nonzero()[:, 0]
+    return likely[above | (equal & (equal.cumsum(0) <= wanted))]
+
+
+def _likely(magnitudes: Tensor, count: int) -> Tensor:
+    """Indices of all elements from some magnitude on, ascending; at least `count` of them.
+
+    To look for the greatest of a few is three times faster. Where the bound is depends on a sample,
+    but not what is found.
+    """
+    sample = magnitudes[::_SAMPLED]
+    most = 2 * count // _SAMPLED + 8
+    if most < len(sample):
+        bound = torch.topk(sample, most, sorted=False).values.amin()
+        found = (magnitudes >= bound).nonzero()[:, 0]
+        if len(found) >= count:
+            return found
+    return torch.arange(len(magnitudes), device=magnitudes.device)
 
 
 def drawn(shapes: Sequence[torch.Size], ratio: float, key: int) -> list[Tensor]:

@@ -1,0 +1,237 @@
+"""Workers that step parameters of their own between two exchanges: local SGD and DiLoCo.
+
+A microbatch is a worker. Its gradient is where the worker has come from where it began, after some
+optimizer steps by itself (Stich 2019; Douillard et al. 2023, algorithm 1): parameters before minus
+parameters after. These are summed as gradients are, and the outer optimizer steps their mean.
+All workers begin at the same parameters again, so that what remains of one is the state of its
+inner optimizer, which is the carry of the microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.config import TrainConfig
+from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.task import Loss, Number, Task
+from lockstep.errors import TaskError
+from lockstep.parallel.layout import split
+
+LossOf = Callable[[Any, Any], Loss]
+"""The loss of a model and a batch."""
+
+
+class LocalSteps:
+    """Computes what a worker does in a step of the run.
+
+    Attributes:
+        factors: what the inner optimizer's learning rates are multiplied with, one for each group.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, config: TrainConfig) -> None:
+        """Make the inner optimizer, over copies of the parameters.
+
+        Args:
+            task: task that defines the loss, and maybe the inner optimizer.
+            model: model on its device.
+            config: config of the run.
+
+        Raises:
+            TaskError: the task's optimizer cannot be that of a worker.
+        """
+        self._config = config
+        self._within = _Within(model)
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._copies: dict[str, Tensor] = {
+            n: nn.Parameter(p.detach().clone()) for n, p in named.items()
+        }
+        self._optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in stepped}
+        self._parameters: list[Tensor] = [named[name] for name in self._copies]
+        self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._is_known = False
+        self.factors: Sequence[float] = [1.0] * len(self._base_lrs)
+
+    def outer_optimizer(self) -> optim.Optimizer:
+        """SGD with Nesterov's momentum over the parameters, in the inner optimizer's groups."""
+        about = self._config.local
+        of_copy = {id(c): p for c, p in zip(self._copies.values(), self._parameters, strict=True)}
+        groups = [
+            {"params": [of_copy[id(c)] for c in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        momentum = about.outer_momentum
+        return optim.SGD(groups, lr=about.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+    def run(self, loss_of: LossOf, batch: Any, state: Any) -> tuple[Loss, Any]:
+        """Step a worker.
+
+        Args:
+            loss_of: loss of the model and a part of the batch.
+            batch: samples of all its steps.
+            state: what its inner optimizer has from the step before; None at first.
+
+        Returns:
+            The sum of the losses, whose gradient is how far the worker has come, times its weight;
+            and the inner optimizer's state.
+
+        Raises:
+            TaskError: the batch cannot be cut into steps.
+        """
+        before = self._held()
+        self._begin(state)
+        losses = [self._step(loss_of, part) for part in parts_of(batch, self._config.local.steps)]
+        weight = sum(_number(loss.weight) for loss in losses)
+        with torch.no_grad():
+            come = torch._foreach_sub(self._parameters, list(self._copies.values()))
+            torch._foreach_mul_(come, weight)
+        value = torch.stack([loss.sum.detach() for loss in losses]).sum()
+        pairs = {
+            name: (
+                sum(_number(loss.metrics[name][0]) for loss in losses),
+                sum(_number(loss.metrics[name][1]) for loss in losses),
+            )
+            for name in losses[0].metrics
+        }
+        total: Tensor = _Come.apply(value, come, *self._parameters)  # type: ignore[no-untyped-call]
+        after = self._state()
+        self._check_held(before)
+        return Loss(total, weight, pairs), after
+
+    def _begin(self, state: Any) -> None:
+        """Begin where all workers do, with the state of one."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._copies.values()), self._parameters)
+        self._optimizer.state.clear()
+        for index, values in (state or {}).items():
+            copy = list(self._copies.values())[int(index)]
+            # Counters of steps are on the CPU, wherever the parameters are.
+            self._optimizer.state[copy] = {
+                k: v.cpu() if isinstance(v, Tensor) and not v.dim() else v
+                for k, v in values.items()
+            }
+        pairs = zip(self._optimizer.param_groups, self._base_lrs, self.factors, strict=True)
+        for group, lr, factor in pairs:
+            group["lr"] = lr * factor
+
+    def _held(self) -> dict[str, str]:
+        """What there is in the optimizer without any state; once only, for that takes long."""
+        if self._is_known:
+            return {}
+        self._begin(None)
+        return held_state({"optimizer": self._optimizer})
+
+    def _check_held(self, before: dict[str, str]) -> None:
+        """Refuse an optimizer that has more state than `state`: the next worker would find it.
+
+        Raises:
+            TaskError: naming it.
+        """
+        after = self._held()
+        self._is_known = True
+        for path in sorted({*before, *after}):
+            if before.get(path) != after.get(path):
+                raise TaskError(
+                    f"build_optimizer: {path} changes with a step, and the next worker would go on "
+                    "from there; keep it in the optimizer's state of parameters, or set "
+                    "local.steps=1"
+                )
+
+    def _step(self, loss_of: LossOf, part: Any) -> Loss:
+        copies = list(self._copies.values())
+
+        def compute(model: nn.Module) -> Loss:
+            loss = loss_of(model, part)
+            gradients = torch.autograd.grad(loss.sum, copies, allow_unused=True)
+            for copy, gradient in zip(copies, gradients, strict=True):
+                copy.grad = gradient
+            return loss
+
+        loss: Loss = self._with_copies(compute)
+        weight, there = _number(loss.weight), [c.grad for c in copies if c.grad is not None]
+        if weight:
+            torch._foreach_div_(there, weight)
+            if self._config.clip_norm is not None:
+                nn.utils.clip_grad_norm_(copies, self._config.clip_norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    def _state(self) -> dict[str, Any]:
+        indices = {id(copy): str(n) for n, copy in enumerate(self._copies.values())}
+        return {indices[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
+
+    def _with_copies(self, function: Callable[[nn.Module], Any]) -> Any:
+        """What a function makes of the model while that has the copies for parameters."""
+        named = {f"model.{name}": copy for name, copy in self._copies.items()}
+        return functional_call(self._within, named, (function,))
+
+
+class _Within(nn.Module):
+    """Calls a function with a model, so that `functional_call` can lend the model parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[[nn.Module], Any]) -> Any:
+        return function(self.model)
+
+
+class _Come(torch.autograd.Function):
+    """A value with given gradients in parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Any:
+        return (None, None, *(outer[0] * gradient for gradient in ctx.gradients))
+
+
+def parts_of(batch: Any, num_parts: int) -> list[Any]:
+    """A batch cut along its samples into parts of like size; no part is empty.
+
+    Args:
+        batch: tensors, or lists, tuples and dicts of them, whose first dimension is the samples.
+        num_parts: number of parts; fewer come of fewer samples.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    leaves = tree_leaves(batch)
+    lengths = {len(t) if isinstance(t, Tensor) and t.dim() else -1 for t in leaves}
+    if len(lengths) != 1 or lengths & {-1}:
+        raise TaskError(
+            "local.steps: a batch is cut into the steps of a worker, so it must be made of tensors "
+            "whose first dimension is its samples; return such from dataset or collate, or set "
+            "local.steps=1"
+        )
+    ranges = split(lengths.pop(), num_parts)
+    return [tree_map(lambda t, r=r: t[r.first : r.last], batch) for r in ranges if len(r)]
+
+
+def _number(value: Number) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _inner_optimizer(task: Task, model: nn.Module, config: TrainConfig) -> optim.Optimizer:
+    own = task.build_optimizer(model)
+    if own is None:
+        return default_optimizer(model, config)
+    if not isinstance(own, optim.Optimizer):
+        raise TaskError(
+            "build_optimizer: returns several optimizers, and a worker has one; return one, or set "
+            "local.steps=1"
+        )
+    return check_optimizer(own, model, config)
