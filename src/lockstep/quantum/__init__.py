@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+    from lockstep.quantum.circuits.angles import Angle, Expression, parameter
+    from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, unitary
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Angle",
     "Circuit",
+    "Expression",
     "Gate",
     "PauliSum",
     "QuantumTransformer",
@@ -57,7 +59,8 @@ __all__ = [
 
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "circuits.circuit": ("Angle", "Circuit", "Gate", "gate", "parameter", "unitary"),
+        "circuits.angles": ("Angle", "Expression", "parameter"),
+        "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),

@@ -13,8 +13,8 @@ from lockstep.quantum.circuits.blocks import BlockMatrices
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
 from lockstep.quantum.simulation.adjoint import Evolve, Program, StatePart
-from lockstep.quantum.simulation.derivatives import AddUp
-from lockstep.quantum.simulation.memory import check_memory, memory_bytes
+from lockstep.quantum.simulation.derivatives import AddUp, evolve, is_transformed, num_copies
+from lockstep.quantum.simulation.memory import check_fits, check_memory, memory_bytes
 
 
 class Simulator:
@@ -144,8 +144,27 @@ class Simulator:
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
+        if is_transformed(rows, start):
+            return self._followed(rows, start, program).reshape(*lead, -1)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         return states.view(*lead, -1)
+
+    def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
+        """The states by operations that `torch.func` knows."""
+        if self.transport is not None:
+            raise ConfigError(
+                "torch.func does not transform a state that is split over ranks; simulate it on "
+                "one rank (a Simulator without transport)"
+            )
+        num_blocks = len(program.plan.blocks)
+        num_states = max(num_copies(rows), num_copies(start)) * len(start)
+        check_fits(
+            f"torch.func through {num_blocks} blocks of gates on {num_states} states",
+            (num_blocks + 1) * (num_states << self.circuit.num_qubits) * self.dtype.itemsize,
+            self.device,
+            "use fewer states at once (chunk_size), or torch.autograd, which needs less",
+        )
+        return evolve(start, program.plan, program.matrices(rows))
 
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
