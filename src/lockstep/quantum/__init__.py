@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
     from lockstep.quantum.interop.qiskit_writer import bound, drawing, to_qiskit
+    from lockstep.quantum.layers.layer import Layer
     from lockstep.quantum.simulation.distributed import expectation
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
+    from lockstep.quantum.simulation.metric import metric_tensor
     from lockstep.quantum.simulation.shift import share, shifted
     from lockstep.quantum.simulation.statevector import Simulator, statevector
     from lockstep.quantum.transformer.metric import context_root, fubini_study
@@ -33,6 +35,7 @@ __all__ = [
     "Circuit",
     "Expression",
     "Gate",
+    "Layer",
     "PauliSum",
     "QuantumTransformer",
     "Sentences",
@@ -45,6 +48,7 @@ __all__ = [
     "from_qiskit",
     "fubini_study",
     "gate",
+    "metric_tensor",
     "parameter",
     "probabilities",
     "sample_frequencies",
@@ -65,8 +69,10 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),
         "interop.qiskit_writer": ("bound", "drawing", "to_qiskit"),
+        "layers.layer": ("Layer",),
         "simulation.distributed": ("expectation",),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
+        "simulation.metric": ("metric_tensor",),
         "simulation.shift": ("share", "shifted"),
         "simulation.statevector": ("Simulator", "statevector"),
         "transformer.metric": ("context_root", "fubini_study"),

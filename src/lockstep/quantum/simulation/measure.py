@@ -41,7 +41,8 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
     axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
     others = [lead + i for i in range(num_qubits) if lead + i not in axes]
     split = split.permute(*range(lead), *axes, *others)
-    return split.reshape(*squares.shape[:-1], 1 << len(qubits), -1).sum(-1)
+    outcomes = 1 << len(qubits), 1 << (num_qubits - len(qubits))
+    return split.reshape(*squares.shape[:-1], *outcomes).sum(-1)
 
 
 def qubits_of(states: Tensor) -> int:

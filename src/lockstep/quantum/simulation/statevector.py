@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 import torch
@@ -29,6 +30,9 @@ class Simulator:
         transport: transport to other ranks, a power of two of them, that each hold an equal part of
             the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
             make the same calls. Without a transport, the state is whole.
+        varying: numbers of the parameters that may differ between the states of a batch; all by
+            default. The others are taken from the first row of parameters: blocks of gates that
+            depend on no others have one matrix for all states, which is faster.
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
@@ -48,6 +52,7 @@ class Simulator:
         device: torch.device | str = "cpu",
         max_targets: int = MAX_TARGETS,
         transport: Transport | None = None,
+        varying: Collection[int] | None = None,
     ) -> None:
         self.num_ranks = num_ranks = 1 if transport is None else transport.size
         self.transport = transport if num_ranks > 1 else None
@@ -71,6 +76,7 @@ class Simulator:
             raise ConfigError(f"device {device!r}: there is no such device") from error
         self._num_rank_axes = num_ranks.bit_length() - 1
         self._max_targets = max_targets
+        self._varying = None if varying is None else _gates_of(circuit, varying)
         self.num_local = circuit.num_qubits - self._num_rank_axes
         self.part = StatePart(self.num_local, self.rank, self.transport)
         self._memory = memory_bytes(self.device)
@@ -82,7 +88,9 @@ class Simulator:
         return self._program(from_zero=False)
 
     def _program(self, from_zero: bool) -> Program:
-        laid_out = plan(self.circuit, self._max_targets, self._num_rank_axes, from_zero)
+        laid_out = plan(
+            self.circuit, self._max_targets, self._num_rank_axes, from_zero, self._varying
+        )
         return Program(laid_out, BlockMatrices(laid_out.blocks, self.dtype, self.device))
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -133,6 +141,9 @@ class Simulator:
         check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
+        if not batch:
+            empty = (angles.sum(-1, keepdim=True) * 0).to(self.dtype)
+            return empty.expand(*lead, 1 << self.num_local)
         # Without a batch of angles, all states share their matrices.
         rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
         if len(rows) not in (1, batch):
@@ -194,6 +205,13 @@ class Simulator:
         """
         total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
         return total
+
+
+def _gates_of(circuit: Circuit, parameters: Collection[int]) -> frozenset[int]:
+    """Numbers, among the gates with angles, of those that depend on any of these parameters."""
+    angles = [g.angle for g in circuit.with_angle if g.angle is not None]
+    chosen = set(parameters)
+    return frozenset(n for n, angle in enumerate(angles) if chosen.intersection(angle.parameters))
 
 
 def statevector(
