@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.quantum.circuits.angles import Angle, Expression, parameter
     from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, unitary
+    from lockstep.quantum.circuits.frequencies import frequencies
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
@@ -44,6 +45,7 @@ __all__ = [
     "context_root",
     "drawing",
     "expectation",
+    "frequencies",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
@@ -65,6 +67,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "circuits.angles": ("Angle", "Expression", "parameter"),
         "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
+        "circuits.frequencies": ("frequencies",),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),

@@ -45,13 +45,13 @@ class Formula:
 
     def __add__(self, other: Formula | float) -> Formula:
         """The sum with a number or another angle."""
-        return _sum(self, other)
+        return _sum(self, other) if _is_term(other) else NotImplemented
 
     __radd__ = __add__
 
     def __mul__(self, other: Formula | float) -> Formula:
         """The product with a number or another angle."""
-        return _product(self, other)
+        return _product(self, other) if _is_term(other) else NotImplemented
 
     __rmul__ = __mul__
 
@@ -65,7 +65,7 @@ class Formula:
 
     def __rsub__(self, other: Formula | float) -> Formula:
         """The difference of a number and this."""
-        return _sum(-self, other)
+        return _sum(-self, other) if _is_term(other) else NotImplemented
 
     def __truediv__(self, other: Formula | float) -> Formula:
         """The quotient by a number or another angle.
@@ -77,7 +77,7 @@ class Formula:
 
     def __rtruediv__(self, other: float) -> Formula:
         """A number divided by this."""
-        return _product(_power(self, -1.0), other)
+        return _product(_power(self, -1.0), other) if _is_term(other) else NotImplemented
 
     def __pow__(self, other: Formula | float) -> Formula:
         """A power, with a number or another angle as exponent; NaN where it is not real."""
@@ -85,7 +85,7 @@ class Formula:
 
     def __rpow__(self, other: float) -> Formula:
         """A power of a number."""
-        return _power(other, self)
+        return _power(other, self) if _is_term(other) else NotImplemented
 
     def __abs__(self) -> Formula:
         """The absolute value; its derivative at 0 is 0."""
@@ -298,8 +298,6 @@ def _is_term(value: object) -> bool:
 
 
 def _sum(left: Formula | float, right: Formula | float) -> AnyAngle:
-    if not _is_term(right):
-        return NotImplemented
     one, two = as_angle(left), as_angle(right)
     if isinstance(one, Angle) and isinstance(two, Angle):
         indices = {*one.parameters, *two.parameters}
@@ -311,8 +309,6 @@ def _sum(left: Formula | float, right: Formula | float) -> AnyAngle:
 
 
 def _product(left: Formula | float, right: Formula | float) -> AnyAngle:
-    if not _is_term(right):
-        return NotImplemented
     one, two = as_angle(left), as_angle(right)
     if isinstance(one, Angle) and isinstance(two, Angle):
         if one.index is None:

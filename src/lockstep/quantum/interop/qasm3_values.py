@@ -31,7 +31,7 @@ class Values(ValueResolver):
         if not all(isinstance(type_, _NUMERIC) for _, type_ in arguments):
             raise ConfigError(f"OpenQASM: {name}: its arguments must be numbers")
         values = [value for value, _ in arguments]
-        constant = all(type_.const for _, type_ in arguments)
+        constant = not any(isinstance(value, ParameterExpression) for value, _ in arguments)
         if name == "pow":
             return _power(*values), types.Float(constant)
         if name == "sqrt":
@@ -47,7 +47,8 @@ class Values(ValueResolver):
         (base, one), (exponent, two) = self.visit(node.lhs), self.visit(node.rhs)
         if not (isinstance(one, _NUMERIC) and isinstance(two, _NUMERIC)):
             raise ConfigError("OpenQASM: ** is for numbers only")
-        return _power(base, exponent), types.Float(one.const and two.const)
+        constant = not any(isinstance(value, ParameterExpression) for value in (base, exponent))
+        return _power(base, exponent), types.Float(constant)
 
 
 def _power(base: Any, exponent: Any) -> Any:

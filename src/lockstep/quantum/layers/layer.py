@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.checks import as_integer, kind_of
 from lockstep.quantum.circuits.circuit import Circuit
+from lockstep.quantum.circuits.frequencies import frequencies
 from lockstep.quantum.layers.readout import Readout, squared
 from lockstep.quantum.simulation.measure import PauliSum, probabilities
 from lockstep.quantum.simulation.metric import Approximation, metric_tensor
@@ -186,6 +187,14 @@ class Layer(nn.Module):
         parameters = self.parameters_of(inputs)
         metrics = metric_tensor(self.simulator, parameters, self._weights, approximation)
         return metrics.flatten(0, -3).mean(0) if metrics.dim() > 2 else metrics
+
+    def frequencies(self) -> Tensor:
+        """The frequency of each weight [W], float64, for `Rotosolve`; see `frequencies`.
+
+        Raises:
+            ConfigError: expectation values are no sinusoid of one frequency in a weight.
+        """
+        return frequencies(self.circuit, self._weights)
 
     def extra_repr(self) -> str:  # noqa: D102
         measured = self._measure + (f" of {len(self._observables)}" if self._observables else "")

@@ -59,7 +59,8 @@ def is_transformed(*tensors: Tensor) -> bool:
     """
     if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function asks itself
         return True
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+    parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return any(part.tangent is not None for part in parts)
 
 
 def num_copies(tensor: Tensor) -> int:
