@@ -13,7 +13,7 @@ from qiskit_qasm3_import.expression import ValueResolver
 from lockstep.errors import ConfigError
 
 _NUMERIC = (types.Int, types.Uint, types.Float, types.Angle)
-_FUNCTIONS = ("sin", "cos", "tan", "arcsin", "arccos", "arctan", "exp", "log", "sqrt", "pow")
+_FUNCTIONS = ("sin", "cos", "tan", "arcsin", "arccos", "arctan", "exp", "log", "sqrt")
 _OF_MATH = {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}
 
 
@@ -23,23 +23,20 @@ class Values(ValueResolver):
     def visit_FunctionCall(self, node: ast.FunctionCall) -> Any:  # noqa: D102
         name = node.name.name
         arguments = [self.visit(argument) for argument in node.arguments]
-        if name not in _FUNCTIONS or len(arguments) != 1 + (name == "pow"):
+        if name not in _FUNCTIONS or len(arguments) != 1:
             raise ConfigError(
                 f"OpenQASM: {name} of {len(arguments)}: known functions of angles are "
                 f"{', '.join(_FUNCTIONS)}"
             )
-        if not all(isinstance(type_, _NUMERIC) for _, type_ in arguments):
-            raise ConfigError(f"OpenQASM: {name}: its arguments must be numbers")
-        values = [value for value, _ in arguments]
-        constant = not any(isinstance(value, ParameterExpression) for value, _ in arguments)
-        if name == "pow":
-            return _power(*values), types.Float(constant)
+        if not isinstance(arguments[0][1], _NUMERIC):
+            raise ConfigError(f"OpenQASM: {name}: its argument must be a number")
+        value = arguments[0][0]
+        is_constant = types.Float(not isinstance(value, ParameterExpression))
         if name == "sqrt":
-            return _power(values[0], 0.5), types.Float(constant)
-        (value,) = values
+            return _power(value, 0.5), is_constant
         if isinstance(value, ParameterExpression):
-            return getattr(value, name)(), types.Float(constant)
-        return getattr(math, _OF_MATH.get(name, name))(value), types.Float(constant)
+            return getattr(value, name)(), is_constant
+        return getattr(math, _OF_MATH.get(name, name))(value), is_constant
 
     def visit_BinaryExpression(self, node: ast.BinaryExpression) -> Any:  # noqa: D102
         if node.op.name != "**":
