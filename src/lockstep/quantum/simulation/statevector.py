@@ -130,7 +130,7 @@ class Simulator:
         Raises:
             ConfigError: an argument has another shape, or the state does not fit into memory.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not is_transformed(angles):
             angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = self._lead(angles, initial)
         batch = lead.numel()
