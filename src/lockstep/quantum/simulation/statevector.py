@@ -31,8 +31,8 @@ class Simulator:
             the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
             make the same calls. Without a transport, the state is whole.
         varying: numbers of the parameters that may differ between the states of a batch; all by
-            default. The others are taken from the first row of parameters: blocks of gates that
-            depend on no others have one matrix for all states, which is faster.
+            default. Gates that depend on no such parameter have one matrix for all states, which
+            is faster.
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
@@ -157,8 +157,23 @@ class Simulator:
             program = self.from_any
         if is_transformed(rows, start):
             return self._followed(rows, start, program).reshape(*lead, -1)
+        self._check_shared(rows)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         return states.view(*lead, -1)
+
+    def _check_shared(self, rows: Tensor) -> None:
+        """Check that the angles that one row stands for are the same in all."""
+        if self._varying is None or len(rows) == 1:
+            return
+        with torch.no_grad():
+            differs = (rows > rows[:1]) | (rows < rows[:1])
+        if differs.any():
+            wrong = set(differs.any(0).nonzero().flatten().tolist()) - self._varying
+            if wrong:
+                raise ConfigError(
+                    f"the angle of gate {min(wrong)} (of those with angles) differs between the "
+                    "states of a batch, and none of its parameters is in `varying`"
+                )
 
     def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
         """The states by operations that `torch.func` knows."""
