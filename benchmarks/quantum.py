@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import circuit_layers
 from lockstep.front import Sitting
 from lockstep.launching.start import rank_command, start
 from lockstep.quantum.simulation.measure import PauliSum
@@ -30,7 +31,7 @@ from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
 from state_over_ranks import ring
 
-CASES = ("sentences", "rings", "ranks", "split")
+CASES = ("sentences", "rings", "layers", "ranks", "split")
 Work = Callable[[], Any]
 
 
@@ -50,6 +51,9 @@ def main() -> None:
     works: dict[str, Callable[[], Section]] = {
         "sentences": lambda: sentences(rounds),
         "rings": lambda: rings([n for n in (10, 16, 18, 20, 22, 24) if n <= largest], rounds),
+        "layers": lambda: circuit_layers.section(
+            (4,) if args.quick else (4, 6, 8, 10, 12), rounds, timed
+        ),
         "ranks": lambda: ranks(args.quick),
         "split": lambda: split_state(12 if args.quick else args.split, rounds),
     }

@@ -38,6 +38,7 @@ SLOW = {"cartpole", "finetune", "recommender", "stream", "tabular", "teacher"}
 
 SIZES = {
     "cartpole": Small(("epochs=4", "longest=40", "batch_size=16"), 3),
+    "circuit": Small(("epochs=2", "num_qubits=2", "num_layers=1"), 3),
     "digits": Small(("epochs=2",), 7),
     "finetune": Small(("epochs=2",), 3),
     "gan": Small(("steps=24", "width=16", "eval_every=12", "eval_batch_size=512"), 10),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+from lockstep.quantum.circuits.angles import Angle, Formula
+from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.circuits.gates import KINDS
 
 
@@ -137,3 +138,25 @@ def random_circuit(
         bits = [source.randint(0, 1) for _ in range(count)]
         gates.append(made.controlled(*qubits[:count], state=bits) if count else made)
     return Circuit(num_qubits, gates, num_parameters)
+
+
+def random_angle(source: random.Random, num_parameters: int, depth: int = 3) -> Formula:
+    """Any formula that is smooth where parameters are of about size 1, from a seeded source."""
+    if not depth or source.random() < 0.2:
+        return Angle(
+            source.uniform(-2, 2), source.randrange(num_parameters), source.choice([1.0, -0.5, 2.0])
+        )
+    one, two = (random_angle(source, num_parameters, depth - 1) for _ in range(2))
+    return source.choice(
+        [
+            lambda: one + two,
+            lambda: one - two * source.uniform(-2, 2),
+            lambda: (1 - one.sin()) * (math.pi - two.cos()),
+            lambda: one.sin() * two,
+            lambda: one.sin() ** source.choice([2, 3]),
+            lambda: two.cos() / (2 + one.sin()),
+            lambda: (one.sin() / 2).exp() + (one.cos() / 2).arcsin(),
+            lambda: (1.5 + two.cos()).log() * one.arctan(),
+            lambda: (one.arctan() / 2).tan() - (two.cos() / 2).arccos(),
+        ]
+    )()

@@ -16,17 +16,23 @@ if TYPE_CHECKING:
     from lockstep.optim.adam_atan2 import AdamATan2
     from lockstep.optim.lbfgs import LBFGS
     from lockstep.optim.natural import NaturalGradient
+    from lockstep.optim.rotosolve import Rotosolve, Sweep
     from lockstep.optim.rows import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSignSGD
+    from lockstep.optim.spsa import SPSA, Perturbation
 
 __all__ = [
     "LBFGS",
+    "SPSA",
     "AdamATan2",
     "NaturalGradient",
+    "Perturbation",
+    "Rotosolve",
     "RowAdagrad",
     "RowAdam",
     "RowOptimizer",
     "RowSGD",
     "RowSignSGD",
+    "Sweep",
 ]
 
 _HOMES: Mapping[str, str] = MappingProxyType(
@@ -34,11 +40,15 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "AdamATan2": "adam_atan2",
         "LBFGS": "lbfgs",
         "NaturalGradient": "natural",
+        "Perturbation": "spsa",
+        "Rotosolve": "rotosolve",
         "RowAdagrad": "rows",
         "RowAdam": "rows",
         "RowOptimizer": "rows",
         "RowSGD": "rows",
         "RowSignSGD": "rows",
+        "SPSA": "spsa",
+        "Sweep": "rotosolve",
     }
 )
 

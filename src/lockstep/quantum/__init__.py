@@ -14,13 +14,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+    from lockstep.quantum.circuits.angles import Angle, Expression, parameter
+    from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, unitary
+    from lockstep.quantum.circuits.frequencies import frequencies
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
     from lockstep.quantum.interop.qiskit_writer import bound, drawing, to_qiskit
+    from lockstep.quantum.layers.layer import Layer
     from lockstep.quantum.simulation.distributed import expectation
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
+    from lockstep.quantum.simulation.metric import metric_tensor
     from lockstep.quantum.simulation.shift import share, shifted
     from lockstep.quantum.simulation.statevector import Simulator, statevector
     from lockstep.quantum.transformer.metric import context_root, fubini_study
@@ -30,7 +34,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Angle",
     "Circuit",
+    "Expression",
     "Gate",
+    "Layer",
     "PauliSum",
     "QuantumTransformer",
     "Sentences",
@@ -39,10 +45,12 @@ __all__ = [
     "context_root",
     "drawing",
     "expectation",
+    "frequencies",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
     "gate",
+    "metric_tensor",
     "parameter",
     "probabilities",
     "sample_frequencies",
@@ -57,13 +65,17 @@ __all__ = [
 
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "circuits.circuit": ("Angle", "Circuit", "Gate", "gate", "parameter", "unitary"),
+        "circuits.angles": ("Angle", "Expression", "parameter"),
+        "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
+        "circuits.frequencies": ("frequencies",),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),
         "interop.qiskit_writer": ("bound", "drawing", "to_qiskit"),
+        "layers.layer": ("Layer",),
         "simulation.distributed": ("expectation",),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
+        "simulation.metric": ("metric_tensor",),
         "simulation.shift": ("share", "shifted"),
         "simulation.statevector": ("Simulator", "statevector"),
         "transformer.metric": ("context_root", "fubini_study"),

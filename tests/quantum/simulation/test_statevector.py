@@ -273,3 +273,20 @@ def gradients(simulator: Simulator, parameters: torch.Tensor) -> torch.Tensor:
     PauliSum({"Z" * 6: 1.0}).expectation(simulator.state(theta)).backward()
     assert theta.grad is not None
     return theta.grad
+
+
+def test_parameters_that_do_not_vary_must_be_the_same_in_all_rows() -> None:
+    simulator, plain = Simulator(ring(3, 1), varying=[0, 4]), Simulator(ring(3, 1))
+    rows = some_parameters(9).repeat(4, 1)
+    rows[:, [0, 4]] = some_parameters(4, 2)
+    found, expected = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    weights = some_parameters(4, 8)
+    one, two = simulator.state(found), plain.state(expected)
+    assert (one - two).abs().max() < 1e-14
+    for states in (one, two):
+        (states.abs().square() * weights).sum().backward()
+    assert (found.grad[:, [0, 4]] - expected.grad[:, [0, 4]]).abs().max() < 1e-13
+    assert (found.grad.sum(0) - expected.grad.sum(0)).abs().max() < 1e-13
+    rows[2, 3] += 1e-9
+    with pytest.raises(ConfigError, match=r"the angle of gate 3 .* none of its parameters is in"):
+        simulator.state(rows)

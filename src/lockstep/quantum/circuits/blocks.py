@@ -38,7 +38,7 @@ class BlockMatrices:
         """
         groups: dict[object, list[int]] = {}
         for number, block in enumerate(blocks):
-            groups.setdefault(signature(block), []).append(number)
+            groups.setdefault((signature(block), block.varies), []).append(number)
         self._count = len(blocks)
         self._groups = [
             _Group(members, [blocks[m] for m in members], dtype, device)
@@ -49,11 +49,12 @@ class BlockMatrices:
         """The matrices of all blocks.
 
         Args:
-            angles: the angles in radians of all gates that have one, real, [B, gates].
+            angles: the angles in radians of all gates that have one, real, [B, gates]; those of
+                gates that do not vary are taken from the first row.
 
         Returns:
             For each block, [B, C, K, K] with C values of its controls and K = 2^targets; B is 1
-            where no gate of the block has an angle.
+            where no gate of the block has an angle that varies.
         """
         matrices: list[Tensor | None] = [None] * self._count
         for group in self._groups:
@@ -74,6 +75,7 @@ class _Group:
         self._num_bits = len(blocks[0].targets)
         self._num_values = 1 << len(blocks[0].controls)
         numbers = [[n for _, n in block.gates if n >= 0] for block in blocks]
+        self._varies = blocks[0].varies
         self._numbers = torch.tensor(numbers, dtype=torch.int64, device=device)
         steps = steps_of(blocks[0])
         rows = row_order(blocks[0])
@@ -86,7 +88,7 @@ class _Group:
     def __call__(self, angles: Tensor) -> Tensor:
         """The matrices [B, members, C, K, K] of all members, from angles [B, gates]."""
         if self._numbers.numel():
-            own = angles[:, self._numbers]
+            own = (angles if self._varies else angles[:1])[:, self._numbers]
         else:
             own = angles.new_zeros(1, len(self.members), 0)
         runs = iter(self._runs(own))

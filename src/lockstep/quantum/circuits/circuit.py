@@ -5,62 +5,26 @@ Qubit 0 is the least significant bit of an amplitude's index, as in Qiskit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.quantum.circuits.angles import Angle as Angle
+from lockstep.quantum.circuits.angles import AnyAngle, Expression, Formula, as_angle
+from lockstep.quantum.circuits.angles import parameter as parameter
+from lockstep.quantum.circuits.checks import as_integer as as_integer
+from lockstep.quantum.circuits.checks import kind_of as kind_of
+from lockstep.quantum.circuits.evaluation import Evaluation
 from lockstep.quantum.circuits.gates import KINDS, UNITARY, Kind
 
 MAX_QUBITS = 62
 """Most qubits of a circuit: the index of an amplitude is an integer of 64 bits."""
 _UNITARY_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class Angle:
-    """An angle in radians: scale · θ[index] + offset, or only the offset.
-
-    Attributes:
-        offset: constant part, in radians.
-        index: number of the parameter, from 0; None for an angle that depends on none.
-        scale: factor of the parameter.
-    """
-
-    offset: float = 0.0
-    index: int | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: a number is not finite, or the index is not an integer from 0 on.
-        """
-        for name, value in (("offset", self.offset), ("scale", self.scale)):
-            if not isinstance(value, Real) or not math.isfinite(value):
-                raise ConfigError(f"angle: {name} must be a finite number, not {value!r}")
-        if self.index is not None and as_integer(self.index, "parameter") < 0:
-            raise ConfigError(f"parameter {self.index}: must not be negative")
-
-
-def parameter(index: int, scale: float = 1.0, offset: float = 0.0) -> Angle:
-    """The angle scale · θ[index] + offset.
-
-    Args:
-        index: number of the parameter, from 0.
-        scale: factor of the parameter.
-        offset: constant part, in radians.
-
-    Raises:
-        ConfigError: a number is not finite, or the index is not an integer from 0 on.
-    """
-    return Angle(offset, index, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +42,7 @@ class Gate:
 
     name: str
     qubits: tuple[int, ...]
-    angle: Angle | None = None
+    angle: AnyAngle | None = None
     controls: tuple[int, ...] = ()
     control_state: tuple[int, ...] = ()
     matrix: Tensor | None = None
@@ -98,7 +62,7 @@ class Gate:
             raise ConfigError(f"{where}: not supported (there are: {', '.join(KINDS)}, {UNITARY})")
         if not self.qubits:
             raise ConfigError(f"{where}: needs at least one qubit beside controls")
-        if not isinstance(self.angle, (Angle, type(None))):
+        if not isinstance(self.angle, (Angle, Expression, type(None))):
             raise ConfigError(f"{where}: its angle must be an Angle, not {self.angle!r}")
         if (self.matrix is not None) != (self.name == UNITARY):
             raise ConfigError(f"{where}: {UNITARY}, and no other, is given by a matrix")
@@ -146,18 +110,18 @@ class Gate:
     def inverse(self) -> Gate:
         """The gate that undoes this one."""
         if self.angle is not None:
-            a = self.angle
-            return replace(self, angle=Angle(-a.offset, a.index, -a.scale))
+            return replace(self, angle=as_angle(-self.angle))
         return replace(self, name=UNITARY, matrix=self.kind.constant.mH.contiguous())
 
 
-def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
+def gate(name: str, *qubits: int, angle: Formula | float | None = None) -> Gate:
     """A gate by name; `cx`, `ccz`, `crx`, … are gates with leading c's for controls.
 
     Args:
         name: a key of `gates.KINDS`, with a leading c for each control.
         qubits: the controls, then the qubits that the gate acts on, low bit first.
-        angle: angle in radians, a number or a `parameter`, for gates that have one.
+        angle: angle in radians, a number, a `parameter` or a formula of some, for gates that have
+            one.
 
     Raises:
         ConfigError: there is no such gate, or its qubits or angle do not fit it.
@@ -168,12 +132,12 @@ def gate(name: str, *qubits: int, angle: Angle | float | None = None) -> Gate:
     while base not in KINDS and base.startswith("c"):
         base = base[1:]
     count = len(name) - len(base)
-    if angle is not None and not isinstance(angle, (Real, Angle)):
+    if angle is not None and not isinstance(angle, (Real, Formula)):
         raise ConfigError(
             f"gate {name}: its angle must be a number or a `parameter`, not {angle!r}"
         )
-    number = Angle(float(angle)) if isinstance(angle, Real) else angle
-    return Gate(base, qubits[count:], number, qubits[:count])
+    own = None if angle is None else as_angle(angle)
+    return Gate(base, qubits[count:], own, qubits[:count])
 
 
 def unitary(matrix: Tensor, *qubits: int) -> Gate:
@@ -222,7 +186,7 @@ class Circuit:
                 raise ConfigError(f"gate {number}: must be a Gate, not {kind_of(each)}")
         if num_parameters is not None and as_integer(num_parameters, "num_parameters") < 0:
             raise ConfigError(f"num_parameters {num_parameters}: must not be negative")
-        indices = [g.angle.index for g in given if g.angle and g.angle.index is not None]
+        indices = [i for g in given if g.angle for i in g.angle.parameters]
         least = max(indices, default=-1) + 1
         count = least if num_parameters is None else num_parameters
         for number, each in enumerate(given):
@@ -255,12 +219,7 @@ class Circuit:
             ConfigError: the parameters are no such tensor.
         """
         self.check_parameters(parameters)
-        if not self.num_parameters:
-            parameters = parameters.new_zeros(*parameters.shape[:-1], 1)
-        index, scale, offset = self._linear
-        device = parameters.device
-        chosen = parameters.index_select(-1, index.to(device))
-        return chosen * scale.to(parameters) + offset.to(parameters)
+        return self._evaluation(parameters)
 
     def check_parameters(self, parameters: Tensor) -> None:
         """Check that a tensor can hold parameters of this circuit.
@@ -278,13 +237,8 @@ class Circuit:
             )
 
     @cached_property
-    def _linear(self) -> tuple[Tensor, Tensor, Tensor]:
-        angles = [g.angle for g in self.with_angle if g.angle is not None]
-        index = torch.tensor([a.index or 0 for a in angles], dtype=torch.int64)
-        scale = [0.0 if a.index is None else a.scale for a in angles]
-        offset = [a.offset for a in angles]
-        as_tensor = partial(torch.tensor, dtype=torch.float64)
-        return index, as_tensor(scale), as_tensor(offset)
+    def _evaluation(self) -> Evaluation:
+        return Evaluation([g.angle for g in self.with_angle if g.angle is not None])
 
     def inverse(self) -> Circuit:
         """The circuit that undoes this one."""
@@ -304,17 +258,6 @@ def check_num_qubits(num_qubits: int) -> int:
     return count
 
 
-def as_integer(value: object, name: str) -> int:
-    """An integer of any type but bool, as an int.
-
-    Raises:
-        ConfigError: the value is not one.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
-        raise ConfigError(f"{name}: must be an integer, not {value!r}")
-    return int(value.__index__())
-
-
 def _integers(values: object, name: str) -> tuple[int, ...]:
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise ConfigError(f"{name} must be integers, not {values!r}")
@@ -330,10 +273,3 @@ def _check_matrix(matrix: Tensor, where: str) -> None:
     gap = (matrix @ matrix.mH - torch.eye(size, device=matrix.device)).abs().max()
     if not gap < _UNITARY_TOLERANCE:
         raise ConfigError(f"{where}: its matrix is not unitary (off by {gap:.1e})")
-
-
-def kind_of(value: object) -> str:
-    """The type of a value, for a message that another one is needed."""
-    if isinstance(value, Tensor):
-        return f"one of {value.dtype} {list(value.shape)}"
-    return type(value).__name__

@@ -18,7 +18,7 @@ local ones that are a target last: each rank sends every other one an equal part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.errors import ConfigError
@@ -27,6 +27,8 @@ from lockstep.quantum.circuits.circuit import Circuit, Gate
 MAX_TARGETS = 4
 """Most target qubits of a fused block. A pass over the state costs 2^targets products for each
 amplitude, and one trip to memory."""
+MAX_VARYING_TARGETS = 2
+"""As `MAX_TARGETS`, where each state of a batch has its own matrix: that has to be made, too."""
 MAX_CONTROLS = 1
 """Most control qubits of a fused block, unless a single gate has more."""
 
@@ -47,6 +49,7 @@ class Block:
         moves: moves of the state's axes before the block is applied.
         rank_controls: bits of the rank's number, counted from the high one, that are the first
             controls.
+        varies: whether its matrix may be another one for each state of a batch.
     """
 
     gates: list[tuple[Gate, int]] = field(default_factory=list)
@@ -55,6 +58,7 @@ class Block:
     after: list[int] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     rank_controls: list[int] = field(default_factory=list)
+    varies: bool = False
 
     def touches(self, qubits: Sequence[int]) -> bool:
         """Whether any of the qubits takes part."""
@@ -84,6 +88,7 @@ def plan(
     max_targets: int = MAX_TARGETS,
     num_rank_axes: int = 0,
     from_zero: bool = True,
+    varying: Container[int] | None = None,
 ) -> Plan:
     """Fuse a circuit's gates into blocks, and choose the order of axes for each block.
 
@@ -92,11 +97,13 @@ def plan(
         max_targets: greatest number of target qubits of a fused block.
         num_rank_axes: base-2 logarithm of the number of ranks that the state is split over.
         from_zero: whether the state begins as |0…0>, without local axes; else it has all of them.
+        varying: numbers, among the gates that have an angle, of those whose angle differs between
+            the states of a batch; None if there is no batch, or all may.
 
     Raises:
         ConfigError: there are too many ranks for so few qubits.
     """
-    blocks = _Fusion(max_targets).run(circuit)
+    blocks = _Fusion(max_targets, varying).run(circuit)
     usual = list(range(circuit.num_qubits - 1, -1, -1))
     ranks, local = usual[:num_rank_axes], usual[num_rank_axes:]
     return _lay_out(blocks, _Axes(ranks, [], local) if from_zero else _Axes(ranks, local, []))
@@ -108,8 +115,9 @@ class _Fusion:
     Gates on one qubit wait for the next gate on it that has more, and join its block.
     """
 
-    def __init__(self, max_targets: int) -> None:
+    def __init__(self, max_targets: int, varying: Container[int] | None) -> None:
         self._max_targets = max_targets
+        self._varying = varying
         self._blocks: list[Block] = []
         self._waiting: dict[int, list[tuple[Gate, int]]] = {}
 
@@ -142,6 +150,8 @@ class _Fusion:
 
     def _put(self, gates: list[tuple[Gate, int]], targets: list[int], controls: list[int]) -> None:
         qubits = [*targets, *controls]
+        varying = self._varying
+        varies = varying is None or any(number in varying for _, number in gates)
         touching = [i for i, block in enumerate(self._blocks) if block.touches(qubits)]
         for block in self._blocks[max(touching, default=0) :]:
             every = list(dict.fromkeys([*block.targets, *targets]))
@@ -149,12 +159,15 @@ class _Fusion:
             outside = [c for c in others if c not in every]
             most = max(MAX_CONTROLS, len(block.controls))
             room = self._max_targets
+            if varying is not None and (varies or block.varies):
+                room = min(room, MAX_VARYING_TARGETS)
             if all(number < 0 for _, number in gates):  # its matrix is computed only once
                 room = max(room, len(block.targets))
             if len(every) <= room and len(outside) <= most:
                 block.take(gates, every, outside)
+                block.varies |= varies
                 return
-        self._blocks.append(Block(gates, targets, controls))
+        self._blocks.append(Block(gates, targets, controls, varies=varies))
 
 
 def _angles_first(gates: list[tuple[Gate, int]]) -> list[tuple[Gate, int]]:

@@ -1,4 +1,7 @@
-"""Qiskit's reader of OpenQASM 3, corrected where it confuses parameters or takes too long."""
+"""Qiskit's reader of OpenQASM 3, corrected where it confuses parameters or takes too long.
+
+It also reads functions and powers in angles.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from openqasm3.ast import GateModifierName
 from qiskit_qasm3_import.converter import ConvertVisitor, GateBuilder
 
 from lockstep.errors import ConfigError
+from lockstep.quantum.interop.qasm3_values import Values
 
 _MOST_OF_A_GATE = 6_000
 """Most instructions of a gate's definition, with all definitions in it expanded: each use is a
@@ -51,6 +55,9 @@ class Visitor(ConvertVisitor):
                 f"gate {name}: its definition has more than {_MOST_OF_A_GATE:,} instructions when "
                 "all definitions in it are taken apart"
             )
+
+    def _resolve_generic(self, node: Any, context: Any, strict: bool) -> Any:
+        return Values(context, strict).resolve(node)
 
     def _apply_gate_modifier(self, modifier: Any, gate: Any, context: Any) -> Any:
         """Keep modifiers as annotations: applied at once, controls take exponential time."""

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate
+from lockstep.quantum.circuits.angles import AnyAngle, Expression, written
+from lockstep.quantum.circuits.circuit import Circuit, Gate
 from lockstep.quantum.interop.qiskit_reader import from_qiskit, import_qiskit
 from lockstep.quantum.interop.qiskit_writer import to_qiskit
 
@@ -31,8 +32,8 @@ def to_qasm(circuit: Circuit, version: int = 2) -> str:
             `theta_i`.
 
     Raises:
-        ConfigError: version 2 and there are parameters, another version, or Qiskit is not
-            installed.
+        ConfigError: version 2 and there are parameters, another version, an angle that OpenQASM
+            has no function for, or Qiskit is not installed.
     """
     import_qiskit()
     if version not in (2, 3):
@@ -91,7 +92,15 @@ def _line(gate: Gate) -> str:
     return f"{modifiers}{name}{angle} {places};"
 
 
-def _angle(angle: Angle) -> str:
-    if angle.index is None:
-        return repr(float(angle.offset))
-    return f"{float(angle.scale)!r} * theta_{angle.index} + {float(angle.offset)!r}"
+def _angle(angle: AnyAngle) -> str:
+    missing = {"abs", "sign"} & set(_operations(angle))
+    if missing:
+        raise ConfigError(f"angle {angle}: OpenQASM 3 has no {', '.join(sorted(missing))}")
+    return written(angle, "theta_{}".format)
+
+
+def _operations(angle: AnyAngle) -> Iterator[str]:
+    if isinstance(angle, Expression):
+        yield angle.operation
+        for operand in angle.operands:
+            yield from _operations(operand)

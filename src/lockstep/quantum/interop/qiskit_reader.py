@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, check_num_qubits, gate, unitary
+from lockstep.quantum.circuits.angles import Angle, AnyAngle
+from lockstep.quantum.circuits.circuit import Circuit, Gate, check_num_qubits, gate, unitary
 from lockstep.quantum.circuits.gates import KINDS, UNITARY
+from lockstep.quantum.interop.qiskit_angles import read_angle
 
 _MOST_INSTRUCTIONS = 1_000_000
 """Most instructions of a circuit, after all definitions have been expanded."""
@@ -32,7 +34,7 @@ def from_qiskit(source: Any) -> Circuit:
 
     Raises:
         ConfigError: Qiskit is not installed, `source` is no circuit of it, a gate has no definition
-            in known ones (named), an angle is not linear in one parameter, or there is a
+            in known ones (named), an angle holds a function that is not supported, or there is a
             measurement in the middle.
     """
     qiskit = import_qiskit()
@@ -88,7 +90,8 @@ class _Reader:
         from qiskit.circuit import Barrier, Delay, Measure
 
         if qubits:
-            for angle in self._terms(source.global_phase, "global phase"):
+            angle = self._angle(source.global_phase, "global phase")
+            if angle != Angle(0.0):
                 yield from phase(angle, qubits[0])
         for instruction in source.data:
             operation = instruction.operation
@@ -186,41 +189,21 @@ class _Reader:
         else:
             raise ConfigError(f"gate {base.name}: a power of {modifier.power} on so many qubits")
 
-    def _phases(self, operation: Any) -> Iterator[Angle]:
+    def _phases(self, operation: Any) -> Iterator[AnyAngle]:
         """The phases that an instruction on no qubits adds up."""
         if isinstance(operation, self._library.GlobalPhaseGate):
-            yield from self._terms(operation.params[0], operation.name)
+            yield self._angle(operation.params[0], operation.name)
             return
         definition = getattr(operation, "definition", None)
         if definition is None:
             raise ConfigError(f"gate {operation.name}: not supported on no qubits")
-        yield from self._terms(definition.global_phase, operation.name)
+        yield self._angle(definition.global_phase, operation.name)
         for instruction in definition.data:
             self._count(operation)
             yield from self._phases(instruction.operation)
 
-    def _angle(self, value: Any, name: str) -> Angle:
-        """A number, or scale · parameter + offset."""
-        terms = self._terms(value, name)
-        if len(terms) == 1:
-            return terms[0]
-        if not terms:
-            return Angle(0.0)
-        raise _not_linear(value, name)
-
-    def _terms(self, value: Any, name: str) -> list[Angle]:
-        """The terms of an angle: one with each of its parameters, or a number."""
-        try:
-            free = [p for p in getattr(value, "parameters", ()) if value.gradient(p) != 0]
-            slopes = [float(value.gradient(p)) for p in free]
-            parameters = getattr(value, "parameters", ())
-            offset = float(value.bind(dict.fromkeys(parameters, 0.0)) if parameters else value)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise _not_linear(value, name) from error
-        terms = [Angle(0.0, self._numbers[p], slope) for p, slope in zip(free, slopes, strict=True)]
-        if not terms:
-            return [Angle(offset)] if offset else []
-        return [Angle(offset, terms[0].index, terms[0].scale), *terms[1:]]
+    def _angle(self, value: Any, name: str) -> AnyAngle:
+        return read_angle(value, self._numbers, name)
 
     def _count(self, operation: Any) -> None:
         self._num_read += 1
@@ -239,14 +222,14 @@ class _Reader:
             )
 
 
-def phase(angle: Angle, qubit: int) -> Iterator[Gate]:
+def phase(angle: AnyAngle, qubit: int) -> Iterator[Gate]:
     """Gates on any qubit that give the whole state a phase."""
     for name in ("p", "x", "p", "x"):
         yield gate(name, qubit, angle=angle if name == "p" else None)
 
 
 def _phase_of_controls(
-    angle: Angle, controls: Sequence[int], bits: Sequence[int]
+    angle: AnyAngle, controls: Sequence[int], bits: Sequence[int]
 ) -> Iterator[Gate]:
     """A phase where all of these qubits are as their bits say."""
     *others, last = controls
@@ -270,7 +253,3 @@ def _permutation(pattern: Iterable[int], places: Sequence[int]) -> Iterator[Gate
             origin = wanted[origin]
         if origin != place:
             yield gate("swap", places[place], places[origin])
-
-
-def _not_linear(value: Any, name: str) -> ConfigError:
-    return ConfigError(f"gate {name}: angle {value} is not linear in one parameter")

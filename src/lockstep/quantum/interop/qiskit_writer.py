@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate
+from lockstep.quantum.interop.qiskit_angles import written_angle
 from lockstep.quantum.interop.qiskit_reader import import_qiskit
 
 
@@ -16,7 +17,7 @@ def to_qiskit(circuit: Circuit) -> Any:
     Controlled unitaries become `AnnotatedOperation`s, which Qiskit decomposes when it transpiles.
 
     Raises:
-        ConfigError: Qiskit is not installed.
+        ConfigError: Qiskit is not installed, or has no expression for an angle.
     """
     qiskit = import_qiskit()
     from qiskit.circuit.library import UnitaryGate, get_standard_gate_name_mapping
@@ -31,11 +32,7 @@ def to_qiskit(circuit: Circuit) -> Any:
         elif gate.angle is None:
             operation = known[gate.name].base_class()
         else:
-            angle = gate.angle
-            value = angle.offset
-            if angle.index is not None:
-                value = angle.scale * vector[angle.index] + angle.offset
-            operation = known[gate.name].base_class(value)
+            operation = known[gate.name].base_class(written_angle(gate.angle, vector))
         if gate.controls:
             # Qiskit has the first control as the low bit of the state.
             state = sum(bit << i for i, bit in enumerate(gate.control_state))

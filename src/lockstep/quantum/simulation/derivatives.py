@@ -2,7 +2,8 @@
 
 Adjoint differentiation computes a gradient outside of autograd, which then takes it for a constant.
 So where a graph of the gradient is asked for (`create_graph=True`), the states are computed again
-by operations that autograd knows. That costs memory for the states after each block.
+by operations that autograd knows. That costs memory for the states after each block. The same
+operations are what `torch.func` and forward-mode differentiation transform, in any combination.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from lockstep.comm.transport import Transport
@@ -48,6 +50,25 @@ def _moved(states: Tensor, moves: Sequence[Move]) -> Tensor:
             axes = states.reshape(len(states), *(2,) * len(move))
             states = axes.permute(0, *(axis + 1 for axis in move)).flatten(1)
     return states
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether `torch.func` transforms the calling code, or a tensor has a tangent (forward mode).
+
+    Then only operations that torch knows may act on the tensors.
+    """
+    if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function asks itself
+        return True
+    parts = [forward_ad.unpack_dual(tensor) for tensor in tensors]  # type: ignore[no-untyped-call]
+    return any(part.tangent is not None for part in parts)
+
+
+def num_copies(tensor: Tensor) -> int:
+    """How many tensors of its shape `torch.func.vmap` computes at once in place of this one."""
+    inner = tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return max(1, inner.numel() // max(1, tensor.numel()))
 
 
 def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import as_integer, kind_of
+from lockstep.quantum.simulation.derivatives import is_transformed
 
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
@@ -36,11 +37,12 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
     if wrong or len(set(qubits)) < len(qubits):
         raise ConfigError(f"qubits {list(qubits)}: must be different ones of {num_qubits}")
     lead = squares.dim() - 1
-    split = squares.view(*squares.shape[:-1], *(2,) * num_qubits)
+    split = squares.reshape(*squares.shape[:-1], *(2,) * num_qubits)
     axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
     others = [lead + i for i in range(num_qubits) if lead + i not in axes]
     split = split.permute(*range(lead), *axes, *others)
-    return split.reshape(*squares.shape[:-1], 1 << len(qubits), -1).sum(-1)
+    outcomes = 1 << len(qubits), 1 << (num_qubits - len(qubits))
+    return split.reshape(*squares.shape[:-1], *outcomes).sum(-1)
 
 
 def qubits_of(states: Tensor) -> int:
@@ -112,7 +114,7 @@ class PauliSum:
         total: Tensor | None = None
         mixed = [s for s in self.strings if set(s) & set("XY")]
         if len(mixed) < len(self.strings):
-            total = _Diagonal.apply(states, self._diagonal(states))  # type: ignore[no-untyped-call]
+            total = _diagonal_value(states, self._diagonal(states))
         for string, coefficient in zip(self.strings, self.coefficients, strict=True):
             if string in mixed:
                 value = coefficient * _string_value(states, string)
@@ -177,6 +179,13 @@ class PauliSum:
         return self._diagonals[key]
 
 
+def _diagonal_value(states: Tensor, diagonal: Tensor) -> Tensor:
+    if is_transformed(states):
+        return probabilities(states) @ diagonal
+    values: Tensor = _Diagonal.apply(states, diagonal)  # type: ignore[no-untyped-call]
+    return values
+
+
 class _Diagonal(torch.autograd.Function):
     """Σ_i h_i |ψ_i|², with one pass over the state less than autograd would take each way."""
 
@@ -198,7 +207,7 @@ class _Diagonal(torch.autograd.Function):
 
 def _string_value(states: Tensor, string: str) -> Tensor:
     lead = states.shape[:-1]
-    axes = states.view(*lead, *(2,) * len(string))
+    axes = states.reshape(*lead, *(2,) * len(string))
     after = axes
     for place, letter in enumerate(string):
         after_bits = (1,) * (len(string) - 1 - place)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import as_integer, kind_of
 from lockstep.quantum.circuits.gates import shift_rule
-from lockstep.quantum.simulation.derivatives import only_once
+from lockstep.quantum.simulation.derivatives import is_transformed, only_once
 from lockstep.quantum.simulation.statevector import Simulator
 
 _OF_SOME = (
@@ -36,7 +36,8 @@ def shifted(
     """The values of `measure`, with a gradient by the parameter-shift rule.
 
     Two evaluations for each gate with an angle that depends on a parameter; four, where the gate is
-    a controlled rotation.
+    a controlled rotation. The rule is for the gates' angles; where these are formulas of several
+    parameters, their derivatives follow by the chain rule.
 
     Args:
         simulator: simulator of the circuit.
@@ -61,6 +62,13 @@ def shifted(
     if only is not None and (not isinstance(only, Tensor) or only.shape != (count,)):
         raise ConfigError(f"only must be a tensor of bools [{count}], not {kind_of(only)}")
     simulator.circuit.check_parameters(parameters)
+    if is_transformed(parameters):
+        raise ConfigError(
+            "torch.func does not know the parameter-shift rule: use Simulator.state, or "
+            "torch.autograd, which differentiates shifts any number of times"
+        )
+    if only is not None:  # an angle may depend on others, too
+        parameters = torch.where(only.to(parameters.device), parameters, parameters.detach())
     angles = simulator.circuit.angles(parameters)
     rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
     measured = _measured(rows, simulator, measure, only)
@@ -137,8 +145,8 @@ def _terms(simulator: Simulator, only: Tensor | None) -> tuple[Tensor, Tensor, T
     """
     terms = []
     for place, gate in enumerate(simulator.circuit.with_angle):
-        index = None if gate.angle is None else gate.angle.index
-        if index is not None and (only is None or only[index]):
+        indices = () if gate.angle is None else gate.angle.parameters
+        if any(only is None or only[index] for index in indices):
             rule = shift_rule(gate.kind, bool(gate.controls))
             terms += [(place, coefficient, shift) for coefficient, shift in rule]
     device = simulator.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 
 import torch
@@ -13,8 +14,8 @@ from lockstep.quantum.circuits.blocks import BlockMatrices
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
 from lockstep.quantum.simulation.adjoint import Evolve, Program, StatePart
-from lockstep.quantum.simulation.derivatives import AddUp
-from lockstep.quantum.simulation.memory import check_memory, memory_bytes
+from lockstep.quantum.simulation.derivatives import AddUp, evolve, is_transformed, num_copies
+from lockstep.quantum.simulation.memory import check_fits, check_memory, memory_bytes
 
 
 class Simulator:
@@ -29,6 +30,9 @@ class Simulator:
         transport: transport to other ranks, a power of two of them, that each hold an equal part of
             the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
             make the same calls. Without a transport, the state is whole.
+        varying: numbers of the parameters that may differ between the states of a batch; all by
+            default. Gates that depend on no such parameter have one matrix for all states, which
+            is faster.
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
@@ -48,6 +52,7 @@ class Simulator:
         device: torch.device | str = "cpu",
         max_targets: int = MAX_TARGETS,
         transport: Transport | None = None,
+        varying: Collection[int] | None = None,
     ) -> None:
         self.num_ranks = num_ranks = 1 if transport is None else transport.size
         self.transport = transport if num_ranks > 1 else None
@@ -71,6 +76,7 @@ class Simulator:
             raise ConfigError(f"device {device!r}: there is no such device") from error
         self._num_rank_axes = num_ranks.bit_length() - 1
         self._max_targets = max_targets
+        self._varying = None if varying is None else _gates_of(circuit, varying)
         self.num_local = circuit.num_qubits - self._num_rank_axes
         self.part = StatePart(self.num_local, self.rank, self.transport)
         self._memory = memory_bytes(self.device)
@@ -82,7 +88,9 @@ class Simulator:
         return self._program(from_zero=False)
 
     def _program(self, from_zero: bool) -> Program:
-        laid_out = plan(self.circuit, self._max_targets, self._num_rank_axes, from_zero)
+        laid_out = plan(
+            self.circuit, self._max_targets, self._num_rank_axes, from_zero, self._varying
+        )
         return Program(laid_out, BlockMatrices(laid_out.blocks, self.dtype, self.device))
 
     def state(self, parameters: Tensor | None = None, initial: Tensor | None = None) -> Tensor:
@@ -122,7 +130,7 @@ class Simulator:
         Raises:
             ConfigError: an argument has another shape, or the state does not fit into memory.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not is_transformed(angles):
             angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = self._lead(angles, initial)
         batch = lead.numel()
@@ -133,6 +141,9 @@ class Simulator:
         check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
         if num_ranks > 1 and batch > 1:
             raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
+        if not batch:
+            empty = (angles.sum(-1, keepdim=True) * 0).to(self.dtype)
+            return empty.expand(*lead, 1 << self.num_local)
         # Without a batch of angles, all states share their matrices.
         rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
         if len(rows) not in (1, batch):
@@ -144,8 +155,42 @@ class Simulator:
         else:
             start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
             program = self.from_any
+        if is_transformed(rows, start):
+            return self._followed(rows, start, program).reshape(*lead, -1)
+        self._check_shared(rows)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         return states.view(*lead, -1)
+
+    def _check_shared(self, rows: Tensor) -> None:
+        """Check that the angles that one row stands for are the same in all."""
+        if self._varying is None or len(rows) == 1:
+            return
+        with torch.no_grad():
+            differs = (rows > rows[:1]) | (rows < rows[:1])
+        if differs.any():
+            wrong = set(differs.any(0).nonzero().flatten().tolist()) - self._varying
+            if wrong:
+                raise ConfigError(
+                    f"the angle of gate {min(wrong)} (of those with angles) differs between the "
+                    "states of a batch, and none of its parameters is in `varying`"
+                )
+
+    def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
+        """The states by operations that `torch.func` knows."""
+        if self.transport is not None:
+            raise ConfigError(
+                "torch.func does not transform a state that is split over ranks; simulate it on "
+                "one rank (a Simulator without transport)"
+            )
+        num_blocks = len(program.plan.blocks)
+        num_states = max(num_copies(rows), num_copies(start)) * len(start)
+        check_fits(
+            f"torch.func through {num_blocks} blocks of gates on {num_states} states",
+            (num_blocks + 1) * (num_states << self.circuit.num_qubits) * self.dtype.itemsize,
+            self.device,
+            "use fewer states at once (chunk_size), or torch.autograd, which needs less",
+        )
+        return evolve(start, program.plan, program.matrices(rows))
 
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
@@ -175,6 +220,13 @@ class Simulator:
         """
         total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
         return total
+
+
+def _gates_of(circuit: Circuit, parameters: Collection[int]) -> frozenset[int]:
+    """Numbers, among the gates with angles, of those that depend on any of these parameters."""
+    angles = [g.angle for g in circuit.with_angle if g.angle is not None]
+    chosen = set(parameters)
+    return frozenset(n for n, angle in enumerate(angles) if chosen.intersection(angle.parameters))
 
 
 def statevector(

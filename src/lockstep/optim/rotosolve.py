@@ -1,0 +1,145 @@
+"""Rotosolve: one angle of a circuit after the other goes to where the loss is least.
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer(circuit, [hamiltonian])
+            self.sweep = Sweep("layer.weights", self.layer.frequencies())
+
+    loss = model.sweep(model, lambda model: model.layer().sum())
+    optimizer = Rotosolve(model.layer.weights, model.sweep)
+
+As a function of an angle that is in one gate, an expectation value is a sinusoid, which three
+evaluations determine. These are sums over samples: they go to the optimizer as the gradient of a
+parameter, and so over any number of ranks. That parameter also counts the angles that are done.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.errors import ConfigError
+from lockstep.optim.evaluating import Function, value_at
+
+_TOLERANCE = 1e-4
+"""Greatest deviation from a sinusoid, as part of the values' size: more than float32 rounds."""
+
+
+class Sweep(nn.Module):
+    """Evaluates what `Rotosolve` needs to know about the next angle.
+
+    Args:
+        name: name of the parameter that holds the angles, in the model.
+        frequencies: frequency of the sinusoid that the loss is as a function of each angle: a
+            number for all, or real, in the shape of the parameter.
+        check: whether a fourth evaluation in the first sweep checks that the loss is a sinusoid.
+            It must not be noisy then.
+
+    Attributes:
+        found: parameter [3], float64: the number of angles that are done, and two places whose
+            gradients say where the next one's minimum is.
+
+    Raises:
+        ConfigError: a frequency is not above 0.
+    """
+
+    def __init__(self, name: str, frequencies: Tensor | float = 1.0, check: bool = True) -> None:
+        super().__init__()
+        self.name = name
+        self.frequencies = tuple(torch.as_tensor(frequencies).double().flatten().tolist())
+        if not all(0 < frequency < math.inf for frequency in self.frequencies):
+            raise ConfigError("frequencies: must be above 0")
+        self.check = check
+        self.found = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, model: nn.Module, function: Function) -> Tensor:
+        """The function's value, whose gradient says where the next angle's minimum is.
+
+        Parameters other than the angles get their usual gradients.
+
+        Args:
+            model: model that has the angles, and this.
+            function: function of the model, a scalar: linear in expectation values.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ConfigError: the model has no such parameter, there is not one frequency for each
+                angle, or the function is not a sinusoid.
+        """
+        angles = dict(model.named_parameters()).get(self.name)
+        if angles is None or not angles.numel():
+            raise ConfigError(f"Rotosolve: the model has no angles {self.name!r}")
+        if len(self.frequencies) not in (1, angles.numel()):
+            raise ConfigError(
+                f"Rotosolve: {len(self.frequencies)} frequencies for {angles.numel()} angles"
+            )
+        number, frequency = self.next_angle(angles)
+        quarter = math.pi / 2 / frequency
+
+        def at(shift: float) -> Tensor:
+            moved = angles.detach().clone()
+            moved.view(-1)[number] += shift
+            return value_at(model, {self.name: moved}, function)
+
+        here = at(0.0)
+        with torch.no_grad():
+            high, low = at(quarter), at(-quarter)
+            if self.check and self.found[0] < angles.numel():
+                _check(number, here.detach(), high, low, at(2 * quarter))
+            facts = torch.stack([0 * here, high - low, 2 * here - high - low]).to(self.found)
+        message = ((self.found - self.found.detach()) * facts).sum()
+        return here + message.to(here) + 0 * angles.sum()
+
+    def next_angle(self, angles: Tensor) -> tuple[int, float]:
+        """The place of the angle that is solved next, and its frequency."""
+        number = int(self.found[0].item()) % angles.numel()
+        return number, self.frequencies[number % len(self.frequencies)]
+
+
+def _check(number: int, here: Tensor, high: Tensor, low: Tensor, opposite: Tensor) -> None:
+    size = max(abs(value.item()) for value in (here, high, low, opposite))
+    gap = abs((high + low - here - opposite).item())
+    if gap > _TOLERANCE * max(size, 1e-30):
+        raise ConfigError(
+            f"Rotosolve: the loss is no sinusoid of angle {number} (off by {gap:.1e}): it must be "
+            "linear in expectation values, and the frequency right; take another optimizer"
+        )
+
+
+class Rotosolve(Optimizer):
+    """Each step takes one angle to its minimum, in turn (Ostaszewski et al. 2021, algorithm 1).
+
+    Ostaszewski, Grant and Benedetti, Quantum 5, 391 (2021), equation 4.
+
+    Args:
+        angles: parameter that holds the angles.
+        sweep: what evaluates the loss; it must be part of the model.
+        lr: part of the way to the minimum; 1 is all of it.
+    """
+
+    elementwise = False
+
+    def __init__(self, angles: nn.Parameter, sweep: Sweep, lr: float = 1.0) -> None:
+        super().__init__([angles, sweep.found], {"lr": lr})
+        self._sweep = sweep
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take the next angle to its minimum."""
+        (group,) = self.param_groups
+        angles, found = group["params"]
+        if found.grad is None:
+            return
+        number, frequency = self._sweep.next_angle(angles)
+        _, odd, even = found.grad.tolist()
+        if odd or even:  # else the loss does not depend on the angle
+            turn = -math.pi / 2 - math.atan2(even, odd)
+            turn = math.remainder(turn, 2 * math.pi)
+            angles.view(-1)[number] += group["lr"] * turn / frequency
+        found[0] += 1

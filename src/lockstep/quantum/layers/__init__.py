@@ -1,0 +1,1 @@
+"""Circuits as layers of neural networks."""
