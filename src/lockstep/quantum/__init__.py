@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
+    from lockstep.quantum.hamiltonians.estimate import Estimate, GroupedMeasurement, bit_strings
+    from lockstep.quantum.hamiltonians.ground import lowest_energies
+    from lockstep.quantum.hamiltonians.grouping import Group, commuting_groups
+    from lockstep.quantum.hamiltonians.operator import PauliOperator
+    from lockstep.quantum.hamiltonians.rotation import pauli_rotation
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
@@ -30,12 +35,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Angle",
     "Circuit",
+    "Estimate",
     "Gate",
+    "Group",
+    "GroupedMeasurement",
+    "PauliOperator",
     "PauliSum",
     "QuantumTransformer",
     "Sentences",
     "Simulator",
+    "bit_strings",
     "bound",
+    "commuting_groups",
     "context_root",
     "drawing",
     "expectation",
@@ -43,7 +54,9 @@ __all__ = [
     "from_qiskit",
     "fubini_study",
     "gate",
+    "lowest_energies",
     "parameter",
+    "pauli_rotation",
     "probabilities",
     "sample_frequencies",
     "share",
@@ -58,6 +71,11 @@ __all__ = [
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "circuits.circuit": ("Angle", "Circuit", "Gate", "gate", "parameter", "unitary"),
+        "hamiltonians.estimate": ("Estimate", "GroupedMeasurement", "bit_strings"),
+        "hamiltonians.ground": ("lowest_energies",),
+        "hamiltonians.grouping": ("Group", "commuting_groups"),
+        "hamiltonians.operator": ("PauliOperator",),
+        "hamiltonians.rotation": ("pauli_rotation",),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),
