@@ -20,10 +20,16 @@ if TYPE_CHECKING:
     from lockstep.quantum.hamiltonians.grouping import Group, commuting_groups
     from lockstep.quantum.hamiltonians.operator import PauliOperator
     from lockstep.quantum.hamiltonians.rotation import pauli_rotation
+    from lockstep.quantum.interop.dynamic_reader import dynamic_from_qasm, dynamic_from_qiskit
+    from lockstep.quantum.interop.dynamic_writer import dynamic_to_qasm, dynamic_to_qiskit
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
     from lockstep.quantum.interop.qiskit_writer import bound, drawing, to_qiskit
+    from lockstep.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
+    from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
+    from lockstep.quantum.noise.density import DensitySimulator, DensityState
+    from lockstep.quantum.noise.trajectories import Trajectories, TrajectorySimulator
     from lockstep.quantum.simulation.distributed import expectation
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
     from lockstep.quantum.simulation.shift import share, shifted
@@ -34,30 +40,47 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Angle",
+    "Channel",
     "Circuit",
+    "DensitySimulator",
+    "DensityState",
+    "DynamicCircuit",
     "Estimate",
     "Gate",
     "Group",
     "GroupedMeasurement",
+    "If",
+    "Measure",
     "PauliOperator",
     "PauliSum",
     "QuantumTransformer",
+    "Reset",
     "Sentences",
     "Simulator",
+    "Trajectories",
+    "TrajectorySimulator",
     "bit_strings",
     "bound",
+    "channel",
     "commuting_groups",
     "context_root",
     "drawing",
+    "dynamic_from_qasm",
+    "dynamic_from_qiskit",
+    "dynamic_to_qasm",
+    "dynamic_to_qiskit",
     "expectation",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
     "gate",
     "lowest_energies",
+    "misread",
     "parameter",
+    "pauli_error",
     "pauli_rotation",
     "probabilities",
+    "qubit_channel",
     "sample_frequencies",
     "share",
     "shifted",
@@ -76,10 +99,16 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "hamiltonians.grouping": ("Group", "commuting_groups"),
         "hamiltonians.operator": ("PauliOperator",),
         "hamiltonians.rotation": ("pauli_rotation",),
+        "interop.dynamic_reader": ("dynamic_from_qasm", "dynamic_from_qiskit"),
+        "interop.dynamic_writer": ("dynamic_to_qasm", "dynamic_to_qiskit"),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),
         "interop.qiskit_writer": ("bound", "drawing", "to_qiskit"),
+        "noise.channels": ("Channel", "channel", "pauli_error", "qubit_channel"),
+        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
+        "noise.density": ("DensitySimulator", "DensityState"),
+        "noise.trajectories": ("Trajectories", "TrajectorySimulator"),
         "simulation.distributed": ("expectation",),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
         "simulation.shift": ("share", "shifted"),

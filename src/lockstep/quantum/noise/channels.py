@@ -89,10 +89,11 @@ def _amplitude_damping(values: Tensor) -> Kraus:
 
 
 def _generalized_amplitude_damping(values: Tensor) -> Kraus:
+    """With probability p towards |1>, as PennyLane has it; towards |0> else."""
     gamma, p = values.unbind(-1)
     down, up = _constant(values, TO_ZERO[1], _TO_ONE[0]).unbind(-3)
     matrices = torch.stack([_fading(values, 1), down, _fading(values, 0), up], -3)
-    return torch.stack([p, p * gamma, 1 - p, (1 - p) * gamma], -1), matrices
+    return torch.stack([1 - p, (1 - p) * gamma, p, p * gamma], -1), matrices
 
 
 def _phase_damping(values: Tensor) -> Kraus:
@@ -116,7 +117,7 @@ def _thermal_relaxation(values: Tensor) -> Kraus:
     excited, t1, t2, time = values.unbind(-1)
     gamma = -torch.expm1(-time / t1)
     flip = (1 - (time / (2 * t1) - time / t2).exp()) / 2
-    weights, matrices = _generalized_amplitude_damping(torch.stack([gamma, 1 - excited], -1))
+    weights, matrices = _generalized_amplitude_damping(torch.stack([gamma, excited], -1))
     phases, turning = _flip(_Z)(flip[..., None])
     both = (turning[..., :, None, :, :] @ matrices[..., None, :, :, :]).flatten(-4, -3)
     return (phases[..., :, None] * weights[..., None, :]).flatten(-2), both
