@@ -78,10 +78,11 @@ ONE = torch.ones(1, dtype=torch.float64)
         (lambda: Measure("0", 0), "measure: qubit: must be an integer, not '0'"),
         (lambda: Measure(0, 1.5), "measure: bit: must be an integer"),
         (lambda: Measure(0, 0, [1, 2]), r"confusion must be \[\[P\(0\|0\)"),
-        (lambda: Measure(0, 0, [[0.9, 0.2], [0, 1]]), "must be probabilities of sum 1"),
-        (lambda: Measure(0, 0, [[1.1, -0.1], [0, 1]]), "must be probabilities of sum 1"),
-        (lambda: Measure(0, 0, [[NAN, 1], [0, 1]]), "must be probabilities of sum 1"),
-        (lambda: Measure(0, 0, [["a", 1], [0, 1]]), "must be probabilities of sum 1"),
+        (lambda: Measure(0, 0, [[0.9, 0.2], [0, 1]]), "must be two probabilities of sum 1"),
+        (lambda: Measure(0, 0, [[1.1, -0.1], [0, 1]]), "must be two probabilities of sum 1"),
+        (lambda: Measure(0, 0, [[1, 0, 0, 1], []]), "must be two probabilities"),
+        (lambda: Measure(0, 0, [[NAN, 1], [0, 1]]), "must be two probabilities of sum 1"),
+        (lambda: Measure(0, 0, [["a", 1], [0, 1]]), "must be two probabilities of sum 1"),
         (lambda: Reset(None), "reset: qubit: must be an integer, not None"),
         (lambda: If((), 0, ()), "must be different, and at least one"),
         (lambda: If((0, 0), 0, ()), "must be different, and at least one"),
@@ -123,6 +124,8 @@ ONE = torch.ones(1, dtype=torch.float64)
         (lambda: TrajectorySimulator(circuit()).run(key="a"), "key: must be an integer"),
         (lambda: TrajectorySimulator(circuit(qubits=40)).run(shots=5), "need .* bytes"),
         (lambda: TrajectorySimulator(TRAINED).run(2 * ONE), "BitFlip: p=2 must be from 0 to 1"),
+        (lambda: DensitySimulator(TRAINED).run(torch.ones(0, 1)), "there are no rows"),
+        (lambda: TrajectorySimulator(TRAINED).run(torch.ones(0, 1)), "there are no rows"),
         (lambda: misread(torch.ones(4) / 4, [EYE]), "1 confusion matrices for 4 outcomes"),
         (lambda: misread([1.0], []), "must be a real tensor, not list"),
     ],
@@ -137,9 +140,3 @@ def test_a_circuit_of_nothing() -> None:
     found = TrajectorySimulator(circuit()).run(shots=2)
     assert found.states.tolist() == [[1, 0], [1, 0]]
     assert found.bits.tolist() == [0, 0]
-
-
-def test_no_rows_of_parameters() -> None:
-    rows = torch.zeros(0, 1, dtype=torch.float64)
-    assert DensitySimulator(TRAINED).run(rows).density.shape == (0, 2, 2)
-    assert TrajectorySimulator(TRAINED).run(rows, 3).states.shape == (0, 3, 2)

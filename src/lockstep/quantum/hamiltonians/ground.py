@@ -48,7 +48,8 @@ def lowest_energies(hamiltonian: PauliSum | PauliOperator, count: int = 1) -> Te
     if not 1 <= as_integer(count, "count") <= most:
         raise ConfigError(f"count={count}: must be from 1 to {most}")
     if num_qubits <= _DENSE:
-        return torch.linalg.eigvalsh(PauliOperator(terms, num_qubits).matrix())[:count]
+        every: Tensor = torch.linalg.eigvalsh(PauliOperator(terms, num_qubits).matrix())
+        return every[:count]
     check_fits(f"lowest energies of {num_qubits} qubits", _VECTORS * 16 << num_qubits)
     try:
         from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Number
+from numbers import Complex
 from types import MappingProxyType
 
 import torch
@@ -166,7 +166,7 @@ class PauliOperator:
 
     def __mul__(self, factor: complex) -> PauliOperator:
         """The operator times a number."""
-        if not isinstance(factor, Number):
+        if not isinstance(factor, Complex):
             return NotImplemented
         value = _number(factor, "factor")
         return PauliOperator({s: value * c for s, c in self.terms.items()}, self.num_qubits)
@@ -175,11 +175,11 @@ class PauliOperator:
 
     def __truediv__(self, divisor: complex) -> PauliOperator:
         """The operator divided by a number."""
-        if not isinstance(divisor, Number):
+        if not isinstance(divisor, Complex):
             return NotImplemented
         if not divisor:
             raise ConfigError("a Pauli operator cannot be divided by 0")
-        return self * (1 / complex(divisor))  # type: ignore[call-overload]
+        return self * (1 / complex(divisor))
 
     def __matmul__(self, other: PauliOperator) -> PauliOperator:
         """The product of two operators on the same qubits; `other` acts first."""
@@ -276,9 +276,9 @@ def parity_signs(index: Tensor, mask: int) -> Tensor:
 
 
 def _number(value: object, name: str) -> complex:
-    if isinstance(value, bool) or not isinstance(value, Number):
+    if isinstance(value, bool) or not isinstance(value, Complex):
         raise ConfigError(f"{name} must be a finite number, not {value!r}")
-    number = complex(value)  # type: ignore[call-overload]
+    number = complex(value)
     if not cmath.isfinite(number):
         raise ConfigError(f"{name} must be a finite number, not {value!r}")
     return number

@@ -249,15 +249,20 @@ def _confusion(rows: object) -> tuple[tuple[float, float], tuple[float, float]]:
     if isinstance(rows, Tensor):
         rows = rows.tolist()
     try:
-        (a, b), (c, d) = rows  # type: ignore[misc]
-        flat = [float(x) for x in (a, b, c, d) if isinstance(x, Real)]
+        pairs = [list(row) for row in rows]  # type: ignore[attr-defined]
+        flat = [float(x) for x in sum(pairs, []) if isinstance(x, Real)]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"confusion must be [[P(0|0), P(1|0)], [P(0|1), P(1|1)]], not {rows!r}"
         ) from error
     sums = [math.fsum(flat[:2]), math.fsum(flat[2:])]
-    if len(flat) < 4 or not all(x >= 0 for x in flat) or any(not abs(s - 1) < 1e-9 for s in sums):
-        raise ConfigError(f"confusion: each row of {rows!r} must be probabilities of sum 1")
+    if (
+        [len(pair) for pair in pairs] != [2, 2]
+        or len(flat) < 4
+        or not all(x >= 0 for x in flat)
+        or any(not abs(s - 1) < 1e-9 for s in sums)
+    ):
+        raise ConfigError(f"confusion: both rows of {rows!r} must be two probabilities of sum 1")
     return (flat[0], flat[1]), (flat[2], flat[3])
 
 

@@ -235,11 +235,13 @@ def checked_parameters(
     """The parameters [..., P] in a dtype and on a device; none where the circuit has none.
 
     Raises:
-        ConfigError: they are no real tensor of that shape.
+        ConfigError: they are no real tensor of that shape, or there are no rows.
     """
     if parameters is None:
         if circuit.num_parameters:
             raise ConfigError(f"the circuit needs {circuit.num_parameters} parameters")
         parameters = torch.zeros(0)
     circuit.check_parameters(parameters)
+    if not parameters.shape[:-1].numel():
+        raise ConfigError(f"parameters {list(parameters.shape)}: there are no rows")
     return parameters.to(device, dtype)
