@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate, kind_of
 from lockstep.quantum.interop.qasm_writer import expanded, header, line
@@ -99,10 +97,10 @@ def _append_if(made: Any, each: If, circuit: DynamicCircuit, vector: Any, qiskit
 def _kraus(each: Channel, qiskit: Any) -> Any:
     from qiskit.quantum_info import Kraus
 
-    if any(value.index is not None for value in each.values):
+    numbers = each.numbers
+    if numbers is None:
         raise ConfigError(f"{each.name}: its values must be numbers, for Qiskit has only matrices")
-    offsets = torch.tensor([value.offset for value in each.values], dtype=torch.float64)
-    weights, matrices = each.kraus(offsets)
+    weights, matrices = each.kraus(numbers)
     operators = weights.sqrt()[:, None, None] * matrices
     return Kraus([operator.numpy() for operator in operators]).to_instruction()
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Angle, as_integer, kind_of
+from lockstep.quantum.circuits.circuit import Angle, Circuit, as_integer, gate, kind_of
 
 Kraus = tuple[Tensor, Tensor]
 """Weights [..., K], real, and matrices [..., K, D, D], complex, of K Kraus operators."""
@@ -193,6 +192,14 @@ class Channel:
             return torch.stack([1 - p, p], -1), _constant(values, *both.tolist())
         return CHANNELS[self.name].kraus(values)
 
+    @property
+    def numbers(self) -> Tensor | None:
+        """Its values, [V], float64; None where they depend on parameters."""
+        carriers = Circuit(1, [gate("rx", 0, angle=value) for value in self.values])
+        if carriers.num_parameters:
+            return None
+        return carriers.angles(torch.zeros(0, dtype=torch.float64))
+
     def _check(self, values: Tensor) -> None:
         kind = _PAULI_KIND if self.operators else CHANNELS.get(self.name)
         if kind is None:
@@ -307,14 +314,22 @@ def _values(
     made = []
     for key in wanted:
         value = values[key]
-        if isinstance(value, bool) or not isinstance(value, (Real, Angle)):
+        if isinstance(value, (bool, type(None))):
             raise ConfigError(f"{name}: {key} must be a number or a `parameter`, not {value!r}")
-        made.append(Angle(float(value)) if isinstance(value, Real) else value)
+        try:
+            carrier = gate("rx", 0, angle=value)  # as functions of parameters, values are angles
+        except ConfigError as error:
+            raise ConfigError(
+                f"{name}: {key} must be a finite number or a `parameter`, not {value!r}"
+            ) from error
+        assert carrier.angle is not None
+        made.append(carrier.angle)
     return tuple(made)
 
 
 def _checked(made: Channel) -> Channel:
     """The channel, after a check of its values where all are numbers."""
-    if all(value.index is None for value in made.values):
-        made.kraus(torch.tensor([value.offset for value in made.values], dtype=torch.float64))
+    numbers = made.numbers
+    if numbers is not None:
+        made.kraus(numbers)
     return made

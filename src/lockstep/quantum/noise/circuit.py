@@ -250,7 +250,7 @@ def _confusion(rows: object) -> tuple[tuple[float, float], tuple[float, float]]:
         rows = rows.tolist()
     try:
         pairs = [list(row) for row in rows]  # type: ignore[attr-defined]
-        flat = [float(x) for x in sum(pairs, []) if isinstance(x, Real)]
+        flat = [float(x) for pair in pairs for x in pair if isinstance(x, Real)]
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"confusion must be [[P(0|0), P(1|0)], [P(0|1), P(1|1)]], not {rows!r}"

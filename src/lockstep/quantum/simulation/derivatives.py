@@ -102,10 +102,11 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 
 class AddUp(torch.autograd.Function):
-    """The sum of all ranks' tensors [M]; its gradient, the same on all ranks, is that of each."""
+    """The sum [M] of all parts' tensors, of which [L, M] are here; its gradient is that of each."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, transport: Transport | None) -> Tensor:  # noqa: D102
+        ctx.num_here = len(local)
         ctx.num_ranks = 1 if transport is None else transport.size
         return added_up(local, transport)
 
@@ -113,10 +114,10 @@ class AddUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
         if ctx.num_ranks > 1 and torch.is_grad_enabled():
             gradient = only_once(gradient, OVER_RANKS, gradient)
-        return gradient, None
+        return gradient.expand(ctx.num_here, *gradient.shape), None
 
 
 OVER_RANKS = (
-    "second derivatives of a state that is split over ranks are not supported; simulate it on one "
-    "rank (a Simulator without transport)"
+    "second derivatives of a state that is split over ranks or parts are not supported; simulate "
+    "it whole (a Simulator without transport and parts)"
 )

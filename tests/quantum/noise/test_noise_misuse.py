@@ -52,8 +52,11 @@ ONE = torch.ones(1, dtype=torch.float64)
         (lambda: channel("BitFlip", 0, q=0.1), "BitFlip: needs p, not q"),
         (lambda: channel("BitFlip", 0, p=1.5), "BitFlip: p=1.5 must be from 0 to 1"),
         (lambda: channel("BitFlip", 0, p=-0.1), "must be from 0 to 1"),
-        (lambda: channel("BitFlip", 0, p=NAN), "must be a finite number, not nan"),
-        (lambda: channel("BitFlip", 0, p="a"), "p must be a number or a `parameter`, not 'a'"),
+        (lambda: channel("BitFlip", 0, p=NAN), "must be a finite number or a `parameter`, not nan"),
+        (
+            lambda: channel("BitFlip", 0, p="a"),
+            "p must be a finite number or a `parameter`, not 'a'",
+        ),
         (lambda: channel("BitFlip", 0, p=True), "p must be a number or a `parameter`, not True"),
         (lambda: channel("BitFlip", 0.5, p=0.1), "must be an integer, not 0.5"),
         (lambda: channel("BitFlip", -1, p=0.1), "must be different, and not negative"),
