@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
     from lockstep.quantum.noise.density import DensitySimulator, DensityState
     from lockstep.quantum.noise.trajectories import Trajectories, TrajectorySimulator
-    from lockstep.quantum.simulation.distributed import expectation
+    from lockstep.quantum.simulation.distributed import expectation, retried
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
     from lockstep.quantum.simulation.shift import share, shifted
     from lockstep.quantum.simulation.statevector import Simulator, statevector
@@ -81,6 +81,7 @@ __all__ = [
     "pauli_rotation",
     "probabilities",
     "qubit_channel",
+    "retried",
     "sample_frequencies",
     "share",
     "shifted",
@@ -109,7 +110,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
         "noise.density": ("DensitySimulator", "DensityState"),
         "noise.trajectories": ("Trajectories", "TrajectorySimulator"),
-        "simulation.distributed": ("expectation",),
+        "simulation.distributed": ("expectation", "retried"),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
         "simulation.shift": ("share", "shifted"),
         "simulation.statevector": ("Simulator", "statevector"),

@@ -110,7 +110,7 @@ def test_the_bits_depend_on_the_parts_only(circuit: Circuit) -> None:
 
     alone = body(None)
     assert (alone[0] - exact).abs().max() < 1e-13
-    for size in (1, 2, 4):
+    for size in (1, 2, 3, 4):
         for found in on_ranks(size, body):
             assert all(torch.equal(own, other) for own, other in zip(found, alone, strict=True))
 
@@ -123,16 +123,17 @@ def test_batches_over_ranks_and_parts() -> None:
 
     def values(transport: ThreadTransport | None, parts: int) -> tuple[torch.Tensor, ...]:
         simulator = Simulator(circuit, max_targets=3, transport=transport, parts=parts)
-        size = len(starts[0]) // simulator.num_ranks
+        size = len(starts[0]) // parts
         at = thetas.clone().requires_grad_()
-        own = starts[:, simulator.rank * size :][:, :size].clone().requires_grad_()
+        mine = slice(simulator.part.first, simulator.part.first + simulator.part.num_here)
+        own = starts.view(3, parts, size)[:, mine].flatten(1).requires_grad_()
         state = simulator.state(at, own)
         found = expectation(simulator, state, PauliSum(TERMS))
         slopes = torch.autograd.grad(found.square().sum(), (at, own))
         return found.detach(), slopes[0], slopes[1], state.detach()
 
     value, slope, start_slope, state = values(None, 1)
-    for size in (1, 2, 4):
+    for size in (1, 2, 3, 4):
         results = on_ranks(size, lambda t: values(t, 4))
         for found in results:
             assert (found[0] - value).abs().max() < 1e-13

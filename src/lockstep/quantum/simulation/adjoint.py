@@ -60,7 +60,7 @@ class Evolve(torch.autograd.Function):
         matrices = [matrix.detach() for matrix in ctx.matrices]
         moving = Moving(start, part)
         ctx.kept = Kept(part.pool)
-        room = KEPT_BYTES // part.num_ranks if ctx.needs_input_grad[0] else 0
+        room = part.kept_bytes if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(program.plan.blocks):
             moving.move(block.moves)
             if moving.states.nbytes <= room:
@@ -143,7 +143,7 @@ def _summed(gradients: list[Tensor], part: StatePart) -> list[Tensor]:
         return [gradient[0] for gradient in gradients]
     sizes = [gradient[0].numel() for gradient in gradients]
     flat = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
-    sums = added_up(flat, part.transport).split(sizes)
+    sums = added_up(flat, part).split(sizes)
     return [own.view(g.shape[1:]) for own, g in zip(sums, gradients, strict=True)]
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.fusion import Move, Plan
-from lockstep.quantum.simulation.evolution import added_up
+from lockstep.quantum.simulation.evolution import StatePart, added_up
 
 
 def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
@@ -105,16 +104,15 @@ class AddUp(torch.autograd.Function):
     """The sum [M] of all parts' tensors, of which [L, M] are here; its gradient is that of each."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, transport: Transport | None) -> Tensor:  # noqa: D102
-        ctx.num_here = len(local)
-        ctx.num_ranks = 1 if transport is None else transport.size
-        return added_up(local, transport)
+    def forward(ctx: Any, local: Tensor, part: StatePart) -> Tensor:  # noqa: D102
+        ctx.part = part
+        return added_up(local, part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        if ctx.num_ranks > 1 and torch.is_grad_enabled():
+        if ctx.part.num_parts > 1 and torch.is_grad_enabled():
             gradient = only_once(gradient, OVER_RANKS, gradient)
-        return gradient.expand(ctx.num_here, *gradient.shape), None
+        return gradient.expand(ctx.part.num_here, *gradient.shape), None
 
 
 OVER_RANKS = (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, kind_of
 from lockstep.quantum.simulation.measure import PauliSum
 from lockstep.quantum.simulation.statevector import Simulator
+
+T = TypeVar("T")
 
 
 def expectation(
@@ -23,7 +27,7 @@ def expectation(
 
     Args:
         simulator: simulator that computed the state.
-        state: this rank's part of the state, [..., 2^n / ranks], complex.
+        state: this rank's parts of the state, [..., amplitudes], complex.
         terms: a Pauli sum, or the coefficient of each Pauli string, as for `PauliSum`.
 
     Returns:
@@ -59,6 +63,32 @@ def expectation(
             sums.append(_sums_of_parts(simulator, own, {letters: coefficient}))
     total: Tensor = sum(sums[1:], start=sums[0])
     return simulator.add_up(total).view(state.shape[:-1])
+
+
+def retried(transport: Transport, work: Callable[[Transport], T]) -> T:
+    """What `work` finds over all ranks, done anew by those that are left when one is lost.
+
+    A state is lost with the parts of a lost rank: no other rank has a copy, so there is no block
+    of gates to go back to. It is made anew from its parameters, in as many parts as before on
+    fewer ranks, and has the same bits.
+
+    Args:
+        transport: transport to the ranks, one that can regroup: under `lockstep`, `mpirun --with-ft
+            ulfm` or the launchers of SLURM. All ranks must call this.
+        work: function that begins anew at each call: it makes its simulators (with the number of
+            `parts` given, for the number of ranks may then be any), and adds to nothing outside.
+
+    Raises:
+        ConfigError: as `work`; for instance, because the state does not fit into the memory of the
+            ranks that are left.
+    """
+    while True:
+        try:
+            found = work(transport)
+            transport.agree()
+            return found
+        except GroupBroken:
+            transport.regroup()
 
 
 def _sums_of_parts(simulator: Simulator, rows: Tensor, terms: Mapping[str, float]) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Transport, offsets
 from lockstep.quantum.circuits.fusion import Block, Move
 
 _LARGE = 1 << 13
@@ -62,10 +62,17 @@ class StatePart:
     Args:
         num_local: number of qubits whose axes are in a part; the others are the bits of the part's
             number.
-        num_parts: number P of all parts.
+        num_parts: number P of all parts; rank r of R has those from r·P // R on.
         transport: transport to the ranks that have the other parts, in the order of their ranks;
             None where all parts are here.
         kept_bytes: bytes of memory that is kept for the next states, on all ranks together.
+
+    Attributes:
+        counts: number of parts of each rank.
+        num_here: number L of parts of this rank.
+        first: number of the first of them.
+        kept_bytes: bytes of memory that this rank may keep.
+        pool: memory for the next states.
     """
 
     def __init__(
@@ -73,11 +80,14 @@ class StatePart:
     ) -> None:
         self.num_local = num_local
         self.transport = transport
-        self.num_ranks = 1 if transport is None else transport.size
         self.num_parts = num_parts
-        self.num_here = num_parts // self.num_ranks
-        self.first = 0 if transport is None else transport.rank * self.num_here
-        self.pool = Pool(kept_bytes // self.num_ranks)
+        num_ranks = 1 if transport is None else transport.size
+        bounds = [rank * num_parts // num_ranks for rank in range(num_ranks + 1)]
+        self.counts = [bounds[rank + 1] - bounds[rank] for rank in range(num_ranks)]
+        rank = 0 if transport is None else transport.rank
+        self.first, self.num_here = bounds[rank], self.counts[rank]
+        self.kept_bytes = kept_bytes * max(self.counts) // num_parts
+        self.pool = Pool(self.kept_bytes)
 
     def matrices_of(self, block: Block) -> list[slice]:
         """For each part here, the slice of a block's matrices that it is multiplied with."""
@@ -200,25 +210,35 @@ class Moving:
 
     def _exchange(self) -> None:
         """Let the axes of the parts and the first local ones change places."""
-        ranks, here = self._part.num_ranks, self._part.num_here
-        count = self.states.shape[1] // self._part.num_parts
-        # From [from here, B, to rank, to there, ...] to [to rank, to there, from here, B, ...].
-        parcels = self.states.view(here, -1, ranks, here, count).permute(2, 3, 0, 1, 4)
+        part = self._part
+        count = self.states.shape[1] // part.num_parts
+        # From [from here, B, to, count] to [to, from here, B, count].
+        parcels = self.states.view(part.num_here, -1, part.num_parts, count).permute(2, 0, 1, 3)
         target = self._target()
-        direct = self._part.transport is not None and here == len(target) == 1
-        if self._part.transport is not None:
-            send = torch.view_as_real(parcels.contiguous()).view(-1)
-            arrived = target if direct else torch.empty_like(target)
-            recv = torch.view_as_real(arrived).view(-1)
-            counts = [len(send) // ranks] * ranks
-            offsets = [rank * counts[0] for rank in range(ranks)]
-            self._part.transport.all_to_all(send, counts, offsets, recv, counts)
-            parcels = arrived.view(parcels.shape)
-        if not direct:
-            # From [from rank, to here, from there, B, ...] to [to here, B, from rank, ...].
-            placed = parcels.permute(1, 3, 0, 2, 4)
-            target.view(placed.shape).copy_(placed)
+        if part.transport is None:
+            target.view(parcels.shape[0], -1, parcels.shape[1], count).copy_(
+                parcels.permute(0, 2, 1, 3)
+            )
+        else:
+            self._swap(parcels.contiguous(), part.transport, target)
         self._turn(target)
+
+    def _swap(self, parcels: Tensor, transport: Transport, target: Tensor) -> None:
+        """Send parcels [to, from here, B, count] away, and put those that arrive into `target`."""
+        part, size = self._part, parcels[0, 0].numel()
+        batch = parcels.shape[2]
+        direct = part.num_here == batch == 1  # parcels arrive in the order of their places
+        arrived = target if direct else torch.empty_like(target)
+        send, recv = (torch.view_as_real(t).view(-1) for t in (parcels, arrived))
+        counts = [2 * number * part.num_here * size for number in part.counts]
+        transport.all_to_all(send, counts, offsets(counts), recv, counts)
+        if not direct:
+            places = target.view(part.num_here, batch, part.num_parts, -1)
+            sources = arrived.view(-1).split([number // 2 for number in counts])
+            for place, source in zip(places.split(part.counts, 2), sources, strict=True):
+                # From [to here, from there, B, count] to [to here, B, from there, count].
+                own = source.view(part.num_here, place.shape[2], batch, -1)
+                place.copy_(own.transpose(1, 2))
 
     def _permute(self, permutation: Sequence[int]) -> None:
         target = self._target()
@@ -317,24 +337,26 @@ def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     return gradient
 
 
-def added_up(local: Tensor, transport: Transport | None) -> Tensor:
+def added_up(local: Tensor, part: StatePart) -> Tensor:
     """The sum of all parts' tensors, in the order of parts, the same on all ranks.
 
     Args:
         local: tensors of the parts here, [L, M], real or complex.
-        transport: transport to the ranks that have the other parts, if there are any.
+        part: the parts.
 
     Returns:
         Sum [M]. It depends on the number of parts only, and not on that of ranks.
     """
     everyone = local
-    if transport is not None:
-        own = torch.view_as_real(local) if local.is_complex() else local
-        flat = own.reshape(-1)
-        gathered = flat.new_empty(transport.size * len(flat))
-        transport.all_gather(flat.contiguous(), gathered, [len(flat)] * transport.size)
-        everyone = gathered.view(-1, *own.shape[1:])
-        everyone = torch.view_as_complex(everyone) if local.is_complex() else everyone
+    if part.transport is not None:
+        own = (torch.view_as_real(local) if local.is_complex() else local).flatten(1)
+        gathered = own.new_empty(part.num_parts * own.shape[1])
+        counts = [number * own.shape[1] for number in part.counts]
+        part.transport.all_gather(own.reshape(-1), gathered, counts)
+        everyone = gathered.view(part.num_parts, *own.shape[1:])
+        if local.is_complex():
+            everyone = torch.view_as_complex(everyone.view(part.num_parts, -1, 2))
+        everyone = everyone.view(part.num_parts, *local.shape[1:])
     total = everyone[0].clone()
     for other in everyone[1:]:
         total += other

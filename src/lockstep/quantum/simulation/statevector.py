@@ -27,12 +27,12 @@ class Simulator:
         device: device on which the state is computed.
         max_targets: greatest number of target qubits of a fused block; 1 fuses only gates on one
             qubit.
-        transport: transport to other ranks, a power of two of them, that each hold an equal part of
-            the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
-            make the same calls. Without a transport, the state is whole.
-        parts: number of parts of the state, a power of two, of which each rank has as many as every
-            other; as many as ranks by default. Results have the same bits on any number of ranks
-            that has the same number of parts.
+        transport: transport to other ranks, that each hold a part of the state. All ranks must make
+            the same calls. Without a transport, the state is here.
+        parts: number P of parts of the state, a power of two, at least the number of ranks and that
+            by default: part p has the amplitudes whose index has p for its high bits, and rank r of
+            R the parts from r·P // R on. Results have the same bits on any number of ranks with the
+            same number of parts.
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
@@ -64,10 +64,10 @@ class Simulator:
             raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
         if as_integer(max_targets, "max_targets") < 1:
             raise ConfigError(f"max_targets {max_targets}: must be at least 1")
-        if num_ranks & (num_ranks - 1):
+        if parts is None and num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
-                "two"
+                f"two, or parts={1 << num_ranks.bit_length()}, which are dealt out to them"
             )
         self.circuit = circuit
         self.dtype = dtype
@@ -140,8 +140,9 @@ class Simulator:
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
-        num_qubits, num_ranks = self.circuit.num_qubits, self.num_ranks
-        check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
+        num_qubits = self.circuit.num_qubits
+        shares = self.part.num_parts // max(self.part.counts)
+        check_memory(num_qubits, self.dtype, batch, grads, shares, self._memory)
         # Without a batch of angles, all states share their matrices.
         rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
         if len(rows) not in (1, batch):
@@ -193,7 +194,7 @@ class Simulator:
         The order of the sum is that of the parts, and the same on all ranks. Differentiable: each
         part gets the gradient of the sum.
         """
-        total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        total: Tensor = AddUp.apply(local, self.part)  # type: ignore[no-untyped-call]
         return total
 
 
