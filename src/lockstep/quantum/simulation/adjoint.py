@@ -143,7 +143,7 @@ def _summed(gradients: list[Tensor], part: StatePart) -> list[Tensor]:
         return [gradient[0] for gradient in gradients]
     sizes = [gradient[0].numel() for gradient in gradients]
     flat = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
-    sums = added_up(flat, part).split(sizes)
+    sums = added_up(flat, part).split_with_sizes(sizes)
     return [own.view(g.shape[1:]) for own, g in zip(sums, gradients, strict=True)]
 
 

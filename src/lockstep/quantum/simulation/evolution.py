@@ -234,8 +234,8 @@ class Moving:
         transport.all_to_all(send, counts, offsets(counts), recv, counts)
         if not direct:
             places = target.view(part.num_here, batch, part.num_parts, -1)
-            sources = arrived.view(-1).split([number // 2 for number in counts])
-            for place, source in zip(places.split(part.counts, 2), sources, strict=True):
+            sources = arrived.view(-1).split_with_sizes([number // 2 for number in counts])
+            for place, source in zip(places.split_with_sizes(part.counts, 2), sources, strict=True):
                 # From [to here, from there, B, count] to [to here, B, from there, count].
                 own = source.view(part.num_here, place.shape[2], batch, -1)
                 place.copy_(own.transpose(1, 2))
