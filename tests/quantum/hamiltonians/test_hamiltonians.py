@@ -260,6 +260,7 @@ def test_the_cut_of_a_ring_is_the_known_one() -> None:
     assert task.evaluate(model, [torch.tensor(task.edges)]).metrics["best"][0] == loss.weight
 
 
+NAN = float("nan")
 PAULI = PauliOperator({"ZZ": 1.0})
 
 
@@ -307,6 +308,8 @@ PAULI = PauliOperator({"ZZ": 1.0})
         (lambda: GroupedMeasurement(HAMILTONIAN).shares(99, "deviation"), "together with states"),
         (lambda: commuting_groups(PAULI)[0].sample(STATES, 1), "of 2 letters for states of 3"),
         (lambda: commuting_groups(PAULI)[0].sample(STATES[0, :4], 0), "shots=0: must be"),
+        (lambda: commuting_groups(HAMILTONIAN)[0].sample(2 * STATES, 1), "states of norm 1"),
+        (lambda: commuting_groups(HAMILTONIAN)[0].sample(STATES * NAN, 1), "states of norm 1"),
         (lambda: bit_strings(torch.tensor([4]), 2), "outcomes must be from 0 to"),
         (lambda: lowest_energies(PAULI, 0), "count=0: must be from 1 to 4"),
         (lambda: lowest_energies(PAULI, 5), "count=5: must be from 1 to 4"),

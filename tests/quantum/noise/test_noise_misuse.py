@@ -109,7 +109,7 @@ ONE = torch.ones(1, dtype=torch.float64)
         (lambda: DensitySimulator(circuit(num_bits=60)).run(), "needs .* bytes of memory"),
         (
             lambda: DensitySimulator(DAMPED).run(ONE.clone().requires_grad_()),
-            "damping of strength 1 has no finite gradient",
+            "a trained gamma of 1 has no finite gradient",
         ),
         (
             lambda: DensitySimulator(circuit()).run().expectation(PauliSum({"ZZ": 1})),

@@ -142,6 +142,28 @@ def test_a_biased_gradient_is_refused(name: str, end: float) -> None:
         simulator.run(at.requires_grad_(), 3)
 
 
+@pytest.mark.parametrize("name", ["BitFlip", "AmplitudeDamping", "PhaseDamping"])
+@pytest.mark.parametrize("end", [0.0, 1.0])
+def test_numbers_at_the_ends_of_a_range_leave_gradients_alone(name: str, end: float) -> None:
+    key = "p" if name == "BitFlip" else "gamma"
+    noise = channel(name, 0, **{key: end})
+    gates = gate("ry", 0, angle=parameter(0)), gate("ry", 0, angle=parameter(0))
+    circuit = DynamicCircuit(1, [gates[0], noise, gates[1]])
+    energy = PauliSum({"Z": 1.0, "X": 0.5})
+    at = torch.tensor([0.6], dtype=torch.float64, requires_grad=True)
+
+    def exact(angle: torch.Tensor) -> torch.Tensor:
+        return DensitySimulator(circuit).run(angle).expectation(energy)
+
+    (slope,) = torch.autograd.grad(exact(at), at)
+    with torch.no_grad():
+        finite = (exact(at + 1e-5) - exact(at - 1e-5)) / 2e-5
+    assert slope.item() == pytest.approx(finite.item(), abs=1e-8)
+    found = TrajectorySimulator(circuit).run(at, 4000, key=1).expectation(energy)
+    (mean,) = torch.autograd.grad(found.mean(), at)
+    assert mean.item() == pytest.approx(slope.item(), abs=0.15)
+
+
 @pytest.mark.slow
 def test_a_task_of_trajectories_has_one_result(lockstep) -> None:
     done = lockstep("verify", TASK, "--ranks", "1,2,3,4", "--launchers", "python,mpi")

@@ -21,6 +21,9 @@ from lockstep.quantum.hamiltonians.symplectic import (
 from lockstep.quantum.simulation.measure import PauliSum, probabilities, qubits_of
 from lockstep.quantum.simulation.statevector import Simulator
 
+_NORM = 1e-3
+"""How far the squared norm of a state that is measured may be from 1."""
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -90,11 +93,14 @@ class Group:
             Outcomes [..., shots], int64: bit q of an outcome is qubit q. `values` has their values.
 
         Raises:
-            ConfigError: `shots` is less than 1, or the states are of another number of qubits.
+            ConfigError: `shots` is less than 1, or the states are of another number of qubits or
+                not of norm 1.
         """
         if as_integer(shots, "shots") < 1:
             raise ConfigError(f"shots={shots}: must be at least 1")
         rows = self.probabilities(states.detach()).reshape(-1, states.shape[-1])
+        if not ((rows.sum(-1) - 1).abs() < _NORM).all():
+            raise ConfigError("only states of norm 1 can be measured")
         drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
         return drawn.view(*states.shape[:-1], shots)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -74,9 +75,9 @@ def _depolarizing(values: Tensor) -> Kraus:
 
 def _fading(values: Tensor, first: int) -> Tensor:
     """diag(1, √(1 - γ)), or with `first` = 0 diag(√(1 - γ), 1)."""
-    root = (1 - values[..., 0]).sqrt()
-    if root.requires_grad and not root.detach().all():
-        raise ConfigError("damping of strength 1 has no finite gradient; keep gamma below 1")
+    left = 1 - values[..., 0]
+    # At 0 the root has no finite derivative; it is asked for only where γ is a number.
+    root = left.where(left > 0, 1).sqrt().where(left > 0, 0)
     pair = (torch.ones_like(root), root) if first else (root, torch.ones_like(root))
     return torch.diag_embed(torch.stack(pair, -1)).to(_constant(values, _I).dtype)
 
@@ -174,9 +175,13 @@ class Channel:
             Weights [..., K] and matrices [..., K, D, D], differentiable in the values.
 
         Raises:
-            ConfigError: a value is out of bounds.
+            ConfigError: a value is out of bounds, or its gradient is not finite: a trained gamma
+                of 1.
         """
         self._check(values)
+        # Numbers, too, come as functions of parameters, of derivative 0.
+        trained = torch.tensor(self.trained, dtype=torch.bool, device=values.device)
+        values = values.where(trained, values.detach())
         if self.matrices is not None:
             dtype = torch.complex64 if values.dtype == torch.float32 else torch.complex128
             matrices = self.matrices.to(values.device, dtype)
@@ -192,12 +197,18 @@ class Channel:
             return torch.stack([1 - p, p], -1), _constant(values, *both.tolist())
         return CHANNELS[self.name].kraus(values)
 
+    @cached_property
+    def trained(self) -> tuple[bool, ...]:
+        """For each of its values, whether it depends on parameters."""
+        carriers = [Circuit(1, [gate("rx", 0, angle=value)]) for value in self.values]
+        return tuple(carrier.num_parameters > 0 for carrier in carriers)
+
     @property
     def numbers(self) -> Tensor | None:
         """Its values, [V], float64; None where they depend on parameters."""
-        carriers = Circuit(1, [gate("rx", 0, angle=value) for value in self.values])
-        if carriers.num_parameters:
+        if any(self.trained):
             return None
+        carriers = Circuit(1, [gate("rx", 0, angle=value) for value in self.values])
         return carriers.angles(torch.zeros(0, dtype=torch.float64))
 
     def _check(self, values: Tensor) -> None:
@@ -214,6 +225,12 @@ class Channel:
                 low, high = kind.bounds[place]
                 needed = f"from {low:g} to {high:g}" if high < _TIME[1] else "positive"
                 raise ConfigError(f"{self.name}: {name}={value:g} must be {needed}")
+        for place, name in enumerate(kind.values):
+            ends = values.requires_grad and self.trained[place] and name == "gamma"
+            if ends and (values[..., place] == 1).any():
+                raise ConfigError(
+                    f"{self.name}: a trained gamma of 1 has no finite gradient; keep it below 1"
+                )
         if self.name == "ResetError" and (values.sum(-1) > 1).any():
             raise ConfigError("ResetError: p0 + p1 must be at most 1")
         if kind.bounds[-1] == _TIME and (values[..., 2] > 2 * values[..., 1]).any():

@@ -158,7 +158,8 @@ class Walk:
     def _channel(self, shots: Shots, step: Jump, channel: Channel) -> Shots:
         values = self._values[:, step.first : step.first + len(channel.values)]
         weights, matrices = channel.kraus(values)
-        if values.requires_grad and (weights.detach() <= 0).any():
+        is_trained = values.requires_grad and any(channel.trained)
+        if is_trained and (weights.detach() <= 0).any():
             raise ConfigError(
                 f"{channel.name}: a trained value makes an operator's weight 0, of which no "
                 "trajectory can find the gradient; keep it away from the ends of its range, or use "
