@@ -33,7 +33,7 @@ class Small(NamedTuple):
     stop_at: int
 
 
-SLOW = {"cartpole", "finetune", "recommender", "stream", "tabular", "teacher"}
+SLOW = {"cartpole", "finetune", "maxcut", "recommender", "stream", "tabular", "teacher"}
 """Examples that take longest, and show nothing that the others do not show as well."""
 
 SIZES = {
@@ -43,7 +43,19 @@ SIZES = {
     "finetune": Small(("epochs=2",), 3),
     "gan": Small(("steps=24", "width=16", "eval_every=12", "eval_batch_size=512"), 10),
     "gpt": Small(("steps=6", "context=16", "width=16", "num_layers=2", "eval_every=6"), 4),
+    "h2": Small(("epochs=4",), 3),
     "ising": Small(("epochs=4", "num_qubits=3", "num_layers=1"), 3),
+    "maxcut": Small(
+        (
+            "epochs=4",
+            "num_nodes=4",
+            "num_layers=1",
+            "batch_size=4",
+            "eval_batch_size=4",
+            "eval_every=2",
+        ),
+        3,
+    ),
     "memory": Small(("steps=6", "batch_size=8", "width=16", "num_eval=4", "eval_every=6"), 4),
     "recommender": Small(
         ("steps=8", "num_clicks=2000", "num_users=100", "num_items=80", "width=4", "eval_every=4"),

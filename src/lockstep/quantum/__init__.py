@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from lockstep.quantum.circuits.angles import Angle, Expression, parameter
     from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, unitary
     from lockstep.quantum.circuits.frequencies import frequencies
+    from lockstep.quantum.hamiltonians.estimate import Estimate, GroupedMeasurement, bit_strings
+    from lockstep.quantum.hamiltonians.ground import lowest_energies
+    from lockstep.quantum.hamiltonians.grouping import Group, commuting_groups
+    from lockstep.quantum.hamiltonians.operator import PauliOperator
+    from lockstep.quantum.hamiltonians.rotation import pauli_rotation
+    from lockstep.quantum.interop.dynamic_reader import dynamic_from_qasm, dynamic_from_qiskit
+    from lockstep.quantum.interop.dynamic_writer import dynamic_to_qasm, dynamic_to_qiskit
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
     from lockstep.quantum.interop.qiskit_reader import from_qiskit
     from lockstep.quantum.interop.qiskit_writer import bound, drawing, to_qiskit
     from lockstep.quantum.layers.layer import Layer
-    from lockstep.quantum.simulation.distributed import expectation
+    from lockstep.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
+    from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
+    from lockstep.quantum.noise.density import DensitySimulator, DensityState
+    from lockstep.quantum.noise.trajectories import Trajectories, TrajectorySimulator
+    from lockstep.quantum.simulation.distributed import expectation, retried
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
     from lockstep.quantum.simulation.metric import metric_tensor
     from lockstep.quantum.simulation.shift import share, shifted
@@ -33,26 +44,52 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Angle",
+    "Channel",
     "Circuit",
+    "DensitySimulator",
+    "DensityState",
+    "DynamicCircuit",
+    "Estimate",
     "Expression",
     "Gate",
+    "Group",
+    "GroupedMeasurement",
+    "If",
     "Layer",
+    "Measure",
+    "PauliOperator",
     "PauliSum",
     "QuantumTransformer",
+    "Reset",
     "Sentences",
     "Simulator",
+    "Trajectories",
+    "TrajectorySimulator",
+    "bit_strings",
     "bound",
+    "channel",
+    "commuting_groups",
     "context_root",
     "drawing",
+    "dynamic_from_qasm",
+    "dynamic_from_qiskit",
+    "dynamic_to_qasm",
+    "dynamic_to_qiskit",
     "expectation",
     "frequencies",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
     "gate",
+    "lowest_energies",
     "metric_tensor",
+    "misread",
     "parameter",
+    "pauli_error",
+    "pauli_rotation",
     "probabilities",
+    "qubit_channel",
+    "retried",
     "sample_frequencies",
     "share",
     "shifted",
@@ -68,12 +105,23 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "circuits.angles": ("Angle", "Expression", "parameter"),
         "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
         "circuits.frequencies": ("frequencies",),
+        "hamiltonians.estimate": ("Estimate", "GroupedMeasurement", "bit_strings"),
+        "hamiltonians.ground": ("lowest_energies",),
+        "hamiltonians.grouping": ("Group", "commuting_groups"),
+        "hamiltonians.operator": ("PauliOperator",),
+        "hamiltonians.rotation": ("pauli_rotation",),
+        "interop.dynamic_reader": ("dynamic_from_qasm", "dynamic_from_qiskit"),
+        "interop.dynamic_writer": ("dynamic_to_qasm", "dynamic_to_qiskit"),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
         "interop.qiskit_reader": ("from_qiskit",),
         "interop.qiskit_writer": ("bound", "drawing", "to_qiskit"),
         "layers.layer": ("Layer",),
-        "simulation.distributed": ("expectation",),
+        "noise.channels": ("Channel", "channel", "pauli_error", "qubit_channel"),
+        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
+        "noise.density": ("DensitySimulator", "DensityState"),
+        "noise.trajectories": ("Trajectories", "TrajectorySimulator"),
+        "simulation.distributed": ("expectation", "retried"),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
         "simulation.metric": ("metric_tensor",),
         "simulation.shift": ("share", "shifted"),

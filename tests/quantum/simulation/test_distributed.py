@@ -94,6 +94,62 @@ def test_ranks_that_do_not_fit(size: int, circuit: Circuit, message: str) -> Non
         on_ranks(size, lambda transport: Simulator(circuit, transport=transport))
 
 
-def test_one_state_at_a_time() -> None:
-    with pytest.raises(ConfigError, match="2 states at once: over 2 ranks there can be one"):
-        on_ranks(2, lambda t: Simulator(ring(6, 1), transport=t).state(some_parameters(2, 18)))
+@given(circuits(most_qubits=7))
+@settings(max_examples=10, deadline=None)
+def test_the_bits_depend_on_the_parts_only(circuit: Circuit) -> None:
+    circuit = Circuit(7, circuit.gates, 3)
+    thetas = some_parameters(2, 3)
+    exact = PauliSum(TERMS).expectation(Simulator(circuit).state(thetas))
+
+    def body(transport: ThreadTransport | None) -> tuple[torch.Tensor, ...]:
+        simulator = Simulator(circuit, max_targets=3, transport=transport, parts=4)
+        at = thetas.clone().requires_grad_()
+        found = expectation(simulator, simulator.state(at), TERMS)
+        assert found.shape == (2,)
+        return found.detach(), *torch.autograd.grad(found.square().sum(), at)
+
+    alone = body(None)
+    assert (alone[0] - exact).abs().max() < 1e-13
+    for size in (1, 2, 3, 4):
+        for found in on_ranks(size, body):
+            assert all(torch.equal(own, other) for own, other in zip(found, alone, strict=True))
+
+
+def test_batches_over_ranks_and_parts() -> None:
+    circuit = ring(7, 2)
+    thetas = some_parameters(2, 3, circuit.num_parameters)
+    starts = torch.randn(3, 128, dtype=torch.complex128, generator=torch.Generator().manual_seed(1))
+    starts = starts / starts.norm(dim=-1, keepdim=True)
+
+    def values(transport: ThreadTransport | None, parts: int) -> tuple[torch.Tensor, ...]:
+        simulator = Simulator(circuit, max_targets=3, transport=transport, parts=parts)
+        size = len(starts[0]) // parts
+        at = thetas.clone().requires_grad_()
+        mine = slice(simulator.part.first, simulator.part.first + simulator.part.num_here)
+        own = starts.view(3, parts, size)[:, mine].flatten(1).requires_grad_()
+        state = simulator.state(at, own)
+        found = expectation(simulator, state, PauliSum(TERMS))
+        slopes = torch.autograd.grad(found.square().sum(), (at, own))
+        return found.detach(), slopes[0], slopes[1], state.detach()
+
+    value, slope, start_slope, state = values(None, 1)
+    for size in (1, 2, 3, 4):
+        results = on_ranks(size, lambda t: values(t, 4))
+        for found in results:
+            assert (found[0] - value).abs().max() < 1e-13
+            assert (found[1] - slope).abs().max() < 1e-12
+        assert (torch.cat([r[2] for r in results], -1) - start_slope).abs().max() < 1e-12
+        assert (torch.cat([r[3] for r in results], -1) - state).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("parts", [1, 3, 6])
+def test_parts_that_do_not_fit(parts: int) -> None:
+    message = f"parts={parts}: must be a power of two, and at least 2"
+    with pytest.raises(ConfigError, match=message):
+        on_ranks(2, lambda transport: Simulator(ring(6, 1), transport=transport, parts=parts))
+
+
+def test_a_state_of_another_number_of_parts_is_refused() -> None:
+    simulator = Simulator(ring(6, 1), parts=2)
+    with pytest.raises(ConfigError, match=r"the state must be a tensor \[..., 64\]"):
+        expectation(simulator, torch.ones(32, dtype=torch.complex128), {"ZIIIII": 1.0})

@@ -199,7 +199,7 @@ def act(matrix: Tensor, product: Tensor, bits: Sequence[int]) -> Tensor:
     axes = [len(lead) + num_bits - 1 - bit for bit in reversed(bits)]
     front = list(range(len(lead), len(lead) + len(bits)))
     moved = product.reshape(*lead, *(2,) * num_bits, columns).movedim(axes, front)
-    after = matrix @ moved.reshape(*lead, 1 << len(bits), -1)
+    after = matrix @ moved.reshape(*lead, 1 << len(bits), columns * size >> len(bits))
     lead = list(after.shape[:-2])
     after = after.reshape(*lead, *(2,) * num_bits, columns).movedim(front, axes)
     return after.reshape(*lead, size, columns)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import MAX_QUBITS, Circuit
-from lockstep.quantum.interop.qiskit_reader import from_qiskit, import_qiskit, read
+from lockstep.quantum.interop.qiskit_reader import import_qiskit, read
+
+T = TypeVar("T")
 
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _VERSION = re.compile(r"\s*OPENQASM\s+(\d+)")
@@ -38,6 +40,15 @@ def from_qasm(text: str) -> Circuit:
     Raises:
         ConfigError: the text cannot be read, or as `from_qiskit`.
     """
+    return reading(text, read)
+
+
+def reading(text: str, make: Callable[[Any, Sequence[Any]], T]) -> T:
+    """What is made of a program's `qiskit.QuantumCircuit` and its parameters, in their order.
+
+    Raises:
+        ConfigError: the text cannot be read, whatever goes wrong.
+    """
     import_qiskit()
     if not isinstance(text, str):
         raise ConfigError(f"OpenQASM: must be a string, not {type(text).__name__}")
@@ -45,19 +56,22 @@ def from_qasm(text: str) -> Circuit:
     _check_sizes(code)
     version = _VERSION.match(code)
     with _one_error():
-        return _version_3(text) if version and version[1] == "3" else _version_2(text, code)
+        return make(
+            *(_version_3(text) if version and version[1] == "3" else _version_2(text, code))
+        )
 
 
-def _version_2(text: str, code: str) -> Circuit:
+def _version_2(text: str, code: str) -> tuple[Any, list[Any]]:
     from qiskit import qasm2
 
     # Qiskit would take these in place of definitions of the same names in the text.
     own = set(_GATE.findall(code))
     custom = [c for c in qasm2.LEGACY_CUSTOM_INSTRUCTIONS if c.name not in own]
-    return from_qiskit(qasm2.loads(text, custom_instructions=custom))
+    source = qasm2.loads(text, custom_instructions=custom)
+    return source, list(source.parameters)
 
 
-def _version_3(text: str) -> Circuit:
+def _version_3(text: str) -> tuple[Any, list[Any]]:
     try:
         import openqasm3
 
@@ -76,7 +90,7 @@ def _version_3(text: str) -> Circuit:
     visitor = Visitor()
     source = visitor.convert(program).circuit
     by_name = {parameter.name: parameter for parameter in source.parameters}
-    return read(source, [by_name[name] for name in visitor.inputs])
+    return source, [by_name[name] for name in visitor.inputs]
 
 
 def _check_sizes(code: str) -> None:

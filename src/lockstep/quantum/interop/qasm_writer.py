@@ -71,15 +71,20 @@ def _expanded(gate: Gate) -> Iterator[Gate]:
 
 
 def _version_3(circuit: Circuit) -> str:
+    return "\n".join([*header(circuit), *map(line, circuit.gates)]) + "\n"
+
+
+def header(circuit: Circuit) -> list[str]:
+    """What a program in version 3 begins with: definitions of gates, inputs, and qubits `q`."""
     used = {gate.name for gate in circuit.gates}
     lines = ["OPENQASM 3.0;", 'include "stdgates.inc";']
     lines += [text for name, text in _NO_STANDARD.items() if name in used]
     lines += [f"input float[64] theta_{i};" for i in range(circuit.num_parameters)]
-    lines += [f"qubit[{circuit.num_qubits}] q;", *map(_line, circuit.gates)]
-    return "\n".join(lines) + "\n"
+    return [*lines, f"qubit[{circuit.num_qubits}] q;"]
 
 
-def _line(gate: Gate) -> str:
+def line(gate: Gate) -> str:
+    """A gate in version 3."""
     name, modifiers = gate.name, ""
     plain = "c" * len(gate.controls) + gate.name
     if all(gate.control_state) and plain in _STANDARD:

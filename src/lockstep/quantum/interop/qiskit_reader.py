@@ -46,7 +46,7 @@ def from_qiskit(source: Any) -> Circuit:
 def read(source: Any, parameters: Sequence[Any]) -> Circuit:
     """As `from_qiskit`, with the circuit's parameters in the order of their numbers."""
     check_num_qubits(source.num_qubits)
-    reader = _Reader({parameter: number for number, parameter in enumerate(parameters)})
+    reader = Reader({parameter: number for number, parameter in enumerate(parameters)})
     gates = list(reader.gates(source, range(source.num_qubits)))
     return Circuit(source.num_qubits, gates, len(parameters))
 
@@ -68,7 +68,7 @@ def import_qiskit() -> Any:
     return qiskit
 
 
-class _Reader:
+class Reader:
     """Reads a circuit's instructions in turn.
 
     Args:

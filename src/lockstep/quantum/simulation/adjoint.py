@@ -13,15 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport
 from lockstep.quantum.circuits.blocks import BlockMatrices
-from lockstep.quantum.circuits.fusion import Block, Plan
+from lockstep.quantum.circuits.fusion import Plan
 from lockstep.quantum.simulation.derivatives import OVER_RANKS, evolve, only_once
-from lockstep.quantum.simulation.evolution import Kept, Moving, Pool, added_up, matrix_gradient
+from lockstep.quantum.simulation.evolution import (
+    Kept,
+    Moving,
+    StatePart,
+    added_up,
+    parts_gradient,
+)
 from lockstep.quantum.simulation.memory import check_fits
 
 KEPT_BYTES = 64 << 20
-"""Bytes of earlier states kept for the backward pass, on all ranks together."""
+"""Bytes of earlier states kept for the backward pass, on all ranks together, and as many of spare
+memory."""
 _COPIES_OF_A_BLOCK = 6
 """States in memory for each block whose gradient is to be differentiated."""
 
@@ -38,33 +44,6 @@ class Program(NamedTuple):
     matrices: BlockMatrices
 
 
-class StatePart:
-    """The part of a state that this rank has, and the memory for it.
-
-    Args:
-        num_local: number of qubits whose axes are on this rank; the others are the bits of the
-            rank's number.
-        rank: number of the part of the state that this rank has.
-        transport: transport to the ranks that have the other parts; None where the state is whole.
-    """
-
-    def __init__(self, num_local: int, rank: int, transport: Transport | None) -> None:
-        self.num_local = num_local
-        self.rank = rank
-        self.transport = transport
-        self.num_ranks = 1 if transport is None else transport.size
-        self.pool = Pool(KEPT_BYTES // self.num_ranks)
-
-    def matrices_of(self, block: Block) -> slice:
-        """The slice of a block's matrices that this rank applies, by the bits of its number."""
-        count = 1 << (len(block.controls) - len(block.rank_controls))
-        high = self.num_ranks.bit_length() - 2
-        value = 0
-        for axis in block.rank_controls:
-            value = 2 * value + (self.rank >> (high - axis) & 1)
-        return slice(value * count, (value + 1) * count)
-
-
 class Evolve(torch.autograd.Function):
     """The state after all blocks, from angles [b, G] with b of 1 or B, and states [B, 2^m].
 
@@ -79,15 +58,15 @@ class Evolve(torch.autograd.Function):
             ctx.variable = angles.detach().requires_grad_(ctx.needs_input_grad[0])
             ctx.matrices = program.matrices(ctx.variable)
         matrices = [matrix.detach() for matrix in ctx.matrices]
-        moving = Moving(start, part.num_local, part.transport, part.pool)
+        moving = Moving(start, part)
         ctx.kept = Kept(part.pool)
-        room = KEPT_BYTES // part.num_ranks if ctx.needs_input_grad[0] else 0
+        room = part.kept_bytes if ctx.needs_input_grad[0] else 0
         for number, block in enumerate(program.plan.blocks):
             moving.move(block.moves)
             if moving.states.nbytes <= room:
                 room -= moving.states.nbytes
                 ctx.kept.add(number, moving)
-            moving.apply(matrices[number][:, part.matrices_of(block)])
+            moving.apply(matrices[number], block)
         moving.move(program.plan.moves)
         moving.release()
         state = moving.states.clone() if moving.states is start else moving.states
@@ -102,7 +81,7 @@ class Evolve(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return *_adjoint(ctx, gradient), None, None
         # The gradient is to be differentiated.
-        if ctx.part.transport is None:
+        if ctx.part.num_parts == 1:
             return *_by_autograd(ctx, gradient), None, None
         angles, start, _ = ctx.saved_tensors
         with torch.no_grad():
@@ -121,8 +100,7 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     laid_out = ctx.program.plan
     wants_angles, wants_start, *_ = ctx.needs_input_grad
     matrices = ctx.matrices
-    common = part.num_local, part.transport, part.pool
-    ket, bra = Moving(state, *common), Moving(gradient.contiguous(), *common)
+    ket, bra = Moving(state, part), Moving(gradient.contiguous(), part)
     ket.move_back(laid_out.moves)
     bra.move_back(laid_out.moves)
     numbers = range(len(laid_out.blocks))
@@ -132,23 +110,20 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     last = 0 if wants_start else first
     for number in reversed(numbers[last:]):
         block = laid_out.blocks[number]
-        own = part.matrices_of(block)
-        matrix = matrices[number].detach()[:, own]
+        matrix = matrices[number].detach()
         if number in ctx.kept:
             ket.release()
-            ket = Moving(ctx.kept[number], *common)
+            ket = Moving(ctx.kept[number], part)
         elif number >= first:
-            ket.undo(matrix)
+            ket.undo(matrix, block)
         if trained[number]:
             outputs.append(matrices[number])
-            whole = torch.zeros_like(matrices[number])
-            whole[:, own] = matrix_gradient(matrix, ket.states, bra.states)
-            gradients.append(whole)
+            gradients.append(parts_gradient(part, block, matrix, ket.states, bra.states))
         if number == last and not wants_start:
             break
         if number - 1 not in ctx.kept and number > first:
             ket.move_back(block.moves)
-        bra.undo(matrix)
+        bra.undo(matrix, block)
         bra.move_back(block.moves)
     ket.release()
     bra.release()
@@ -157,10 +132,19 @@ def _adjoint(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         angle_gradient = torch.zeros_like(ctx.variable)
         if outputs:
             (angle_gradient,) = torch.autograd.grad(
-                outputs, ctx.variable, gradients, retain_graph=True
+                outputs, ctx.variable, _summed(gradients, part), retain_graph=True
             )
-        angle_gradient = added_up(angle_gradient.flatten(), part.transport).view_as(angle_gradient)
     return angle_gradient, bra.states if wants_start else None
+
+
+def _summed(gradients: list[Tensor], part: StatePart) -> list[Tensor]:
+    """The sums over all parts of gradients [L, ...], each [...], with one exchange."""
+    if part.num_parts == 1:
+        return [gradient[0] for gradient in gradients]
+    sizes = [gradient[0].numel() for gradient in gradients]
+    flat = torch.cat([gradient.flatten(1) for gradient in gradients], 1)
+    sums = added_up(flat, part).split_with_sizes(sizes)
+    return [own.view(g.shape[1:]) for own, g in zip(sums, gradients, strict=True)]
 
 
 def _by_autograd(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

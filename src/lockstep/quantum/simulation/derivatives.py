@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.fusion import Move, Plan
-from lockstep.quantum.simulation.evolution import added_up
+from lockstep.quantum.simulation.evolution import StatePart, added_up
 
 
 def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:
@@ -123,21 +122,21 @@ class _DifferentiableOnce(torch.autograd.Function):
 
 
 class AddUp(torch.autograd.Function):
-    """The sum of all ranks' tensors [M]; its gradient, the same on all ranks, is that of each."""
+    """The sum [M] of all parts' tensors, of which [L, M] are here; its gradient is that of each."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, transport: Transport | None) -> Tensor:  # noqa: D102
-        ctx.num_ranks = 1 if transport is None else transport.size
-        return added_up(local, transport)
+    def forward(ctx: Any, local: Tensor, part: StatePart) -> Tensor:  # noqa: D102
+        ctx.part = part
+        return added_up(local, part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        if ctx.num_ranks > 1 and torch.is_grad_enabled():
+        if ctx.part.num_parts > 1 and torch.is_grad_enabled():
             gradient = only_once(gradient, OVER_RANKS, gradient)
-        return gradient, None
+        return gradient.expand(ctx.part.num_here, *gradient.shape), None
 
 
 OVER_RANKS = (
-    "second derivatives of a state that is split over ranks are not supported; simulate it on one "
-    "rank (a Simulator without transport)"
+    "second derivatives of a state that is split over ranks or parts are not supported; simulate "
+    "it whole (a Simulator without transport and parts)"
 )

@@ -1,15 +1,19 @@
-"""States that move through a circuit's blocks, forwards and backwards."""
+"""States that move through a circuit's blocks, forwards and backwards.
+
+A state may be split into parts, each of which has the amplitudes with some high bits of the index.
+A rank has one or several. Each part is computed by itself, with the same calls wherever it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.comm.transport import Transport
-from lockstep.quantum.circuits.fusion import Move
+from lockstep.comm.transport import Transport, offsets
+from lockstep.quantum.circuits.fusion import Block, Move
 
 _LARGE = 1 << 13
 """Amplitudes from which on a product for each state is faster than a batched one and a copy."""
@@ -52,44 +56,90 @@ class Pool:
             self._free.append(memory)
 
 
-class Moving:
-    """States [B, 2^m] that blocks act on in turn, between two pieces of memory.
+class StatePart:
+    """The parts of a state that this rank has, and the memory for them.
+
+    Args:
+        num_local: number of qubits whose axes are in a part; the others are the bits of the part's
+            number.
+        num_parts: number P of all parts; rank r of R has those from r·P // R on.
+        transport: transport to the ranks that have the other parts, in the order of their ranks;
+            None where all parts are here.
+        kept_bytes: bytes of memory that is kept for the next states, on all ranks together.
 
     Attributes:
-        states: the present states, [B, 2^m]. Those given are not changed.
+        counts: number of parts of each rank.
+        num_here: number L of parts of this rank.
+        first: number of the first of them.
+        kept_bytes: bytes of memory that this rank may keep.
+        pool: memory for the next states.
     """
 
     def __init__(
-        self, states: Tensor, num_axes: int, transport: Transport | None, pool: Pool
+        self, num_local: int, num_parts: int, transport: Transport | None, kept_bytes: int
     ) -> None:
+        self.num_local = num_local
+        self.transport = transport
+        self.num_parts = num_parts
+        num_ranks = 1 if transport is None else transport.size
+        bounds = [rank * num_parts // num_ranks for rank in range(num_ranks + 1)]
+        self.counts = [bounds[rank + 1] - bounds[rank] for rank in range(num_ranks)]
+        rank = 0 if transport is None else transport.rank
+        self.first, self.num_here = bounds[rank], self.counts[rank]
+        self.kept_bytes = kept_bytes * max(self.counts) // num_parts
+        self.pool = Pool(self.kept_bytes)
+
+    def matrices_of(self, block: Block) -> list[slice]:
+        """For each part here, the slice of a block's matrices that it is multiplied with."""
+        count = 1 << (len(block.controls) - len(block.rank_controls))
+        high = self.num_parts.bit_length() - 2
+        slices = []
+        for number in range(self.first, self.first + self.num_here):
+            value = 0
+            for axis in block.rank_controls:
+                value = 2 * value + (number >> (high - axis) & 1)
+            slices.append(slice(value * count, (value + 1) * count))
+        return slices
+
+
+class Moving:
+    """States that blocks act on in turn, between two pieces of memory.
+
+    Attributes:
+        states: the present states, [L·B, 2^m]: those of the first of L parts first. Those given are
+            not changed.
+    """
+
+    def __init__(self, states: Tensor, part: StatePart) -> None:
         """Go on from some states.
 
         Args:
-            states: states to begin with, [B, 2^m], complex.
-            num_axes: greatest m that is reached.
-            transport: transport to the ranks that have the other parts of the states, if there are
-                any.
-            pool: memory for new states; memory that is no longer needed goes back to it.
+            states: states to begin with, [L·B, 2^m], complex.
+            part: the parts that they are of; memory for new states comes from its pool, and goes
+                back to it.
         """
         self.states = states
-        self._size = len(states) << num_axes
-        self._transport = transport
-        self._pool = pool
+        self._size = len(states) << part.num_local
+        self._part = part
+        self._pool = part.pool
         self._memory: Tensor | None = None  # of the present states, unless they were given
         self._spare: Tensor | None = None
 
-    def apply(self, matrix: Tensor) -> None:
+    def apply(self, matrix: Tensor, block: Block) -> None:
         """Apply a block to states whose axes are in its order: [B, C R K] becomes [B, K C R].
 
         Args:
             matrix: complex matrices of the block, [B or 1, C, K, K].
+            block: the block, which says which of them a part takes.
         """
-        count, size = matrix.shape[1:3]
         target = self._target()
-        before = self.states.view(len(target), count, -1, size)
-        after = target.view(len(target), size, count, -1)
-        for value in range(count):
-            _product(matrix[:, value], before[:, value].mT, after[:, :, value])
+        size = matrix.shape[2]
+        for own, states, place in self._each_part(block, target):
+            count = own.stop - own.start
+            before = states.view(len(states), count, -1, size)
+            after = place.view(len(states), size, count, -1)
+            for value in range(count):
+                _product(matrix[:, own.start + value], before[:, value].mT, after[:, :, value])
         self._turn(target)
 
     def keep(self) -> tuple[Tensor, Tensor | None]:
@@ -105,20 +155,27 @@ class Moving:
             self._pool.give(self._spare)
             self._spare = None
 
-    def undo(self, matrix: Tensor) -> None:
-        """The inverse of `apply`: [B, K C R] becomes [B, C R K].
-
-        Args:
-            matrix: complex matrices of the block, [B or 1, C, K, K].
-        """
-        count, size = matrix.shape[1:3]
+    def undo(self, matrix: Tensor, block: Block) -> None:
+        """The inverse of `apply`: [B, K C R] becomes [B, C R K]; with the same arguments."""
         target = self._target()
-        after = self.states.view(len(target), size, count, -1)
-        before = target.view(len(target), count, -1, size)
+        size = matrix.shape[2]
         conjugate = matrix.conj().resolve_conj()
-        for value in range(count):
-            _product(after[:, :, value].mT, conjugate[:, value], before[:, value])
+        for own, states, place in self._each_part(block, target):
+            count = own.stop - own.start
+            after = states.view(len(states), size, count, -1)
+            before = place.view(len(states), count, -1, size)
+            for value in range(count):
+                _product(after[:, :, value].mT, conjugate[:, own.start + value], before[:, value])
         self._turn(target)
+
+    def _each_part(self, block: Block, target: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """For each part, the slice of its matrices, its states and their place in `target`."""
+        return zip(
+            self._part.matrices_of(block),
+            self.states.chunk(self._part.num_here),
+            target.chunk(self._part.num_here),
+            strict=True,
+        )
 
     def move(self, moves: Sequence[Move]) -> None:
         """Add axes, and bring them into another order."""
@@ -152,14 +209,36 @@ class Moving:
         self._turn(target)
 
     def _exchange(self) -> None:
-        """Let the ranks' axes and the first local ones change places."""
-        assert self._transport is not None
-        target, size = self._target(), self._transport.size
-        send, recv = (torch.view_as_real(t).view(-1) for t in (self.states, target))
-        count = len(send) // size
-        counts = [count] * size
-        self._transport.all_to_all(send, counts, [r * count for r in range(size)], recv, counts)
+        """Let the axes of the parts and the first local ones change places."""
+        part = self._part
+        count = self.states.shape[1] // part.num_parts
+        # From [from here, B, to, count] to [to, from here, B, count].
+        parcels = self.states.view(part.num_here, -1, part.num_parts, count).permute(2, 0, 1, 3)
+        target = self._target()
+        if part.transport is None:
+            target.view(parcels.shape[0], -1, parcels.shape[1], count).copy_(
+                parcels.permute(0, 2, 1, 3)
+            )
+        else:
+            self._swap(parcels.contiguous(), part.transport, target)
         self._turn(target)
+
+    def _swap(self, parcels: Tensor, transport: Transport, target: Tensor) -> None:
+        """Send parcels [to, from here, B, count] away, and put those that arrive into `target`."""
+        part, size = self._part, parcels[0, 0].numel()
+        batch = parcels.shape[2]
+        direct = part.num_here == batch == 1  # parcels arrive in the order of their places
+        arrived = target if direct else torch.empty_like(target)
+        send, recv = (torch.view_as_real(t).view(-1) for t in (parcels, arrived))
+        counts = [2 * number * part.num_here * size for number in part.counts]
+        transport.all_to_all(send, counts, offsets(counts), recv, counts)
+        if not direct:
+            places = target.view(part.num_here, batch, part.num_parts, -1)
+            sources = arrived.view(-1).split_with_sizes([number // 2 for number in counts])
+            for place, source in zip(places.split_with_sizes(part.counts, 2), sources, strict=True):
+                # From [to here, from there, B, count] to [to here, B, from there, count].
+                own = source.view(part.num_here, place.shape[2], batch, -1)
+                place.copy_(own.transpose(1, 2))
 
     def _permute(self, permutation: Sequence[int]) -> None:
         target = self._target()
@@ -212,6 +291,28 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
         out.copy_(left @ right)
 
 
+def parts_gradient(
+    part: StatePart, block: Block, matrix: Tensor, ket: Tensor, bra: Tensor
+) -> Tensor:
+    """For each part here, its gradient with respect to a block's matrices, [L, b, C, K, K].
+
+    Args:
+        part: the parts.
+        block: the block.
+        matrix: its matrices, [b, C, K, K], b being 1 or B.
+        ket: states before the block, [L·B, 2^m].
+        bra: gradient of the states after the block, [L·B, 2^m].
+    """
+    if part.num_parts == 1:
+        return matrix_gradient(matrix, ket, bra)[None]
+    gradients = matrix.new_zeros(part.num_here, *matrix.shape)
+    states, ends = ket.chunk(part.num_here), bra.chunk(part.num_here)
+    for number, own in enumerate(part.matrices_of(block)):
+        found = matrix_gradient(matrix[:, own], states[number], ends[number])
+        gradients[number, :, own] = found
+    return gradients
+
+
 def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     """The gradient with respect to a block's matrices [b, C, K, K], b being 1 or B.
 
@@ -236,13 +337,30 @@ def matrix_gradient(matrix: Tensor, ket: Tensor, bra: Tensor) -> Tensor:
     return gradient
 
 
-def added_up(local: Tensor, transport: Transport | None) -> Tensor:
-    """The sum of all ranks' tensors [M], in the order of ranks, the same on all."""
-    if transport is None:
-        return local.clone()
-    everyone = local.new_empty(transport.size * len(local))
-    transport.all_gather(local.contiguous(), everyone, [len(local)] * transport.size)
-    return everyone.view(transport.size, -1).sum(0)
+def added_up(local: Tensor, part: StatePart) -> Tensor:
+    """The sum of all parts' tensors, in the order of parts, the same on all ranks.
+
+    Args:
+        local: tensors of the parts here, [L, M], real or complex.
+        part: the parts.
+
+    Returns:
+        Sum [M]. It depends on the number of parts only, and not on that of ranks.
+    """
+    everyone = local
+    if part.transport is not None:
+        own = (torch.view_as_real(local) if local.is_complex() else local).flatten(1)
+        gathered = own.new_empty(part.num_parts * own.shape[1])
+        counts = [number * own.shape[1] for number in part.counts]
+        part.transport.all_gather(own.reshape(-1), gathered, counts)
+        everyone = gathered.view(part.num_parts, *own.shape[1:])
+        if local.is_complex():
+            everyone = torch.view_as_complex(everyone.view(part.num_parts, -1, 2))
+        everyone = everyone.view(part.num_parts, *local.shape[1:])
+    total = everyone[0].clone()
+    for other in everyone[1:]:
+        total += other
+    return total
 
 
 def _inverse(permutation: Sequence[int]) -> list[int]:

@@ -13,8 +13,9 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.blocks import BlockMatrices
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
-from lockstep.quantum.simulation.adjoint import Evolve, Program, StatePart
+from lockstep.quantum.simulation.adjoint import KEPT_BYTES, Evolve, Program
 from lockstep.quantum.simulation.derivatives import AddUp, evolve, is_transformed, num_copies
+from lockstep.quantum.simulation.evolution import StatePart
 from lockstep.quantum.simulation.memory import check_fits, check_memory, memory_bytes
 
 
@@ -27,22 +28,26 @@ class Simulator:
         device: device on which the state is computed.
         max_targets: greatest number of target qubits of a fused block; 1 fuses only gates on one
             qubit.
-        transport: transport to other ranks, a power of two of them, that each hold an equal part of
-            the state: rank r has the amplitudes whose index has r for its high bits. All ranks must
-            make the same calls. Without a transport, the state is whole.
+        transport: transport to other ranks, that each hold a part of the state. All ranks must make
+            the same calls. Without a transport, the state is here.
         varying: numbers of the parameters that may differ between the states of a batch; all by
             default. Gates that depend on no such parameter have one matrix for all states, which
             is faster.
+        parts: number P of parts of the state, a power of two, at least the number of ranks and that
+            by default: part p has the amplitudes whose index has p for its high bits, and rank r of
+            R the parts from r·P // R on. Results have the same bits on any number of ranks with the
+            same number of parts.
 
     Attributes:
         transport: transport to other ranks; None where the state is whole.
         num_ranks: number of ranks that hold the state.
-        rank: number of the part of the state that this rank holds.
-        part: description of that part, and the memory for it.
+        rank: number of this rank.
+        num_local: number of qubits of a part.
+        part: the parts of the state that this rank holds, and the memory for them.
 
     Raises:
-        ConfigError: an argument has the wrong type, or the number of ranks is not a power of two or
-            too great for so few qubits.
+        ConfigError: an argument has the wrong type, or the number of ranks or of parts is not a
+            power of two or too great for so few qubits.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Simulator:
         max_targets: int = MAX_TARGETS,
         transport: Transport | None = None,
         varying: Collection[int] | None = None,
+        parts: int | None = None,
     ) -> None:
         self.num_ranks = num_ranks = 1 if transport is None else transport.size
         self.transport = transport if num_ranks > 1 else None
@@ -63,10 +69,10 @@ class Simulator:
             raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
         if as_integer(max_targets, "max_targets") < 1:
             raise ConfigError(f"max_targets {max_targets}: must be at least 1")
-        if num_ranks & (num_ranks - 1):
+        if parts is None and num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
-                "two"
+                f"two, or parts={1 << num_ranks.bit_length()}, which are dealt out to them"
             )
         self.circuit = circuit
         self.dtype = dtype
@@ -74,11 +80,16 @@ class Simulator:
             self.device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device {device!r}: there is no such device") from error
-        self._num_rank_axes = num_ranks.bit_length() - 1
+        count = num_ranks if parts is None else as_integer(parts, "parts")
+        if count < num_ranks or count & (count - 1):
+            raise ConfigError(
+                f"parts={count}: must be a power of two, and at least {num_ranks}, that of ranks"
+            )
+        self._num_rank_axes = count.bit_length() - 1
         self._max_targets = max_targets
         self._varying = None if varying is None else _gates_of(circuit, varying)
         self.num_local = circuit.num_qubits - self._num_rank_axes
-        self.part = StatePart(self.num_local, self.rank, self.transport)
+        self.part = StatePart(self.num_local, count, self.transport, KEPT_BYTES)
         self._memory = memory_bytes(self.device)
         self.from_zero = self._program(from_zero=True)
 
@@ -137,28 +148,30 @@ class Simulator:
         grads = torch.is_grad_enabled() and (
             angles.requires_grad or (initial is not None and initial.requires_grad)
         )
-        num_qubits, num_ranks = self.circuit.num_qubits, self.num_ranks
-        check_memory(num_qubits, self.dtype, batch, grads, num_ranks, self._memory)
-        if num_ranks > 1 and batch > 1:
-            raise ConfigError(f"{batch} states at once: over {num_ranks} ranks there can be one")
+        num_qubits = self.circuit.num_qubits
+        shares = self.part.num_parts // max(self.part.counts)
+        check_memory(num_qubits, self.dtype, batch, grads, shares, self._memory)
         if not batch:
             empty = (angles.sum(-1, keepdim=True) * 0).to(self.dtype)
-            return empty.expand(*lead, 1 << self.num_local)
+            return empty.expand(*lead, self.part.num_here << self.num_local)
         # Without a batch of angles, all states share their matrices.
         rows = angles.reshape(angles.shape[:-1].numel(), angles.shape[-1])
         if len(rows) not in (1, batch):
             rows = angles.expand(*lead, -1).reshape(batch, -1)
         if initial is None:
-            is_first = float(self.rank == 0)
-            start = torch.full((batch, 1), is_first, dtype=self.dtype, device=self.device)
+            here = self.part.num_here
+            start = torch.zeros(here * batch, 1, dtype=self.dtype, device=self.device)
+            start[:batch] = float(self.rank == 0)
             program = self.from_zero
         else:
-            start = initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1)
+            start = self._in_parts(initial.to(self.dtype).expand(*lead, -1).reshape(batch, -1))
             program = self.from_any
         if is_transformed(rows, start):
             return self._followed(rows, start, program).reshape(*lead, -1)
         self._check_shared(rows)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
+        if self.part.num_here > 1:
+            states = states.view(self.part.num_here, batch, -1).transpose(0, 1).reshape(batch, -1)
         return states.view(*lead, -1)
 
     def _check_shared(self, rows: Tensor) -> None:
@@ -177,10 +190,10 @@ class Simulator:
 
     def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
         """The states by operations that `torch.func` knows."""
-        if self.transport is not None:
+        if self.part.num_parts > 1:
             raise ConfigError(
-                "torch.func does not transform a state that is split over ranks; simulate it on "
-                "one rank (a Simulator without transport)"
+                "torch.func does not transform a state that is split into parts; simulate it whole "
+                "on one rank (a Simulator without transport and parts)"
             )
         num_blocks = len(program.plan.blocks)
         num_states = max(num_copies(rows), num_copies(start)) * len(start)
@@ -192,6 +205,13 @@ class Simulator:
         )
         return evolve(start, program.plan, program.matrices(rows))
 
+    def _in_parts(self, states: Tensor) -> Tensor:
+        """States [B, L·2^m] as those of each part, [L·B, 2^m]."""
+        if self.part.num_here == 1:
+            return states
+        split = states.view(len(states), self.part.num_here, -1)
+        return split.transpose(0, 1).reshape(len(states) * self.part.num_here, -1)
+
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
         count = len(self.circuit.with_angle)
@@ -199,7 +219,7 @@ class Simulator:
             raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
         if initial is None:
             return angles.shape[:-1]
-        size = 1 << self.num_local
+        size = self.part.num_here << self.num_local
         if not isinstance(initial, Tensor) or not initial.dim() or initial.shape[-1] != size:
             raise ConfigError(
                 f"the initial state must be a tensor [..., {size}], not {kind_of(initial)}"
@@ -214,11 +234,12 @@ class Simulator:
         return torch.Size(batch)
 
     def add_up(self, local: Tensor) -> Tensor:
-        """The sum over all ranks of real values [M] that each computed from its part of the state.
+        """The sum [M] over all parts of real values [L, M] computed from the L parts here.
 
-        Differentiable: each rank gets the gradient of the sum.
+        The order of the sum is that of the parts, and the same on all ranks. Differentiable: each
+        part gets the gradient of the sum.
         """
-        total: Tensor = AddUp.apply(local, self.transport)  # type: ignore[no-untyped-call]
+        total: Tensor = AddUp.apply(local, self.part)  # type: ignore[no-untyped-call]
         return total
 
 

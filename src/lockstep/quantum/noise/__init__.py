@@ -1,0 +1,1 @@
+"""Noise, measurements in the middle, reset and conditions: density matrices, trajectories."""
