@@ -20,7 +20,7 @@ import torch
 from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, good, values
 
 from lockstep.recipes.ufs.export import export_net, load_program, load_script
-from lockstep.recipes.ufs.fields.classic import Damaged, check_whole
+from lockstep.recipes.ufs.fields.netcdf.classic import Damaged, check_whole
 from lockstep.recipes.ufs.fields.rows import Scale
 from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet

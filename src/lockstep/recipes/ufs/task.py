@@ -24,7 +24,7 @@ from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError
 from lockstep.recipes.ufs.config import UfsConfig
 from lockstep.recipes.ufs.export import export_net
-from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
+from lockstep.recipes.ufs.fields.bands import Selection, clipped, keep_bands
 from lockstep.recipes.ufs.fields.rows import (
     Rows,
     Scale,
@@ -36,6 +36,7 @@ from lockstep.recipes.ufs.fields.rows import (
     split,
 )
 from lockstep.recipes.ufs.fields.sources import Source, find_sources
+from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report.jacobian import describe, normalised
 from lockstep.recipes.ufs.report.report import Ground, Report
@@ -111,7 +112,7 @@ class Ufs(Task):
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
         scene = self._sources[self.rows_by_split[split].time[0]].open()
-        ground = Ground(scene.when, scene.land(), scene.areas())
+        ground = Ground(scene.moment.text, scene.land(), scene.areas())
         scene.close()
         report = Report(model.cpu(), self.rows_by_split, split, ground)
         return report.write(folder, run_dir, self.is_synthetic)
@@ -135,6 +136,15 @@ class Ufs(Task):
         """SHA-256 of all rows, however they are split."""
         return self._data[1]
 
+    def data_remarks(self) -> list[str]:
+        """How many values were a little out of range."""
+        return [
+            f"{count:,} values of {name} were up to {VARIABLES[name].slack:g} "
+            f"{'' if VARIABLES[name].unit == '1' else VARIABLES[name].unit + ' '}outside "
+            f"{VARIABLES[name].low:g} to {VARIABLES[name].high:g} and are clipped"
+            for name, count in self._data[2].items()
+        ]
+
     def adopt(self, model: nn.Module) -> None:
         """Normalise with the statistics of a trained model, whatever those of the rows are."""
         assert isinstance(model, SeaIceNet)
@@ -146,8 +156,8 @@ class Ufs(Task):
             self.scale = trained
 
     @cached_property
-    def _data(self) -> tuple[dict[str, Rows], str]:
-        """The rows of each split, and the digest of all."""
+    def _data(self) -> tuple[dict[str, Rows], str, dict[str, int]]:
+        """The rows of each split, the digest of all, and how many values were clipped."""
         config = self.config
         sources = self._sources
         selection = Selection(
@@ -155,8 +165,10 @@ class Ufs(Task):
             config.mask_mode,
             config.min_ice_concentration,
             config.thin_fraction,
+            config.region,
         )
-        rows = gather(keep_bands(sources, selection, self.cache), config.max_patterns)
+        bands = keep_bands(sources, selection, self.cache)
+        rows = gather(bands, config.max_patterns)
         first = sources[0].open()
         num_columns = first.shape[1]
         first.close()
@@ -166,7 +178,7 @@ class Ufs(Task):
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
             for name, part in parts.items()
         }
-        return spread, digest(rows)
+        return spread, digest(rows), clipped(bands, selection.names)
 
     @cached_property
     def scale(self) -> Scale:

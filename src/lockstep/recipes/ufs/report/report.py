@@ -15,13 +15,13 @@ import torch
 
 from lockstep.errors import DataError
 from lockstep.files import replacing
+from lockstep.recipes.ufs.fields.places import REGIONS
 from lockstep.recipes.ufs.fields.rows import Rows, joined
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report.history import draw_history, draw_jacobian, read_curves
 from lockstep.recipes.ufs.report.jacobian import normalised, physical, sensitivity
 from lockstep.recipes.ufs.report.maps import draw_map
 from lockstep.recipes.ufs.report.scores import (
-    REGIONS,
     Score,
     at_edge,
     inside,
