@@ -45,6 +45,7 @@ class Emulator(nn.Module):
         inputs: short name of each input.
         outputs: short name of each output.
         input_units: unit in which the emulator takes each input.
+        output_units: unit of each output.
         cf_units: unit in which CF files store each input.
         cice_names: name of each input in CICE history files.
         masks: for each kind of grid, the names of a history file's mask, latitudes and longitudes.
@@ -71,6 +72,7 @@ class Emulator(nn.Module):
         self.outputs = list(metadata["outputs"])
         self.levels = list(metadata["levels"])
         self.input_units = list(metadata["input_units"])
+        self.output_units = list(metadata["output_units"])
         self.cf_units = list(metadata["cf_units"])
         variables = [VARIABLES[name] for name in net.inputs]
         self.cice_names = [v.cice_name for v in variables]
