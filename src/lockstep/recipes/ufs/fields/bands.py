@@ -164,9 +164,9 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
         DataError: a file is not what it should be, or no cell is left.
     """
     first = check_sources(sources, [*selection.names, *selection.needed])
-    ranges = list(_ranges(first))
+    parts = list(ranges(first))
     first.close()
-    todo = [(number, rows) for number in range(len(sources)) for rows in ranges]
+    todo = [(number, rows) for number in range(len(sources)) for rows in parts]
     key = [_FORMAT, BAND_CELLS, [source.key() for source in sources], asdict(selection)]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     names = [f"band-{number:05}.safetensors" for number in range(len(todo))]
@@ -278,8 +278,8 @@ def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     return flat
 
 
-def _ranges(scene: Scene) -> Iterator[slice]:
-    """The rows of each band."""
+def ranges(scene: Scene) -> Iterator[slice]:
+    """The rows of each band of a scene's grid."""
     rows, columns = scene.shape
     size = max(1, BAND_CELLS // columns)
     chunks = -(-size // scene.chunk_rows) * scene.chunk_rows
