@@ -61,9 +61,13 @@ class PairScene(Scene):
             shown = " and ".join(f"{a}x{b}" for a, b in (air.shape, sea.shape))
             raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
         self.shape = sea.shape
-        for start in range(0, sea.shape[0], _ROWS_AT_A_TIME):
-            rows = slice(start, start + _ROWS_AT_A_TIME)
-            check_same(atmosphere, air.places(rows), ocean, sea.places(rows))
+        if air.is_regular and sea.is_regular:
+            whole = slice(None)
+            check_same(atmosphere, air.axes(whole), ocean, sea.axes(whole))
+        else:
+            for start in range(0, sea.shape[0], _ROWS_AT_A_TIME):
+                rows = slice(start, start + _ROWS_AT_A_TIME)
+                check_same(atmosphere, air.places(rows), ocean, sea.places(rows))
         times = [moments(file, self._time, 1)[0] for file in files.values()]
         if times[0].key and times[1].key and times[0].key != times[1].key:
             raise DataError(

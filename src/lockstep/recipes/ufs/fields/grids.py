@@ -91,10 +91,17 @@ class Grid:
         if not self.is_regular:
             latitude, longitude = (self.file.read(n, (rows, slice(None))) for n in self.names)
             return latitude, longitude
-        latitude = self._axis(self.names[0], rows)
-        longitude = self._axis(self.names[1], slice(None))
+        latitude, longitude = self.axes(rows)
         down, across = np.meshgrid(latitude, longitude, indexing="ij")
         return np.ma.asarray(down), np.ma.asarray(across)
+
+    def axes(self, rows: slice) -> Places:
+        """Latitudes of some rows and longitudes of all columns of a regular grid, in degrees.
+
+        Raises:
+            DataError: one is missing.
+        """
+        return self._axis(self.names[0], rows), self._axis(self.names[1], slice(None))
 
     def index(
         self,
