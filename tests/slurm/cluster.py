@@ -11,13 +11,15 @@ import contextlib
 import getpass
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.apt import find
+from tests.apt import install as install_packages
 
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
@@ -57,16 +59,7 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def install() -> str:
     """Install what is missing: why that is impossible, or nothing."""
-    if not _missing():
-        return ""
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        return f"no {', '.join(_missing())}; needs root and apt-get to install {PACKAGES}"
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(["apt-get", "-qq", *command], env=env, capture_output=True, text=True)
-        if done.returncode:
-            return f"apt-get {command[0]} failed: {done.stderr.strip()[-500:]}"
-    return f"no {', '.join(_missing())} in {PACKAGES}" if _missing() else ""
+    return install_packages(PROGRAMS, PACKAGES)
 
 
 class Cluster:
@@ -179,7 +172,7 @@ class Cluster:
 
     def _spawn(self, program: str, *arguments: str, name: str = "") -> None:
         log = (self._state / f"{name or program}.log").open("ab")
-        command = [_find(program) or program, *arguments]
+        command = [find(program) or program, *arguments]
         with log:
             self._processes[name or program] = subprocess.Popen(
                 command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -193,15 +186,6 @@ def wait_for(condition: Callable[[], object], timeout: float, what: str) -> None
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout:g} s in vain for: {what}")
         time.sleep(0.2)
-
-
-def _missing() -> list[str]:
-    return [program for program in PROGRAMS if _find(program) is None]
-
-
-def _find(program: str) -> str | None:
-    """The daemons are in folders that a user's PATH does not have."""
-    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
 def _free_ports(count: int) -> list[int]:

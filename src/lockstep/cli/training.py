@@ -144,6 +144,7 @@ def export(
     path: Annotated[
         Path, typer.Argument(help="The file, or the folder for a task's own forms, to write.")
     ],
+    overrides: Overrides = None,
     checkpoint: Checkpoint = "latest",
     format: Annotated[
         str | None,
@@ -154,10 +155,11 @@ def export(
 ) -> None:
     """Write a trained model for programs without Lockstep.
 
+    With key=value items a task's own forms predict on the data that these name.
     The formats' files end in .safetensors (weights), .pt2 (torch.export), .ts and .onnx.
     This runs the code that run.json in the directory names as target.
     """
     with ending_at_interrupt():
         from lockstep.commands import export as command
-    for line in command.export(run_dir, path, checkpoint, format):
+    for line in command.export(run_dir, path, checkpoint, format, overrides or []):
         print(line)

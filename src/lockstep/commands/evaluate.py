@@ -68,6 +68,7 @@ def evaluate(
                 raise DataError(f"--split {split}: the task has no such dataset")
             scores = splits[split].run(transport, model, Compute(task, model, config, device))
             more = [f"{name:16} {value}" for name, value in scores.arrays.items()]
+            more += [f"warning: {remark}" for remark in task.data_remarks()]
             more += _on_other_data(task, snapshot)
             if isinstance(task, Reports) and report is not None and transport.rank == 0:
                 more += task.report(model.eval(), split, made(report, "--report"), run_dir)

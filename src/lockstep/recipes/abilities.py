@@ -58,6 +58,22 @@ class Exports(Protocol):
 
 
 @runtime_checkable
+class Applies(Protocol):
+    """A task that can have what it exported predict on the data that its config names."""
+
+    def apply(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write what was exported into a folder predicts.
+
+        Args:
+            model: model that was exported, in evaluation mode, on the CPU.
+            folder: folder that `export` has written to.
+
+        Returns:
+            Lines for people.
+        """
+
+
+@runtime_checkable
 class GivesExample(Protocol):
     """A task that says which part of a batch its model is called with."""
 

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -17,11 +16,16 @@ import netCDF4
 import numpy as np
 import pytest
 import torch
+from tests.recipes.ufs.building import built
+from tests.recipes.ufs.fields.layouts import SHAPE, write
+from tests.recipes.ufs.fields.test_layouts import LAYOUTS
 from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, good, values
 
 from lockstep.recipes.ufs.export import export_net, load_program, load_script
-from lockstep.recipes.ufs.fields.classic import Damaged, check_whole
-from lockstep.recipes.ufs.fields.rows import Scale
+from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
+from lockstep.recipes.ufs.fields.netcdf.classic import Damaged, check_whole
+from lockstep.recipes.ufs.fields.rows import Scale, gather
+from lockstep.recipes.ufs.fields.sources import find_sources
 from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report.jacobian import physical
@@ -72,7 +76,9 @@ def test_metadata_is_in_every_form(exported: Path) -> None:
     assert said["input_names"][3] == "water_vapor_mixing_ratio_wrt_moist_air"
     assert said["input_units"] == ["degC", "m", "m/s", "kg/kg", "degC"]
     assert said["cf_units"] == ["degC", "m", "m/s", "kg/kg", "K"]
-    assert script.cf_shifts == [0, 0, 0, 0, -273.15]
+    assert script.units == [["degC", "K"], ["m", "cm", "mm"], ["m/s", "cm/s"], ["kg/kg", "g/kg"],
+                            ["degC", "K"]]  # fmt: skip
+    assert (script.factors[1], script.shifts[4]) == ([1, 0.01, 0.001], [0, -273.15])
     assert said["config_hash"] == "abc"
     extra = {"metadata.json": ""}
     torch.export.load(exported / "emulator.pt2", extra_files=extra)
@@ -113,17 +119,7 @@ def test_exports_that_cannot_be_made(here: Any, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def program(exported: Path) -> Path:
     """The C++ program, built as its CMakeLists.txt says."""
-    if shutil.which("cmake") is None or shutil.which("c++") is None:
-        pytest.skip("no cmake or no C++ compiler")
-    build = exported / "build"
-    python = f"-DPython3_EXECUTABLE={sys.executable}"
-    for command in (
-        ["cmake", "-S", exported / "cpp", "-B", build, python],
-        ["cmake", "--build", build],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return build / "ufs_emulator"
+    return built(exported / "cpp", exported / "build", "ufs_emulator") / "ufs_emulator"
 
 
 def call(program: Path, *arguments: Path | str) -> subprocess.CompletedProcess[str]:
@@ -249,6 +245,13 @@ PACKED = np.array([10, 15, 20, 25, 30, 40])
         ("sst", "i4", {"add_offset": np.float32(-12.5)}, PACKED + np.float64(-12.5)),
         ("sst", "f8", {"missing_value": [1e30, -9.0], "units": " Celsius "}, PACKED),
         ("tair", "i2", {"units": "degC"}, PACKED),
+        ("tair", "f4", {"units": "K"}, (PACKED + 200).astype("f4") + np.float32(-273.15)),
+        ("air_temperature", "i2", {"units": "°C"}, PACKED),
+        ("hi", "f8", {"units": " Cm "}, ((PACKED + 0.0) * 0.01).astype("f4")),
+        ("uatm", "f8", {"units": "m·s⁻¹"}, PACKED),
+        ("qref", "f8", {"units": "G kg**-1"}, ((PACKED + 0.0) * 0.001).astype("f4")),
+        ("hi", "i1", {"_Unsigned": "true", "scale_factor": 0.1, "_FillValue": -1}, PACKED * 0.1),
+        ("hi", "f8", {}, np.array([-5e-4, 1, 2, 3, 4, 5]).clip(0)),
         ("air_temperature", "f4", {"units": "Kelvin"},
          (PACKED + 200).astype("f4") + np.float32(-273.15)),
         ("air_temperature", "i2", {"scale_factor": 0.5, "add_offset": 250.0},
@@ -260,13 +263,41 @@ def test_the_program_decodes_as_training_does(
     program: Path, exported: Path, net: SeaIceNet, tmp_path: Path,
 ) -> None:  # fmt: skip
     stored = PACKED + 200 if kind == "f4" else PACKED
+    if not attributes:
+        stored = np.array([-5e-4, 1, 2, 3, 4, 5])
     path = written(tmp_path / "rows.nc", name, kind, stored, **attributes)
     done = call(program, exported / "emulator.ts", path)
     assert done.returncode == 0, done.stderr
+    assert bool(done.stderr) == (not attributes)
     column = "tair" if name == "air_temperature" else name
     plain = torch.stack([torch.from_numpy(values(n, "rows")) for n in INPUTS], 1)
     plain[:, INPUTS.index(column)] = torch.from_numpy(np.asarray(expected, np.float32))
     assert torch.allclose(parsed(done.stdout)[0], net.predict(plain), rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [name for name, layout in LAYOUTS.items() if layout.kind == "history" and not layout.twice],
+)
+def test_the_program_reads_history_files_as_training_does(
+    layout: str, program: Path, exported: Path, net: SeaIceNet, tmp_path: Path
+) -> None:
+    wild = LAYOUTS[layout]
+    keys = write(wild, tmp_path)
+    done = call(program, exported / "emulator.ts", keys["history"][0])
+    if wild.refused and not {"aice", "fswdn"} & {*wild.poked, *wild.units}:  # are no inputs here
+        assert done.returncode == 2, done.stdout
+        return
+    assert done.returncode == 0, done.stderr
+    bands = keep_bands(
+        find_sources(keys["history"], [], [], None), Selection(INPUTS, "both"), tmp_path / "cache"
+    )
+    rows = gather(bands, 10**9)
+    wanted = net.predict(torch.from_numpy(rows.values))
+    assert torch.allclose(parsed(done.stdout)[0], wanted, rtol=1e-5, atol=1e-6)
+    said = [int(number) for number in re.findall(r"^row (\d+)$", done.stdout, re.M)]
+    assert said == (rows.cell + rows.time.astype(int) * np.prod(SHAPE)).tolist()
 
 
 @pytest.mark.slow
@@ -293,10 +324,12 @@ def test_a_cf_name_means_the_unit_of_cf_files(
         csv(tmp_path / "both.csv", wide, both): "has more than one column tair (air_temperature)",
         csv(tmp_path / "huge.csv", [[1e300, 1, 1, 0, 0]]): "sst=1e+300: is inf degC, outside -5",
         netcdf(tmp_path / "celsius.nc", rows, tuple(names)): "air_temperature must be in K",
-        written(tmp_path / "k.nc", "tair", "f4", 270, units="K"): "tair: units='K': must be degC",
+        written(tmp_path / "k.nc", "tair", "f4", -20, units="K"):
+            "outside -95 to 65; tair must be in K",
         written(tmp_path / "c.nc", "air_temperature", "f4", 270, units="degC"):
-            "air_temperature: units='degC': must be K",
-        written(tmp_path / "u.nc", "hi", "i1", 1, _Unsigned="true"): "_Unsigned: is not supported",
+            "air_temperature must be in degC",
+        written(tmp_path / "o.nc", "hi", "f4", 1, units="kg/m2"):
+            "hi: units='kg/m2': must be m or cm or mm",
         written(tmp_path / "f.nc", "hi", "i2", PACKED, _FillValue=20): "hi in row 2: is missing",
         written(tmp_path / "m.nc", "hi", "f4", PACKED / 100, missing_value=[9.0, 0.25]):
             "hi in row 3: is missing",

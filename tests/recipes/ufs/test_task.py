@@ -108,6 +108,9 @@ UNUSABLE = {
     "inputs=[sst, aice]": r"inputs, outputs: aice is there twice",
     "jacobian_samples=2000": r"jacobian_samples=2000 is more than eval_batch_size=1000",
     "split=random": r"split='random'",
+    "region=north": r"region='north'",
+    "region=[50, 40, 0, 10]": r"region=.* must be a name .global, arctic, antarctic",
+    "region=[40, 50, 10, 0]": r"region=.* west < east",
     "thin_fraction=0": r"thin_fraction=0",
 }
 
@@ -234,6 +237,37 @@ def test_eval_takes_other_files_on_purpose(here: Any, files: Path, data: Path) -
     done = here("eval", "run", "hidden=[4]")
     assert done.returncode == 2
     assert "is of another model" in done.stderr
+
+
+def test_clipped_values_are_counted_where_people_look(
+    here: Any, data: Path, tmp_path: Path
+) -> None:
+    with netCDF4.Dataset(data / "iceh.000.nc", "a") as file:
+        icy = np.argwhere(file["aice_h"][0].filled(0) > 0.5)[:3]
+        for row, column in icy:
+            file["fswdn_h"][0, row, column] = -0.25
+    keys = (*SMALL, "val_fraction=0", "test_fraction=0")
+    done = here("train", "ufs", f"history={data}/iceh.*.nc", *keys, "--run-dir", "run")
+    said = "3 values of fswdn were up to 1 W/m^2 outside 0 to 1500 and are clipped"
+    assert done.returncode == 0, done.stderr
+    events = [*map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())]
+    assert [said in str(e) for e in events].count(True) == 1
+    again = here("eval", "run", "--split", "train")
+    assert f"warning: {said}" in again.stdout
+
+
+def test_regions_share_the_rows(files: Path) -> None:
+    whole = {"val_fraction": 0, "test_fraction": 0, "mask_mode": "both"}
+    everywhere = ufs(files, **whole).rows_by_split["train"]
+    count = 0
+    for box in ([-90, 0, 0, 170], [-90, 0, 170, 360], [0, 90, -190, 20], [0, 90, 20, 170]):
+        part = ufs(files, **whole, region=box).rows_by_split["train"]
+        count += len(part)
+        assert part.place[:, 0].min() >= box[0]
+        assert (((part.place[:, 1] - box[2]) % 360) <= box[3] - box[2]).all()
+    assert count == len(everywhere)
+    arctic = ufs(files, **whole, region="arctic").rows_by_split["train"]
+    assert len(arctic) == (everywhere.place[:, 0] >= 50).sum()
 
 
 def test_a_run_does_not_go_on_with_other_test_rows(here: Any, data: Path) -> None:

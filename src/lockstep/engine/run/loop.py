@@ -24,7 +24,7 @@ from lockstep.engine.run.microbatches import Microbatches
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
-from lockstep.engine.runtime import Runtime, check_can_regroup
+from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.streamed import streamed_digest
 from lockstep.engine.snapshot.whole_tensors import whole_digest
 from lockstep.engine.step.step_result import StepResult
@@ -238,13 +238,14 @@ class Trainer:
         self._microbatches.fetch_anew(step)
 
     def _hint(self, task: Task) -> None:
-        """Say what the task probably does not mean."""
+        """Say what the task probably does not mean, and what it says of its data."""
         parts = self._parts
         means: list[str] = []
         # Where all ranks have a loss, and each of them can compute the model by itself.
         if not parts.places.are_staged and not parts.places.in_slices:
             means = mean_loss(parts.model, parts.compute, parts.loader)
-        for hint in (*ignored_methods(type(task)), *means):
+        remarks = everywhere(self._transport, task.data_remarks)
+        for hint in (*ignored_methods(type(task)), *means, *remarks):
             self._runtime.emit(Warned(step=0, message=hint))
 
     def _finish(self) -> Finished:

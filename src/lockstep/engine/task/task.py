@@ -176,6 +176,13 @@ class Task(ABC):
         """
         return None
 
+    def data_remarks(self) -> Sequence[str]:
+        """What was found in the data that people should know, such as values that were mended.
+
+        Each is a warning at the start of a run, and a line of an evaluation.
+        """
+        return ()
+
     def build_optimizer(
         self, model: Any
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:

@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lockstep.config import (
     NO_OUTCOME,
@@ -18,6 +18,7 @@ from lockstep.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from lockstep.recipes.ufs.fields.places import EVERYWHERE, REGIONS, Box
 from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
 
 
@@ -26,8 +27,25 @@ def _as_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _as_box(value: Any) -> Any:
+    """A region by its name, or its limits."""
+    return REGIONS.get(value, value) if isinstance(value, str) else value
+
+
+def _is_box(box: Box) -> Box:
+    """The box, if its limits are in order."""
+    south, north, west, east = box
+    if not (-90 <= south < north <= 90 and -360 <= west < east <= west + 360 and east <= 720):
+        raise ValueError(
+            "must be a name (global, arctic, antarctic) or [south, north, west, east] in degrees, "
+            "with -90 <= south < north <= 90 and west < east <= west + 360"
+        )
+    return box
+
+
 Files = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_as_tuple)]
+Region = Annotated[Box, BeforeValidator(_as_box), AfterValidator(_is_box)]
 Fraction = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -54,6 +72,9 @@ class UfsConfig(TrainConfig):
     """Which ocean cells: those with more ice than `min_ice_concentration`, the others, or both."""
     min_ice_concentration: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Ice concentration above which `mask_mode` takes a cell for sea ice."""
+    region: Region = EVERYWHERE
+    """Which part of the globe: `global`, `arctic` (from 50°N), `antarctic`, or
+    [south, north, west, east] in degrees."""
     thin_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of the cells that is kept."""
     max_patterns: Positive = 400_000

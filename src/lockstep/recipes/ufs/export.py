@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.variables import VARIABLES, spellings, to_unit
+from lockstep.recipes.ufs.fields.units import SIGNS, accepted, conversion, spellings
+from lockstep.recipes.ufs.fields.variables import OCEAN_MASKS, VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
 
 TORCHSCRIPT = "emulator.ts"
@@ -44,13 +45,19 @@ class Emulator(nn.Module):
         inputs: short name of each input.
         outputs: short name of each output.
         input_units: unit in which the emulator takes each input.
+        output_units: unit of each output.
         cf_units: unit in which CF files store each input.
-        spellings: spellings that a `units` attribute may have for each of `input_units`, separated
+        cice_names: name of each input in CICE history files.
+        masks: for each kind of grid, the names of a history file's mask, latitudes and longitudes.
+        units: for each input, the units from which it can be converted.
+        spellings: for each of `units`, the spellings that a `units` attribute may have, separated
             by `|`.
-        cf_spellings: the same for each of `cf_units`.
-        cf_shifts: number to add to a value in `cf_units` to have it in `input_units`.
+        factors: for each of `units`, the number to multiply a value with, before:
+        shifts: the number to add to it, to have it in `input_units`.
+        signs: what signs of `units` attributes mean, see `units.SIGNS`.
         low: least plausible value of each input, in `input_units`.
         high: greatest plausible value of each input, in `input_units`.
+        slack: how far outside of these values are clipped, in `input_units`.
         levels: for each input, the number of its model level, or `SURFACE` or `LOWEST`.
         metadata: JSON text with names, units, levels and versions.
     """
@@ -65,13 +72,20 @@ class Emulator(nn.Module):
         self.outputs = list(metadata["outputs"])
         self.levels = list(metadata["levels"])
         self.input_units = list(metadata["input_units"])
+        self.output_units = list(metadata["output_units"])
         self.cf_units = list(metadata["cf_units"])
         variables = [VARIABLES[name] for name in net.inputs]
-        self.spellings = ["|".join(spellings(unit)) for unit in self.input_units]
-        self.cf_spellings = ["|".join(spellings(unit)) for unit in self.cf_units]
-        self.cf_shifts = [to_unit(v.unit, v.stored_unit(v.cf_file)) for v in variables]
+        self.cice_names = [v.cice_name for v in variables]
+        self.masks = [list(names) for names in OCEAN_MASKS]
+        self.units = [list(accepted(v.unit)) for v in variables]
+        self.spellings = [["|".join(spellings(unit)) for unit in units] for units in self.units]
+        conversions = [[conversion(v.unit, u) for u in accepted(v.unit)] for v in variables]
+        self.factors = [[c.factor for c in of_input] for of_input in conversions]
+        self.shifts = [[c.shift for c in of_input] for of_input in conversions]
+        self.signs = [list(pair) for pair in SIGNS]
         self.low = [float(v.low) for v in variables]
         self.high = [float(v.high) for v in variables]
+        self.slack = [float(v.slack) for v in variables]
         self.metadata = json.dumps(metadata)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,16 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.config import load
 from lockstep.engine.checkpoint.format import newest_valid, read
 from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
 from lockstep.engine.snapshot.fits import check_fits
 from lockstep.engine.task import Loss, Task
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, LockstepError
+from lockstep.recipes.ufs.applying import write_predictions
 from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.export import export_net
-from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
+from lockstep.recipes.ufs.export import TORCHSCRIPT, export_net, load_script
+from lockstep.recipes.ufs.fields.bands import Selection, clipped, keep_bands
+from lockstep.recipes.ufs.fields.cells import moments_of
 from lockstep.recipes.ufs.fields.rows import (
     Rows,
     Scale,
@@ -32,11 +35,14 @@ from lockstep.recipes.ufs.fields.rows import (
     digest,
     first_spread,
     gather,
+    joined,
     scale_of,
     split,
 )
 from lockstep.recipes.ufs.fields.sources import Source, find_sources
+from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report.baselines import Period, climatology, persistence
 from lockstep.recipes.ufs.report.jacobian import describe, normalised
 from lockstep.recipes.ufs.report.report import Ground, Report
 from lockstep.recipes.ufs.synthetic.write import embedded_files
@@ -110,11 +116,30 @@ class Ufs(Task):
     def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
         """Scores by region, sensitivities, maps and the training history of a trained model."""
         assert isinstance(model, SeaIceNet)
-        scene = self._sources[self.rows_by_split[split].time[0]].open()
-        ground = Ground(scene.when, scene.land(), scene.areas())
+        rows = self.rows_by_split[split]
+        scene = self._sources[rows.time[0]].open()
+        land, areas, when = scene.land(), scene.areas(), scene.moment.text
         scene.close()
-        report = Report(model.cpu(), self.rows_by_split, split, ground)
+        period = Period(self._sources, moments_of(self._sources))
+        months = np.array([moment.month or 0 for moment in period.moments])
+        names = model.outputs
+        baselines = {
+            "persistence": persistence(rows, names, period),
+            "climatology": climatology(rows, names, period, self._training_period(run_dir)),
+        }
+        ground = Ground(when, land, areas, months)
+        report = Report(model.cpu(), self.rows_by_split, split, ground, baselines)
         return report.write(folder, run_dir, self.is_synthetic)
+
+    def _training_period(self, run_dir: Path) -> Period | str:
+        """The scenes that a run was trained on, or why they cannot be had."""
+        trained = type(self)(load(UfsConfig, run_dir / "config.yaml"))
+        try:
+            times = np.unique(trained.rows_by_split["train"].time)
+            sources = [trained._sources[time] for time in times]
+            return Period(sources, moments_of(sources))
+        except LockstepError as error:
+            return f"the files of the training cannot be read: {error}"
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
         """TorchScript, torch.export and a C++ program; needs no data."""
@@ -126,6 +151,17 @@ class Ufs(Task):
         about = {"config_hash": config.hash, "params_sha256": model_digest(net)}
         return [f"wrote {path}" for path in export_net(net, config.level, about, folder)]
 
+    def apply(self, model: nn.Module, folder: Path) -> list[str]:
+        """What the TorchScript in a folder predicts for all rows, and what is true, as NetCDF."""
+        assert isinstance(model, SeaIceNet)
+        rows = joined([*self.rows_by_split.values()])
+        path = folder / "predicted.nc"
+        moments = moments_of(self._sources)
+        exported = load_script(folder / TORCHSCRIPT)
+        write_predictions(path, model, exported, rows, self._sources, moments)
+        remarks = [f"warning: {remark}" for remark in self.data_remarks()]
+        return [*remarks, f"wrote {path}: {len(rows):,} cells at {len(set(rows.time))} times"]
+
     @property
     def rows_by_split(self) -> dict[str, Rows]:
         """The rows of each split there is; those whose Jacobians are tracked come first."""
@@ -134,6 +170,15 @@ class Ufs(Task):
     def data_digest(self) -> str:
         """SHA-256 of all rows, however they are split."""
         return self._data[1]
+
+    def data_remarks(self) -> list[str]:
+        """How many values were a little out of range."""
+        return [
+            f"{count:,} values of {name} were up to {VARIABLES[name].slack:g} "
+            f"{'' if VARIABLES[name].unit == '1' else VARIABLES[name].unit + ' '}outside "
+            f"{VARIABLES[name].low:g} to {VARIABLES[name].high:g} and are clipped"
+            for name, count in self._data[2].items()
+        ]
 
     def adopt(self, model: nn.Module) -> None:
         """Normalise with the statistics of a trained model, whatever those of the rows are."""
@@ -146,8 +191,8 @@ class Ufs(Task):
             self.scale = trained
 
     @cached_property
-    def _data(self) -> tuple[dict[str, Rows], str]:
-        """The rows of each split, and the digest of all."""
+    def _data(self) -> tuple[dict[str, Rows], str, dict[str, int]]:
+        """The rows of each split, the digest of all, and how many values were clipped."""
         config = self.config
         sources = self._sources
         selection = Selection(
@@ -155,8 +200,10 @@ class Ufs(Task):
             config.mask_mode,
             config.min_ice_concentration,
             config.thin_fraction,
+            config.region,
         )
-        rows = gather(keep_bands(sources, selection, self.cache), config.max_patterns)
+        bands = keep_bands(sources, selection, self.cache)
+        rows = gather(bands, config.max_patterns)
         first = sources[0].open()
         num_columns = first.shape[1]
         first.close()
@@ -166,7 +213,7 @@ class Ufs(Task):
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
             for name, part in parts.items()
         }
-        return spread, digest(rows)
+        return spread, digest(rows), clipped(bands, selection.names)
 
     @cached_property
     def scale(self) -> Scale:

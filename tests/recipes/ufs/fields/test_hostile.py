@@ -14,9 +14,9 @@ import pytest
 from tests.recipes.ufs.making import FORMATS, HOSTILE, NAMES, NUM_COLUMNS, NUM_ROWS, good, values
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields import patience
 from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
-from lockstep.recipes.ufs.fields.classic import Damaged, check_whole
+from lockstep.recipes.ufs.fields.netcdf import patience
+from lockstep.recipes.ufs.fields.netcdf.classic import Damaged, check_whole
 from lockstep.recipes.ufs.fields.rows import Rows, gather
 from lockstep.recipes.ufs.fields.sources import find_sources
 

@@ -104,7 +104,7 @@ class Turned(Scene):
     def coordinates(self, rows: slice) -> Any:
         return tuple(a[rows] for a in self._places)
 
-    check = ocean = close = _place = _read = None
+    check = ocean = close = all_moments = _place = _read = None
 
 
 @pytest.mark.parametrize("missing", [0, 7])
@@ -297,11 +297,17 @@ MISTAKES = {
         "iceh.000.nc", kelvin("sst_h"), r"sst_h: \d+\.\d+ degC is outside .*to be in K",
     ),
     "kelvin by unit": (
-        "iceh.000.nc", attribute("sst_h", "units", "K"), r"sst_h: units='K': must be degC",
+        "iceh.000.nc", attribute("sst_h", "units", "K"), 
+        r"sst_h: -27\d.* degC is outside .* it seems to be in degC: say so",
+    ),
+    "unknown unit": (
+        "iceh.000.nc", attribute("hs_h", "units", "kg m-2"),
+        r"hs_h: units='kg m-2': must be m or cm or mm; convert the variable, or mend",
     ),
     "range": (
         "iceh.000.nc", poke("aice_h", 95.0),
-        r"aice_h: 95 1 is outside -1e-06 to 1, in \d+ ocean cells, first in row 0",
+        r"aice_h: 95 is outside 0 to 1, in \d+ ocean cells, first in row 0, column 0 "
+        r"\(87.50°S, 3.75°E\); it seems to be in %",
     ),
     "all land": ("iceh.000.nc", poke("umask", 0), r"all points are masked .*look at umask"),
     "all missing": (

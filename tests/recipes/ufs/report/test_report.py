@@ -64,7 +64,15 @@ def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path
     assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
     done = here("eval", "run", "--report", "out")
     assert done.returncode == 0, done.stderr
-    for line in ("aice arctic: ", "aice antarctic: ", "ice edge error", "sensitivity: "):
+    for line in (
+        "aice arctic: ",
+        "aice antarctic: ",
+        "ice edge error",
+        "sensitivity: ",
+        "aice global DJF: ",
+        " against persistence",
+        " against climatology",
+    ):
         assert line in done.stdout
     assert "law" not in done.stdout  # these files are the user's, for all that is known
     found = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -74,7 +82,16 @@ def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path
     assert scores["global"]["mae"] == pytest.approx(float(metrics["mae_aice"]), rel=1e-4)
     assert scores["global"]["rmse"] ** 2 == pytest.approx(float(metrics["mse_aice"]), rel=1e-4)
     assert len(found["sensitivity"]) == 14
-    for name in ("history", "map_global_aice", "map_arctic_aice", "map_antarctic_aice"):
+    against = found["skill"]["aice"]["arctic"]["DJF"]
+    assert 0 < against["persistence"]["count"] < against["climatology"]["count"]
+    assert against["rmse"] == scores["arctic"]["rmse"]
+    for name in (
+        "history",
+        "skill_aice",
+        "map_global_aice",
+        "map_arctic_aice",
+        "map_antarctic_aice",
+    ):
         picture = imread(tmp_path / "out" / f"{name}.png")
         assert picture.shape[1] > 1000
         assert len(np.unique(picture)) > 20

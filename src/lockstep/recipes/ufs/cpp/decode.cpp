@@ -2,12 +2,14 @@
 
 #ifdef WITH_NETCDF
 
+#include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <limits>
 #include <utility>
 
 #include "netcdf_api.h"
-#include "rows.h"
+#include "inputs.h"
 
 namespace {
 
@@ -43,6 +45,12 @@ Limits limits_of(int type) {
     return {-infinity, infinity, type == kNcFloat ? static_cast<float>(fill) : fill};
 }
 
+// 2 to the number of bits of a signed integer type, 0 for others.
+double values_of(int type) {
+    const Limits limits = limits_of(type);
+    return is_number(type) && !is_float(type) && limits.low < 0 ? -2 * limits.low : 0;
+}
+
 struct Numbers {
     int type = 0;
     std::vector<double> values;
@@ -60,12 +68,16 @@ Numbers numbers_of(int file, int variable, const char *name, const std::string &
     return numbers;
 }
 
-// An attribute's numbers in the type of the variable; floats are rounded to it.
-std::vector<double> fitting(int file, int variable, int type, const char *name,
+// An attribute's numbers in the type of the variable; floats are rounded to it. `wrap` is that of
+// the variable: those of its own type are unsigned as its values are.
+std::vector<double> fitting(int file, int variable, int type, double wrap, const char *name,
                             const std::string &where) {
-    auto values = numbers_of(file, variable, name, where).values;
-    const Limits limits = limits_of(type);
+    const auto numbers = numbers_of(file, variable, name, where);
+    auto values = numbers.values;
+    Limits limits = limits_of(type);
+    if (wrap) limits = {0, wrap - 1, 0};
     for (double &value : values) {
+        if (wrap && numbers.type == type && value < 0) value += wrap;
         const bool was_finite = std::isfinite(value);
         if (type == kNcFloat) value = static_cast<float>(value);
         const bool fits = is_float(type) ? std::isfinite(value) || !was_finite
@@ -98,18 +110,19 @@ Decoder::Decoder(int file, int variable, const std::string &where) {
                         (type == kNcChar || type == kNcString ? "text" : std::to_string(type)) +
                         "; must be numbers"};
     bool is_unsigned = false;
-    text_attribute(file, variable, "_Unsigned", where, &is_unsigned);
-    if (is_unsigned)
-        throw UserError{where + ": _Unsigned: is not supported here; store unsigned numbers"};
+    std::string said = text_attribute(file, variable, "_Unsigned", where, &is_unsigned);
+    std::transform(said.begin(), said.end(), said.begin(),
+                   [](unsigned char c) { return std::tolower(c); });
+    if (said == "true") wrap_ = values_of(type);
 
-    missing_ = fitting(file, variable, type, "missing_value", where);
-    auto fill = fitting(file, variable, type, "_FillValue", where);
-    if (fill.empty()) fill.push_back(limits_of(type).fill);
+    missing_ = fitting(file, variable, type, wrap_, "missing_value", where);
+    auto fill = fitting(file, variable, type, wrap_, "_FillValue", where);
+    if (fill.empty() && !wrap_) fill.push_back(limits_of(type).fill);
     missing_.insert(missing_.end(), fill.begin(), fill.end());
 
     low_ = -std::numeric_limits<double>::infinity();
     high_ = -low_;
-    const auto range = fitting(file, variable, type, "valid_range", where);
+    const auto range = fitting(file, variable, type, wrap_, "valid_range", where);
     if (!range.empty()) {
         if (range.size() != 2 || !(range[0] <= range[1]))
             throw UserError{where + ": valid_range: must be two numbers, the lesser first"};
@@ -118,7 +131,7 @@ Decoder::Decoder(int file, int variable, const std::string &where) {
     } else {
         for (const auto &limit : {std::pair<const char *, double *>{"valid_min", &low_},
                                   std::pair<const char *, double *>{"valid_max", &high_}}) {
-            const auto bound = fitting(file, variable, type, limit.first, where);
+            const auto bound = fitting(file, variable, type, wrap_, limit.first, where);
             if (bound.empty()) continue;
             if (bound.size() != 1 || std::isnan(bound[0]))
                 throw UserError{where + ": " + limit.first + ": must be one number"};
@@ -136,14 +149,17 @@ Decoder::Decoder(int file, int variable, const std::string &where) {
     shifted_in_float_ = is_float_so_far && offset_type == kNcFloat;
 }
 
+double Decoder::as_unsigned(double stored) const { return stored < 0 ? stored + wrap_ : stored; }
+
 bool Decoder::is_missing(double stored) const {
+    stored = as_unsigned(stored);
     for (const double value : missing_)
         if (stored == value || (std::isnan(value) && std::isnan(stored))) return true;
     return stored < low_ || stored > high_;
 }
 
 double Decoder::value(double stored) const {
-    double result = stored;
+    double result = as_unsigned(stored);
     if (has_scale_)
         result = scaled_in_float_ ? static_cast<float>(result) * static_cast<float>(scale_)
                                   : result * scale_;

@@ -8,7 +8,7 @@
 class Decoder {
    public:
     // Reads the attributes of a variable. Throws UserError where they do not fit it; `where` names
-    // it. Attributes that are not known here but change values (_Unsigned) are refused.
+    // it.
     Decoder(int file, int variable, const std::string &where);
 
     // Whether a stored number is missing, by missing_value, _FillValue, or the valid range.
@@ -18,7 +18,10 @@ class Decoder {
     double value(double stored) const;
 
    private:
+    double as_unsigned(double stored) const;
+
     std::vector<double> missing_;
+    double wrap_ = 0;  // of integers that stand for unsigned ones: how many there are
     double low_, high_;
     bool has_scale_ = false, has_offset_ = false;
     double scale_ = 1, offset_ = 0;

@@ -12,6 +12,7 @@ int nc_inq_varndims(int file, int variable, int *count);
 int nc_inq_vardimid(int file, int variable, int *dims);
 int nc_inq_vartype(int file, int variable, int *type);
 int nc_inq_var_chunking(int file, int variable, int *storage, std::size_t *sizes);
+int nc_inq_dimname(int file, int dim, char *name);
 int nc_inq_dimlen(int file, int dim, std::size_t *length);
 int nc_inq_att(int file, int variable, const char *name, int *type, std::size_t *length);
 int nc_get_att_double(int file, int variable, const char *name, double *values);

@@ -1,8 +1,6 @@
 #include "rows.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -11,7 +9,8 @@ namespace {
 
 struct Column {
     std::size_t index;
-    bool is_cf;
+    std::string name;
+    const Unit *unit;
 };
 
 std::string trimmed(const std::string &text) {
@@ -50,19 +49,22 @@ std::vector<Column> columns_of(const std::string &where, const std::vector<std::
         if (std::count_if(header.begin(), header.end(), is_named) > 1)
             throw UserError{where + ": has more than one column " + input.brief + " (" + input.cf +
                             ")"};
-        columns.push_back({static_cast<std::size_t>(column - header.begin()),
-                           *column != input.brief});
+        const std::string &unit = *column == input.brief ? input.unit : input.cf_unit;
+        columns.push_back({static_cast<std::size_t>(column - header.begin()), *column,
+                           &unit_named(input, unit)});
     }
     return columns;
 }
 
-std::vector<float> read_csv(const std::string &path, const std::vector<Input> &inputs) {
+Rows read_csv(const std::string &path, const std::vector<Input> &inputs) {
     std::ifstream file(path);
     if (!file) throw UserError{path + ": cannot be read"};
     std::vector<Column> columns;
-    for (std::size_t i = 0; i < inputs.size(); ++i) columns.push_back({i, false});
+    for (std::size_t i = 0; i < inputs.size(); ++i) 
+        columns.push_back({i, inputs[i].brief, &unit_named(inputs[i], inputs[i].unit)});
     std::size_t width = columns.size();
-    std::vector<float> rows;
+    Rows rows;
+    rows.clipped.resize(inputs.size());
     std::string line;
     bool first = true;
     for (int count = 1; std::getline(file, line); ++count) {
@@ -82,46 +84,24 @@ std::vector<float> read_csv(const std::string &path, const std::vector<Input> &i
                             std::to_string(width)};
         for (std::size_t i = 0; i < columns.size(); ++i) {
             const std::string &cell = cells[columns[i].index];
-            const std::string &name = columns[i].is_cf ? inputs[i].cf : inputs[i].brief;
-            const std::string here = where + ": " + name + "=" + cell;
+            const std::string &name = columns[i].name;
             if (!number(cell, &value))
                 throw UserError{where + ": " + name + "='" + cell + "' is not a number"};
-            const float single = converted(value, inputs[i], columns[i].is_cf);
-            if (!is_plausible(single, inputs[i]))
-                throw implausible(value, inputs[i], columns[i].is_cf, here);
-            rows.push_back(single);
+            float single = converted(value, *columns[i].unit);
+            rows.clipped[i] +=
+                clip(&single, inputs[i], *columns[i].unit, name, where + ": " + name + "=" + cell);
+            rows.values.push_back(single);
         }
+        rows.numbers.push_back(static_cast<std::int64_t>(rows.numbers.size()));
     }
-    if (rows.empty()) throw UserError{path + ": holds no rows"};
+    if (rows.values.empty()) throw UserError{path + ": holds no rows"};
     return rows;
-}
-
-std::string shown(double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.6g", value);
-    return text;
 }
 
 }  // namespace
 
-float converted(double value, const Input &input, bool is_cf) {
-    const float single = static_cast<float>(value);
-    return is_cf && input.cf_shift != 0 ? single + static_cast<float>(input.cf_shift) : single;
-}
-
-bool is_plausible(float value, const Input &input) {  // NaN is in no range
-    return value >= static_cast<float>(input.low) && value <= static_cast<float>(input.high);
-}
-
-UserError implausible(double value, const Input &input, bool is_cf, const std::string &where) {
-    if (!std::isfinite(value)) return {where + ": is not a finite number"};
-    return {where + ": is " + shown(converted(value, input, is_cf)) + " " + input.unit +
-            ", outside " + shown(input.low) + " to " + shown(input.high) + "; " +
-            (is_cf ? input.cf + " must be in " + input.cf_unit
-                   : input.brief + " must be in " + input.unit)};
-}
-
-std::vector<float> read_rows(const std::string &path, const std::vector<Input> &inputs) {
+Rows read_rows(const std::string &path, const std::vector<Input> &inputs,
+               const Conventions &rules) {
     const bool netcdf = path.size() > 3 && path.compare(path.size() - 3, 3, ".nc") == 0;
-    return netcdf ? read_netcdf(path, inputs) : read_csv(path, inputs);
+    return netcdf ? read_netcdf(path, inputs, rules) : read_csv(path, inputs);
 }

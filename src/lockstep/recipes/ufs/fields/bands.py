@@ -23,14 +23,14 @@ from safetensors.numpy import save_file
 
 from lockstep.data.sharing import share_out
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.places import check_degrees, check_same
+from lockstep.recipes.ufs.fields.places import EVERYWHERE, Box, check_degrees, check_same, inside
 from lockstep.recipes.ufs.fields.scenes import Scene
 from lockstep.recipes.ufs.fields.sources import Source, check_sources
 
 BAND_CELLS = 1 << 17
 """Approximate number of cells of the grid that are read at a time."""
 
-_FORMAT = 3
+_FORMAT = 4
 _COUNTS = ("cells", "ocean", "complete", "chosen", "kept")
 _MOST_CHUNKED = 4
 """Factor by which bands may grow to match the chunks that files are stored in."""
@@ -47,12 +47,14 @@ class Selection:
         min_concentration: concentration of ice, in [0, 1), above which a cell counts as ice for
             `mask_mode`.
         thin_fraction: part of the cells, in (0, 1], that is kept, drawn by their place and time.
+        region: box of the cells that are kept, see `inside`.
     """
 
     names: tuple[str, ...]
     mask_mode: Literal["sea_ice", "ocean", "both"] = "sea_ice"
     min_concentration: float = 0.01
     thin_fraction: float = 1.0
+    region: Box = EVERYWHERE
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -78,6 +80,7 @@ class Band:
     time: npt.NDArray[np.int32]
     place: npt.NDArray[np.float32]
     counts: npt.NDArray[np.int64]
+    clipped: npt.NDArray[np.int64]
 
 
 def read_band(
@@ -96,20 +99,22 @@ def read_band(
         DataError: the file is damaged, has values that cannot be right, or is on another grid.
     """
     places = scene.coordinates(rows)
-    check_degrees(scene.paths[-1], places, scene.says_degrees)
+    check_degrees(scene.paths[-1], places, scene.says_degrees, rows.start)
     if like is not None:
         check_same(like.paths[-1], like.coordinates(rows), scene.paths[-1], places)
     ocean = scene.ocean(rows).reshape(-1)
     cells = np.flatnonzero(ocean)
-    complete = np.ones(len(cells), bool)
+    flat = [_flat(axis) for axis in places]
+    # A cell without a place is in no region and on no map.
+    complete = np.isfinite(flat[0][cells]) & np.isfinite(flat[1][cells])
     fields = {}
     for name in dict.fromkeys([*selection.names, *selection.needed]):
-        fields[name], there = scene.field(name, rows, cells)
-        complete &= there
-    chosen = complete
+        fields[name] = scene.field(name, rows, cells)
+        complete &= fields[name].there
+    chosen = complete & inside(flat[0][cells], flat[1][cells], selection.region)
     if selection.mask_mode != "both":
-        icy = fields["aice"] > selection.min_concentration
-        chosen = complete & (icy if selection.mask_mode == "sea_ice" else ~icy)
+        icy = fields["aice"].values > selection.min_concentration
+        chosen &= icy if selection.mask_mode == "sea_ice" else ~icy
     first = rows.start * scene.shape[1]
     kept = chosen
     if selection.thin_fraction < 1:
@@ -117,11 +122,12 @@ def read_band(
     cells = cells[kept]
     counts = [ocean.size, len(kept), complete.sum(), chosen.sum(), len(cells)]
     return Band(
-        values=np.stack([fields[name][kept] for name in selection.names]),
+        values=np.stack([fields[name].values[kept] for name in selection.names]),
         cell=cells + first,
         time=np.full(len(cells), number, np.int32),
-        place=np.stack([_flat(axis)[cells] for axis in places]),
+        place=np.stack([axis[cells] for axis in flat]),
         counts=np.array(counts, np.int64),
+        clipped=np.array([fields[name].clipped[kept].sum() for name in selection.names], np.int64),
     )
 
 
@@ -158,9 +164,9 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
         DataError: a file is not what it should be, or no cell is left.
     """
     first = check_sources(sources, [*selection.names, *selection.needed])
-    ranges = list(_ranges(first))
+    parts = list(ranges(first))
     first.close()
-    todo = [(number, rows) for number in range(len(sources)) for rows in ranges]
+    todo = [(number, rows) for number in range(len(sources)) for rows in parts]
     key = [_FORMAT, BAND_CELLS, [source.key() for source in sources], asdict(selection)]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     names = [f"band-{number:05}.safetensors" for number in range(len(todo))]
@@ -175,6 +181,20 @@ def keep_bands(sources: Sequence[Source], selection: Selection, cache: Path) -> 
             f"masked ({shown}); look at {_hint(counts, selection)}"
         )
     return paths
+
+
+def clipped(paths: Sequence[Path], names: Sequence[str]) -> dict[str, int]:
+    """How many values of which variables were clipped: those with any, by short name.
+
+    Args:
+        paths: files of all bands, from `keep_bands`.
+        names: short names of the variables, as in the `Selection`.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    counts = np.sum([load(path, "clipped")[0] for path in paths], axis=0)
+    return {name: int(n) for name, n in zip(names, counts, strict=True) if n}
 
 
 def load(path: Path, *names: str) -> list[npt.NDArray[Any]]:
@@ -258,8 +278,8 @@ def _flat(axis: np.ma.MaskedArray[Any, Any]) -> npt.NDArray[np.float32]:
     return flat
 
 
-def _ranges(scene: Scene) -> Iterator[slice]:
-    """The rows of each band."""
+def ranges(scene: Scene) -> Iterator[slice]:
+    """The rows of each band of a scene's grid."""
     rows, columns = scene.shape
     size = max(1, BAND_CELLS // columns)
     chunks = -(-size // scene.chunk_rows) * scene.chunk_rows
@@ -273,8 +293,9 @@ def _hint(counts: npt.NDArray[np.int64], selection: Selection) -> str:
     hints = (
         "the grid, which has no cells",
         "umask or sea_water_cell_thickness, which say that all is land",
-        "the missing values of the inputs: no cell has them all",
-        f"mask_mode={selection.mask_mode} and min_ice_concentration={selection.min_concentration}",
+        "the missing values of variables and places: no cell has them all",
+        f"mask_mode={selection.mask_mode}, min_ice_concentration={selection.min_concentration} "
+        f"and region={list(selection.region)}",
         f"thin_fraction={selection.thin_fraction}",
     )
     return hints[int(np.argmin(counts > 0))]

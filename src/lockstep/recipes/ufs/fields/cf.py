@@ -8,29 +8,28 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.decode import Masked
-from lockstep.recipes.ufs.fields.netcdf import NetcdfFile
+from lockstep.recipes.ufs.fields.cice import count_times
+from lockstep.recipes.ufs.fields.grids import Grid, Index, wrong_dims
+from lockstep.recipes.ufs.fields.netcdf.decode import Masked
+from lockstep.recipes.ufs.fields.netcdf.file import NetcdfFile
 from lockstep.recipes.ufs.fields.places import Places, check_same
-from lockstep.recipes.ufs.fields.scenes import (
-    Bools,
-    Scene,
-    check_shape,
-    check_unit,
-    closed_on_error,
-    wrong_dims,
-)
+from lockstep.recipes.ufs.fields.scenes import Bools, Scene, closed_on_error
+from lockstep.recipes.ufs.fields.times import Moment, moments
+from lockstep.recipes.ufs.fields.units import conversion
 from lockstep.recipes.ufs.fields.variables import THICKNESS, VARIABLES, Variable
 
 MOST_THICKNESS = 500.0
 """A cell thicker than this, in m, is not a surface cell of the ocean."""
 
 _AXES = ("latitude", "longitude")
+_LEVELS, _SURFACE = "levels", "dummy_surface_levels"
+_ROWS_AT_A_TIME = 256
 
 
 class PairScene(Scene):
-    """An atmosphere and an ocean file with CF names: dims (latitude, longitude, levels)."""
+    """One time of an atmosphere and an ocean file with CF names."""
 
-    def __init__(self, atmosphere: Path, ocean: Path, level: int | None) -> None:
+    def __init__(self, atmosphere: Path, ocean: Path, level: int | None, time: int = 0) -> None:
         """Open both.
 
         Args:
@@ -38,6 +37,7 @@ class PairScene(Scene):
             ocean: file with the fields of ocean and ice.
             level: number of the model level of upper-air fields; None is the greatest one, which is
                 the lowest in height.
+            time: number of the time in both files.
 
         Raises:
             DataError: a file is damaged, has no such level, or they are on different grids or of
@@ -45,6 +45,7 @@ class PairScene(Scene):
         """
         self.paths = (atmosphere, ocean)
         self._level = level
+        self._time = time
         self._files: dict[str, NetcdfFile] = {}
         with closed_on_error(self):
             for kind, path in (("atmosphere", atmosphere), ("ocean", ocean)):
@@ -53,30 +54,54 @@ class PairScene(Scene):
 
     def _examine(self) -> None:
         files, (atmosphere, ocean) = self._files, self.paths
-        axes = {kind: _axes(file) for kind, file in files.items()}
-        self.says_degrees = all(f.unit(n) is not None for f in files.values() for n in _AXES)
-        sizes = {kind: tuple(len(axis) for axis in pair) for kind, pair in axes.items()}
-        if sizes["atmosphere"] != sizes["ocean"]:
-            shown = " and ".join(f"{a}x{b}" for a, b in sizes.values())
+        self._grids = {kind: Grid.find(file, _AXES) for kind, file in files.items()}
+        air, sea = self._grids.values()
+        self.says_degrees = air.says_degrees and sea.says_degrees
+        if air.shape != sea.shape:
+            shown = " and ".join(f"{a}x{b}" for a, b in (air.shape, sea.shape))
             raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
-        check_same(atmosphere, axes["atmosphere"], ocean, axes["ocean"])
-        self._latitude, self._longitude = axes["ocean"]
-        shape = sizes["ocean"][0], sizes["ocean"][1]
-        self.shape = check_shape(files["ocean"], "latitude, longitude", shape)
-        times = {kind: file.time() for kind, file in files.items()}
-        if all(times.values()) and times["atmosphere"] != times["ocean"]:
+        self.shape = sea.shape
+        if air.is_regular and sea.is_regular:
+            whole = slice(None)
+            check_same(atmosphere, air.axes(whole), ocean, sea.axes(whole))
+        else:
+            for start in range(0, sea.shape[0], _ROWS_AT_A_TIME):
+                rows = slice(start, start + _ROWS_AT_A_TIME)
+                check_same(atmosphere, air.places(rows), ocean, sea.places(rows))
+        times = [moments(file, self._time, 1)[0] for file in files.values()]
+        if times[0].key and times[1].key and times[0].key != times[1].key:
             raise DataError(
-                f"{atmosphere} and {ocean}: are of different times: {times['atmosphere']} and "
-                f"{times['ocean']}"
+                f"{atmosphere} and {ocean}: are of different times: {times[0].text} and "
+                f"{times[1].text}"
             )
-        self.when = times["atmosphere"] or times["ocean"]
+        self.moment = times[0] if times[0].key else times[1]
         self.chunk_rows = max(file.chunk_rows for file in files.values())
+
+    @staticmethod
+    def count_times(atmosphere: Path, ocean: Path) -> int:
+        """The number of times in a pair of files.
+
+        Raises:
+            DataError: one is damaged or has none, or the other has another number.
+        """
+        counts = []
+        for path in (atmosphere, ocean):
+            file = NetcdfFile(path)
+            try:
+                counts.append(count_times(file))
+            finally:
+                file.close()
+        if counts[0] != counts[1]:
+            raise DataError(
+                f"{atmosphere} and {ocean}: have {counts[0]} and {counts[1]} times; must have the "
+                "same ones"
+            )
+        return counts[0]
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
-        for file in self._files.values():
-            for axis, degrees in zip(_AXES, ("degrees_north", "degrees_east"), strict=True):
-                check_unit(file, axis, degrees)
+        for grid in self._grids.values():
+            grid.check_units()
         for name in names:
             variable = VARIABLES[name]
             if not variable.cf_file:
@@ -84,22 +109,29 @@ class PairScene(Scene):
                     f"{self.paths[0]}: CF pairs have no {name} ({variable.cf_name}); leave it out "
                     "of inputs and outputs"
                 )
-            file, stored_name, unit = self._place(variable)
-            self._index(file, stored_name)
-            check_unit(file, stored_name, unit)
-        self._index(self._files["ocean"], THICKNESS)
+            self._index(variable.cf_file, variable.cf_name, slice(None))
+            self._place(variable)
+        self._index("ocean", THICKNESS, slice(None))
+        self._files["ocean"].unit_of(THICKNESS, "m", "m")
+
+    def all_moments(self) -> list[Moment]:
+        """See `Scene.all_moments`."""
+        count = self._grids["ocean"].num_times
+        one, other = (moments(file, 0, count) for file in self._files.values())
+        return [a if a.key else b for a, b in zip(one, other, strict=True)]
 
     def ocean(self, rows: slice) -> Bools:
         """Which cells are ocean: those whose uppermost layer is above 0 and at most 500 m thick."""
         file = self._files["ocean"]
-        thickness = file.read(THICKNESS, (rows, slice(None), self._index(file, THICKNESS)))
-        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= MOST_THICKNESS), False)
+        thickness = file.read(THICKNESS, self._index("ocean", THICKNESS, rows))
+        factor = conversion("m", file.unit_of(THICKNESS, "m", "m")).factor
+        most = MOST_THICKNESS / factor
+        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= most), False)
         return is_ocean
 
     def coordinates(self, rows: slice) -> Places:
-        """Latitude and longitude: the axes, expanded to all cells."""
-        latitude, longitude = np.meshgrid(self._latitude[rows], self._longitude, indexing="ij")
-        return np.ma.asarray(latitude), np.ma.asarray(longitude)
+        """Latitude and longitude of the ocean's file."""
+        return self._grids["ocean"].places(rows)
 
     def close(self) -> None:
         """Close both files."""
@@ -107,23 +139,24 @@ class PairScene(Scene):
             file.close()
 
     def _place(self, variable: Variable) -> tuple[NetcdfFile, str, str]:
-        kind = variable.cf_file
-        return self._files[kind], variable.cf_name, variable.stored_unit(kind)
+        kind, name = variable.cf_file, variable.cf_name
+        file = self._files[kind]
+        return file, name, file.unit_of(name, variable.unit, variable.stored_unit(kind))
 
     def _read(self, variable: Variable, rows: slice) -> Masked:
-        file, name, _ = self._place(variable)
-        return file.read(name, (rows, slice(None), self._index(file, name)))
+        kind, name = variable.cf_file, variable.cf_name
+        return self._files[kind].read(name, self._index(kind, name, rows))
 
-    def _index(self, file: NetcdfFile, name: str) -> int:
+    def _index(self, kind: str, name: str, rows: slice) -> Index:
+        """Where a field's rows are in its variable."""
+        file, grid = self._files[kind], self._grids[kind]
+        is_fixed = name == THICKNESS
+        index, last = grid.index(file, name, self._time, rows, (_LEVELS, _SURFACE), is_fixed)
+        return (*index, self._level_of(file, name, last)) if last else index
+
+    def _level_of(self, file: NetcdfFile, name: str, last: str) -> int:
         """Which entry of a field's last dim is meant."""
-        dims = file.dims(name)
-        first, last = tuple(dims)[:2], tuple(dims)[2:]
-        horizontal = ("latitude", "longitude")
-        vertical = ("levels",), ("dummy_surface_levels",)
-        if first != horizontal or last not in vertical:
-            wanted = "(latitude, longitude, levels or dummy_surface_levels)"
-            raise DataError(wrong_dims(file, name, wanted))
-        if last == ("dummy_surface_levels",) or dims["levels"] == 1 or file is self._files["ocean"]:
+        if last == _SURFACE or file.dims(name)[last] == 1 or file is self._files["ocean"]:
             return 0
         if tuple(file.dims("model_levels")) != ("levels",):
             raise DataError(wrong_dims(file, "model_levels", "(levels)"))
@@ -139,15 +172,3 @@ class PairScene(Scene):
                 f"{max(numbers)}"
             )
         return numbers.index(self._level)
-
-
-def _axes(file: NetcdfFile) -> Places:
-    """Latitude and longitude of a CF file."""
-    for name in _AXES:
-        if tuple(file.dims(name)) != (name,):
-            raise DataError(wrong_dims(file, name, f"({name})"))
-    latitude, longitude = (file.read(name, (slice(None),)) for name in _AXES)
-    for name, axis in zip(_AXES, (latitude, longitude), strict=True):
-        if np.ma.is_masked(axis) or not np.isfinite(axis.data).all():
-            raise DataError(f"{file.path}: {name}: has missing values; must be degrees")
-    return latitude, longitude

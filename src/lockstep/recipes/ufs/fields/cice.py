@@ -1,35 +1,27 @@
-"""CICE history files: dims (time, nj, ni), temperatures in °C, a mask that is 1 on the ocean."""
+"""CICE history files: dims (time, nj, ni) or (nj, ni), a mask that is 1 on the ocean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.decode import Masked
-from lockstep.recipes.ufs.fields.netcdf import NetcdfFile
+from lockstep.recipes.ufs.fields.grids import Grid
+from lockstep.recipes.ufs.fields.netcdf.decode import Masked
+from lockstep.recipes.ufs.fields.netcdf.file import NetcdfFile
 from lockstep.recipes.ufs.fields.places import Places
-from lockstep.recipes.ufs.fields.scenes import (
-    Bools,
-    Scene,
-    check_shape,
-    check_unit,
-    closed_on_error,
-    wrong_dims,
-)
-from lockstep.recipes.ufs.fields.variables import OCEAN_MASK, VARIABLES, Variable
+from lockstep.recipes.ufs.fields.scenes import Bools, Scene, closed_on_error
+from lockstep.recipes.ufs.fields.times import Moment, moments
+from lockstep.recipes.ufs.fields.variables import OCEAN_MASKS, VARIABLES, Variable
 
 MOST_TIMES = 100_000
 """Most times in one file: more than ten years of hours."""
 
-_PLACES = MappingProxyType({"ULAT": "degrees_north", "ULON": "degrees_east"})
-
 
 class HistoryScene(Scene):
-    """One time of a CICE history file: dims (time, nj, ni)."""
+    """One time of a CICE history file: dims (time, nj, ni), or (nj, ni) if there is one time."""
 
     def __init__(self, path: Path, time: int) -> None:
         """Open the file.
@@ -41,21 +33,24 @@ class HistoryScene(Scene):
         self._time = time
         self._file = NetcdfFile(path)
         with closed_on_error(self):
-            self._examine()
+            self._mask, *places = self._names()
+            self._grid = Grid.find(self._file, (places[0], places[1]))
+            self.shape = self._grid.shape
+            self.says_degrees = self._grid.says_degrees
+            self.moment = moments(self._file, time, 1)[0]
+            self.chunk_rows = self._file.chunk_rows
 
-    def _examine(self) -> None:
-        dims = self._file.dims(OCEAN_MASK)
-        if len(dims) != 2:
-            raise DataError(wrong_dims(self._file, OCEAN_MASK, "(nj, ni)"))
-        self._dims = tuple(dims)
-        rows, columns = dims.values()
-        self.shape = check_shape(self._file, OCEAN_MASK, (rows, columns))
-        for name in _PLACES:
-            if tuple(self._file.dims(name)) != self._dims:
-                raise DataError(wrong_dims(self._file, name, f"({', '.join(self._dims)})"))
-        self.says_degrees = all(self._file.unit(name) is not None for name in _PLACES)
-        self.when = self._file.time(self._time)
-        self.chunk_rows = self._file.chunk_rows
+    def _names(self) -> tuple[str, str, str]:
+        """The names of mask, latitude and longitude: of the U grid, if all are there."""
+        for names in OCEAN_MASKS:
+            if all(map(self._file.has, names)):
+                return names
+        there = [names for names in OCEAN_MASKS if self._file.has(names[0])]
+        # The message for what is missing comes from who asks for it.
+        names = there[0] if there else OCEAN_MASKS[0]
+        for name in names:
+            self._file.dims(name)
+        return names
 
     @staticmethod
     def count_times(path: Path) -> int:
@@ -66,45 +61,58 @@ class HistoryScene(Scene):
         """
         file = NetcdfFile(path)
         try:
-            count = file.size("time")
+            return count_times(file)
         finally:
             file.close()
-        if not count:
-            raise DataError(f"{path}: time: has size 0; there are no fields")
-        if count > MOST_TIMES:
-            raise DataError(f"{path}: time: has size {count}; must be at most {MOST_TIMES}")
-        return count
 
     def check(self, names: Sequence[str]) -> None:
         """See `Scene.check`."""
-        for name, degrees in _PLACES.items():
-            check_unit(self._file, name, degrees)
-        wanted = ("time", *self._dims)
+        self._grid.check_units()
+        whole = slice(None)
+        self._grid.index(self._file, self._mask, self._time, whole, is_fixed=True)
         for name in names:
             variable = VARIABLES[name]
-            dims = self._file.dims(variable.cice_name)
-            if tuple(dims) != wanted or tuple(dims.values())[1:] != self.shape:
-                raise DataError(
-                    wrong_dims(self._file, variable.cice_name, f"({', '.join(wanted)})")
-                )
-            check_unit(self._file, variable.cice_name, variable.unit)
+            self._grid.index(self._file, variable.cice_name, self._time, whole)
+            self._place(variable)
+
+    def all_moments(self) -> list[Moment]:
+        """See `Scene.all_moments`."""
+        return moments(self._file, 0, self._grid.num_times)
 
     def ocean(self, rows: slice) -> Bools:
-        """Which cells are ocean: those where umask is 1."""
-        mask: Bools = np.ma.filled(self._file.read(OCEAN_MASK, (rows, slice(None))) == 1, False)
+        """Which cells of some rows are ocean: those where umask or tmask is 1."""
+        mask: Bools = np.ma.filled(self._stored(self._mask, rows, True) == 1, False)
         return mask
 
     def coordinates(self, rows: slice) -> Places:
-        """Latitude and longitude: ULAT and ULON."""
-        latitude, longitude = (self._file.read(name, (rows, slice(None))) for name in _PLACES)
-        return latitude, longitude
+        """Latitude and longitude: ULAT and ULON, or TLAT and TLON."""
+        return self._grid.places(rows)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _place(self, variable: Variable) -> tuple[NetcdfFile, str, str]:
-        return self._file, variable.cice_name, variable.unit
+        name = variable.cice_name
+        return self._file, name, self._file.unit_of(name, variable.unit, variable.unit)
 
     def _read(self, variable: Variable, rows: slice) -> Masked:
-        return self._file.read(variable.cice_name, (self._time, rows, slice(None)))
+        return self._stored(variable.cice_name, rows)
+
+    def _stored(self, name: str, rows: slice, is_fixed: bool = False) -> Masked:
+        index, _ = self._grid.index(self._file, name, self._time, rows, is_fixed=is_fixed)
+        return self._file.read(name, index)
+
+
+def count_times(file: NetcdfFile) -> int:
+    """The number of times in a file.
+
+    Raises:
+        DataError: it has none, or more than `MOST_TIMES`.
+    """
+    count = file.num_times
+    if not count:
+        raise DataError(f"{file.path}: time: has size 0; there are no fields")
+    if count > MOST_TIMES:
+        raise DataError(f"{file.path}: time: has size {count}; must be at most {MOST_TIMES}")
+    return count

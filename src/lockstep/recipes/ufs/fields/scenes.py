@@ -7,34 +7,39 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.decode import Masked
-from lockstep.recipes.ufs.fields.netcdf import NetcdfFile, printable
-from lockstep.recipes.ufs.fields.places import Places
-from lockstep.recipes.ufs.fields.variables import (
-    VARIABLES,
-    Variable,
-    known_unit,
-    to_unit,
-)
+from lockstep.recipes.ufs.fields.netcdf.decode import Masked
+from lockstep.recipes.ufs.fields.netcdf.file import NetcdfFile
+from lockstep.recipes.ufs.fields.places import Places, filled
+from lockstep.recipes.ufs.fields.times import Moment
+from lockstep.recipes.ufs.fields.units import conversion
+from lockstep.recipes.ufs.fields.variables import VARIABLES, Variable
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
-
-MOST_SIDE = 100_000
-"""Most rows or columns of a grid: at the equator, cells of 400 m."""
-
-MOST_CELLS = 1 << 30
-"""Most cells of a grid."""
-
 _STRIP = 64
 """Rows of the grid whose areas are computed at a time."""
+
+
+class Field(NamedTuple):
+    """A variable in N cells.
+
+    Attributes:
+        values: values in the variable's unit, [N], float32.
+        there: whether they are there, rather than missing, [N].
+        clipped: whether they were a little out of range and are at its end, [N].
+    """
+
+    values: Floats
+    there: Bools
+    clipped: Bools
 
 
 class Scene(ABC):
@@ -42,14 +47,14 @@ class Scene(ABC):
 
     Attributes:
         paths: paths of the scene's files.
-        when: the time as the files give it; empty if they do not.
+        moment: time of the fields.
         shape: number of rows and columns of the grid.
         says_degrees: whether the files give the units of places.
         chunk_rows: number of rows stored together: to read fewer at a time is to read them twice.
     """
 
     paths: tuple[Path, ...]
-    when: str
+    moment: Moment
     shape: tuple[int, int]
     says_degrees: bool
     chunk_rows: int
@@ -64,6 +69,10 @@ class Scene(ABC):
         Raises:
             DataError: one is not.
         """
+
+    @abstractmethod
+    def all_moments(self) -> list[Moment]:
+        """The times of all fields in the scene's files, in order."""
 
     @abstractmethod
     def ocean(self, rows: slice) -> Bools:
@@ -140,16 +149,13 @@ class Scene(ABC):
     def _read(self, variable: Variable, rows: slice) -> Masked:
         """A variable as it is stored: [rows, columns]."""
 
-    def field(self, name: str, rows: slice, cells: Ints) -> tuple[Floats, Bools]:
+    def field(self, name: str, rows: slice, cells: Ints) -> Field:
         """A variable in some cells.
 
         Args:
             name: short name of the variable.
             rows: rows of the grid to read.
             cells: numbers of N cells within these rows, all of them ocean, [N], int64.
-
-        Returns:
-            Values [N] in its unit, float32, and whether they are there [N].
 
         Raises:
             DataError: it has NaN, infinite or implausible values.
@@ -160,19 +166,31 @@ class Scene(ABC):
         there = np.ones(len(cells), bool)
         if np.ma.is_masked(stored):
             there = ~np.ma.getmaskarray(stored).reshape(-1)[cells]
-        values = stored.data.reshape(-1)[cells].astype(np.float32, copy=False)
-        shift = to_unit(variable.unit, stored_unit)
-        if shift:
-            values = values + np.float32(shift)
+        values = _converted(stored.data.reshape(-1)[cells], variable.unit, stored_unit)
+        low, high, slack = (np.float32(n) for n in (variable.low, variable.high, variable.slack))
         # NaN is in no range.
-        bad = there & ~((values >= variable.low) & (values <= variable.high))
+        bad = there & ~((values >= low - slack) & (values <= high + slack))
         if bad.any():
-            first = divmod(int(cells[bad.argmax()]), self.shape[1])
-            where = f"{file.path}: {stored_name}"
+            row, column = divmod(int(cells[bad.argmax()]), self.shape[1])
+            row += rows.start
+            cell = f"row {row}, column {column} ({self._shown_place(row, column)})"
             raise DataError(
-                _implausible(where, variable, values[bad], first[0] + rows.start, first[1])
+                _implausible(
+                    f"{file.path}: {stored_name}", variable, stored_unit, values[bad], cell
+                )
             )
-        return values, there
+        clipped = there & ((values < low) | (values > high))
+        if clipped.any():
+            values = np.where(clipped, values.clip(low, high), values)
+        return Field(values, there, clipped)
+
+    def _shown_place(self, row: int, column: int) -> str:
+        """The place of a cell for messages."""
+        axes = (float(filled(a)[0, column]) for a in self.coordinates(slice(row, row + 1)))
+        latitude, longitude = axes
+        if not math.isfinite(latitude + longitude):
+            return "whose place is missing"
+        return f"{abs(latitude):.2f}°{'S' if latitude < 0 else 'N'}, {longitude % 360:.2f}°E"
 
 
 @contextmanager
@@ -185,9 +203,18 @@ def closed_on_error(scene: Scene) -> Iterator[None]:
         raise
 
 
-def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: int) -> str:
-    """The message for values that are not finite or out of range, the first of them at a cell."""
-    place = f"in {len(bad)} ocean cells, first in row {row}, column {column}"
+def _converted(stored: npt.NDArray[Any], unit: str, stored_unit: str) -> Floats:
+    """Stored values in the unit that is wanted, float32."""
+    factor, shift = conversion(unit, stored_unit)
+    if factor != 1:
+        stored = stored.astype(np.float64) * factor
+    values: Floats = stored.astype(np.float32, copy=False)
+    return values + np.float32(shift) if shift else values
+
+
+def _implausible(where: str, variable: Variable, stored_unit: str, bad: Floats, cell: str) -> str:
+    """The message for values that are not finite or out of range, the first of them in a cell."""
+    place = f"in {len(bad)} ocean cells, first in {cell}"
     finite = bad[np.isfinite(bad)]
     if not len(finite):
         return (
@@ -195,40 +222,15 @@ def _implausible(where: str, variable: Variable, bad: Floats, row: int, column: 
             "missing_value or _FillValue"
         )
     value = float(finite[np.argmax(np.abs(finite))])
-    kelvin = variable.unit == "degC" and value > variable.high
-    hint = "it seems to be in K" if kelvin else "the unit or the missing value is wrong"
+    unit = "" if variable.unit == "1" else f" {variable.unit}"
+    hint = "the unit or the missing value is wrong"
+    if variable.unit == stored_unit == "degC" and value > variable.high:
+        hint = "it seems to be in K: say so with the attribute units=K"
+    elif variable.unit == "degC" and stored_unit == "K" and value < -150:
+        hint = "it seems to be in degC: say so with the attribute units=degC"
+    elif variable.unit == stored_unit == "1" and 1 < value <= 100 * (1 + variable.slack):
+        hint = "it seems to be in %: say so with the attribute units=%"
     return (
-        f"{where}: {value:.6g} {variable.unit} is outside {variable.low:g} to {variable.high:g}, "
-        f"{place}; {hint}"
+        f"{where}: {value:.6g}{unit} is outside {variable.low:g} to {variable.high:g}, {place}; "
+        f"{hint}"
     )
-
-
-def wrong_dims(file: NetcdfFile, name: str, wanted: str) -> str:
-    """The message for a variable with other dims than it must have."""
-    dims = ", ".join(f"{printable(dim)}={size}" for dim, size in file.dims(name).items())
-    return f"{file.path}: {name}: has dims ({dims}); must be {wanted}"
-
-
-def check_unit(file: NetcdfFile, name: str, unit: str) -> None:
-    """Check a variable's `units` attribute; one without it is taken to be in the unit.
-
-    Raises:
-        DataError: the attribute names another unit.
-    """
-    said = file.unit(name)
-    if said is not None and not known_unit(said, unit):
-        raise DataError(f"{file.path}: {name}: units={printable(said)!r}: must be {unit}")
-
-
-def check_shape(file: NetcdfFile, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """The shape of a grid, as the variable `name` has it.
-
-    Raises:
-        DataError: the grid has no cells, or more than any grid has.
-    """
-    if not 0 < min(shape) <= max(shape) <= MOST_SIDE or shape[0] * shape[1] > MOST_CELLS:
-        raise DataError(
-            f"{file.path}: {name}: is on a grid of {shape[0]}x{shape[1]} cells; there must be at "
-            f"least one, and at most {MOST_SIDE} in a row or column and {MOST_CELLS} in all"
-        )
-    return shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,6 +14,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.ufs.fields.cf import PairScene
 from lockstep.recipes.ufs.fields.cice import HistoryScene
 from lockstep.recipes.ufs.fields.scenes import Scene, closed_on_error
+from lockstep.recipes.ufs.fields.times import Moment, check_differ
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Source:
 
     Attributes:
         paths: path of a history file, or of the atmosphere's and the ocean's file.
-        time: number of the scene's time in a history file, from 0.
+        time: number of the scene's time in its files, from 0.
         level: number of the model level of upper-air fields, see `PairScene`.
     """
 
@@ -37,7 +39,7 @@ class Source:
         """
         if len(self.paths) == 1:
             return HistoryScene(self.paths[0], self.time)
-        return PairScene(self.paths[0], self.paths[1], self.level)
+        return PairScene(self.paths[0], self.paths[1], self.level, self.time)
 
     def key(self) -> list[object]:
         """A key that no other scene has, as JSON values.
@@ -79,11 +81,15 @@ def find_sources(
             f"atmosphere, ocean: {len(airs)} and {len(seas)} files; each atmosphere file needs its "
             "ocean file"
         )
-    return [Source(pair, level=level) for pair in zip(airs, seas, strict=True)]
+    return [
+        Source(pair, time, level)
+        for pair in zip(airs, seas, strict=True)
+        for time in range(PairScene.count_times(*pair))
+    ]
 
 
 def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
-    """Check that all scenes have the variables, on one grid.
+    """Check that all scenes have the variables, on one grid, each at a time of its own.
 
     Args:
         sources: the scenes, at least one.
@@ -96,16 +102,47 @@ def check_sources(sources: Sequence[Source], names: Sequence[str]) -> Scene:
         DataError: a scene has not.
     """
     first = sources[0].open()
+    times: list[tuple[Path, int, Moment]] = []
     with closed_on_error(first):
         for source in {source.paths: source for source in sources}.values():
             with closing(source.open()) as scene:
+                of_file = enumerate(scene.all_moments())
+                times += [(source.paths[-1], number, moment) for number, moment in of_file]
                 scene.check(names)
                 if scene.shape != first.shape:
                     shown = " and ".join(f"{a}x{b}" for a, b in (first.shape, scene.shape))
                     raise DataError(
                         f"{first.paths[0]} and {scene.paths[0]}: are on different grids: {shown}"
                     )
+        check_differ(times)
+        _check_contents([path for path, _, moment in times if moment.key is None])
     return first
+
+
+def _check_contents(paths: Sequence[Path]) -> None:
+    """Check that files that say no time are not copies of one another.
+
+    Raises:
+        DataError: two are.
+    """
+    by_size: dict[int, list[Path]] = {}
+    for path in dict.fromkeys(paths):
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    for alike in by_size.values():
+        seen: dict[str, Path] = {}
+        for path in alike if len(alike) > 1 else ():
+            other = seen.setdefault(_sha256(path), path)
+            if other != path:
+                raise DataError(f"{path}: has the same content as {other}; give it once")
+
+
+def _sha256(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            sha256.update(block)
+    return sha256.hexdigest()
 
 
 def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
@@ -117,4 +154,10 @@ def _expand(key: str, patterns: Sequence[str]) -> list[Path]:
         if not matches:
             raise DataError(f"{key}={pattern}: no file has such a name")
         paths += [Path(path) for path in matches]
+    seen: dict[tuple[int, int], Path] = {}
+    for path in filter(Path.exists, paths):
+        status = path.stat()
+        other = seen.setdefault((status.st_dev, status.st_ino), path)
+        if other is not path:
+            raise DataError(f"{key}: {other} and {path} are one file; give it once")
     return paths

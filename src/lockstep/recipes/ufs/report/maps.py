@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.recipes.pictures import new_figure, save
+from lockstep.recipes.ufs.fields.places import REGIONS
 from lockstep.recipes.ufs.fields.variables import VARIABLES
-from lockstep.recipes.ufs.report.scores import REGIONS, inside
+from lockstep.recipes.ufs.report.scores import inside
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -80,7 +81,7 @@ def _axes(figure: Any, number: int, region: str) -> Any:
         axes.set(xlim=(0, 360), ylim=(-90, 90), xlabel="longitude", ylabel="latitude")
         return axes
     axes = figure.add_subplot(1, 3, number, projection="polar")
-    south, north = REGIONS[region]
+    south, north = REGIONS[region][:2]
     axes.set_ylim(0, north - south)
     circles = [10, 20, 30, 40]
     axes.set_yticks(circles, [f"{90 - c}°" for c in circles], fontsize=7)

@@ -15,19 +15,22 @@ import torch
 
 from lockstep.errors import DataError
 from lockstep.files import replacing
+from lockstep.recipes.ufs.fields.places import REGIONS
 from lockstep.recipes.ufs.fields.rows import Rows, joined
+from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
+from lockstep.recipes.ufs.report.baselines import Baseline
 from lockstep.recipes.ufs.report.history import draw_history, draw_jacobian, read_curves
 from lockstep.recipes.ufs.report.jacobian import normalised, physical, sensitivity
 from lockstep.recipes.ufs.report.maps import draw_map
 from lockstep.recipes.ufs.report.scores import (
-    REGIONS,
     Score,
     at_edge,
     inside,
     relative_error,
     score,
 )
+from lockstep.recipes.ufs.report.skill import by_region_and_season, draw_skill, lines
 from lockstep.recipes.ufs.synthetic.truth import true_jacobian
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -44,18 +47,25 @@ class Ground:
         when: time of the fields, as text; may be empty.
         land: latitude and longitude in degrees of cells without ocean, [M, 2].
         area: relative areas of all cells, [cells].
+        months: calendar month of each time, 0 where it is not known, [times].
     """
 
     when: str
     land: Floats
     area: Floats
+    months: npt.NDArray[np.int64]
 
 
 class Report:
     """Looks at one split, and draws maps of all rows at the time of the first of them."""
 
     def __init__(
-        self, net: SeaIceNet, splits: Mapping[str, Rows], split: str, ground: Ground
+        self,
+        net: SeaIceNet,
+        splits: Mapping[str, Rows],
+        split: str,
+        ground: Ground,
+        baselines: Mapping[str, Baseline],
     ) -> None:
         """Predict the outputs of all rows of the split.
 
@@ -65,7 +75,9 @@ class Report:
             split: name of the split that figures are about.
             ground: properties of the grid at the time that maps show, the first one of the
                 split.
+            baselines: what its predictions are compared with, by name.
         """
+        self._baselines = baselines
         self._net = net
         self._ground = ground
         self._splits = splits
@@ -85,14 +97,20 @@ class Report:
         """
         scores = {name: self._scores(name) for name in self._net.outputs}
         ranking = self._ranking()
+        skills = {name: self._skill(name) for name in self._net.outputs}
         summary: dict[str, Any] = {
             "scores": {
                 name: {region: asdict(s) for region, s in by_region.items()}
                 for name, by_region in scores.items()
             },
+            "skill": skills,
+            "baselines": {name: baseline.remark for name, baseline in self._baselines.items()},
             "sensitivity": dict(ranking),
         }
         pictures = list(self._maps(folder))
+        for name, table in skills.items():
+            picture = folder / f"skill_{name}.png"
+            pictures.append(draw_skill(picture, name, VARIABLES[name].unit, table, self._baselines))
         if (
             law_is_known
             and self._net.outputs == ("aice",)
@@ -112,7 +130,9 @@ class Report:
                 json.dump(_finite(summary), file, indent=1)
         except OSError as error:
             raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
-        return [*_lines(scores, ranking, summary), *(f"wrote {path}" for path in pictures)]
+        said = [line for name, t in skills.items() for line in lines(name, t, [*self._baselines])]
+        said += [f"{n}: {b.remark}" for n, b in self._baselines.items() if b.remark]
+        return [*_lines(scores, ranking, summary), *said, *(f"wrote {path}" for path in pictures)]
 
     def _compare(self, rows: Rows) -> tuple[Floats, Floats]:
         """True and predicted outputs [N, out] of rows."""
@@ -134,6 +154,17 @@ class Report:
                 true, predicted = self._true[here, column], self._predicted[here, column]
                 by_region[region] = score(predicted, true, area[here], name == "aice")
         return by_region
+
+    def _skill(self, name: str) -> dict[str, dict[str, dict[str, Any]]]:
+        """Errors and skill of an output by region and season."""
+        column = self._net.outputs.index(name)
+        return by_region_and_season(
+            self._rows.place[:, 0].astype(np.float64),
+            self._ground.months[self._rows.time],
+            self._true[:, column],
+            self._predicted[:, column],
+            {name: baseline.values[:, column] for name, baseline in self._baselines.items()},
+        )
 
     def _ranking(self) -> list[tuple[str, float]]:
         """Inputs with their sensitivities, the greatest first."""

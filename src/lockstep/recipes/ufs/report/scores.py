@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.floating[Any]]
+from lockstep.recipes.ufs.fields.places import REGIONS
+from lockstep.recipes.ufs.fields.places import inside as fields_inside
 
-REGIONS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"global": (-90.0, 90.0), "arctic": (50.0, 90.0), "antarctic": (-90.0, -50.0)}
-)
-"""Least and greatest latitude in degrees."""
+Floats = npt.NDArray[np.floating[Any]]
 
 ICE = 0.15
 """The concentration from which on a cell counts as ice-covered."""
@@ -76,9 +72,7 @@ def score(predicted: Floats, true: Floats, area: Floats, is_ice: bool) -> Score:
 
 def inside(latitude: Floats, region: str) -> npt.NDArray[np.bool_]:
     """Which points [N] are in a region: bool [N], from latitudes in degrees."""
-    south, north = REGIONS[region]
-    is_inside: npt.NDArray[np.bool_] = (latitude >= south) & (latitude <= north)
-    return is_inside
+    return fields_inside(latitude, np.zeros_like(latitude), REGIONS[region])
 
 
 def at_edge(concentration: Floats) -> npt.NDArray[np.bool_]:

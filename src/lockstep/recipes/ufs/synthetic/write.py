@@ -13,14 +13,9 @@ import numpy.typing as npt
 
 from lockstep.data.sharing import share_out
 from lockstep.errors import DataError
-from lockstep.recipes.ufs.fields.netcdf import netcdf4
-from lockstep.recipes.ufs.fields.variables import (
-    KELVIN,
-    OCEAN_MASK,
-    THICKNESS,
-    VARIABLES,
-    Variable,
-)
+from lockstep.recipes.ufs.fields.netcdf.file import netcdf4
+from lockstep.recipes.ufs.fields.units import KELVIN
+from lockstep.recipes.ufs.fields.variables import OCEAN_MASKS, THICKNESS, VARIABLES, Variable
 from lockstep.recipes.ufs.synthetic.fields import Fields, fields, grid, land
 
 MISSING = np.float32(-3.33477e38)
@@ -125,10 +120,11 @@ def _history(
             data.createDimension(name, size)
         _time(data, time, ("time",))
         rows, columns = np.meshgrid(latitude, longitude, indexing="ij")
+        mask, latitudes, longitudes = OCEAN_MASKS[0]
         for name, values, unit in (
-            ("ULAT", rows, "degrees_north"),
-            ("ULON", columns, "degrees_east"),
-            (OCEAN_MASK, 1.0 - on_land, "1"),
+            (latitudes, rows, "degrees_north"),
+            (longitudes, columns, "degrees_east"),
+            (mask, 1.0 - on_land, "1"),
         ):
             _put(data, name, ("nj", "ni"), values.astype(np.float32), {"units": unit})
         for variable in VARIABLES.values():

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.errors import ConfigError, DataError, LockstepError
-from lockstep.recipes.ufs.fields.classic import check_whole
-from lockstep.recipes.ufs.fields.decode import KEYS, Masked, Unusable, decoded
-from lockstep.recipes.ufs.fields.patience import check_opens, within_patience
+from lockstep.recipes.ufs.fields.netcdf.classic import check_whole
+from lockstep.recipes.ufs.fields.netcdf.decode import KEYS, Masked, Unusable, decoded
+from lockstep.recipes.ufs.fields.netcdf.patience import check_opens, within_patience
+from lockstep.recipes.ufs.fields.units import accepted, spelt
 
 MOST_VALUES = 1 << 24
 """Most values in one piece that is read; a band of the grid is far smaller."""
@@ -59,16 +60,25 @@ class NetcdfFile:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of the first two dims of a field that are stored together; 1 if not chunked."""
+        """Rows of a field that are stored together; 1 if not chunked."""
         for variable in self._data.variables.values():
             chunks = variable.chunking()
-            if len(variable.dimensions) == 3 and isinstance(chunks, list):
-                return int(chunks[-2] if variable.dimensions[0] == "time" else chunks[0])
+            if len(variable.dimensions) > 2 and isinstance(chunks, list):
+                return int(chunks[variable.dimensions[0].lower() == "time"])
         return 1
 
-    def size(self, dim: str) -> int:
-        """The length of a dim; 1 if there is none of that name."""
-        return len(self._data.dimensions[dim]) if dim in self._data.dimensions else 1
+    @property
+    def num_times(self) -> int:
+        """The length of the dim `time`, whatever its case; 1 if there is none."""
+        return next((len(d) for n, d in self._data.dimensions.items() if n.lower() == "time"), 1)
+
+    def has_dim(self, name: str) -> bool:
+        """Whether there is a dim of that name."""
+        return name in self._data.dimensions
+
+    def called(self, name: str) -> str | None:
+        """The variable that has a name in lower or upper case; None if there is none."""
+        return next((n for n in self._data.variables if n.lower() == name), None)
 
     def has(self, name: str) -> bool:
         """Whether there is a variable of that name."""
@@ -90,8 +100,35 @@ class NetcdfFile:
 
     def unit(self, name: str) -> str | None:
         """A variable's `units` attribute, None if it has none."""
-        attributes = self._attributes(name, ("units",))
-        return str(attributes["units"]) if attributes else None
+        return self.text(name, "units")
+
+    def text(self, name: str, key: str) -> str | None:
+        """An attribute of a variable as text, None if it has none."""
+        attributes = self._attributes(name, (key,))
+        return str(attributes[key]) if attributes else None
+
+    def unit_of(self, name: str, wanted: str, default: str) -> str:
+        """The unit that a variable is stored in, from which `wanted` can be had.
+
+        Args:
+            name: name of the variable.
+            wanted: unit that its values will be in.
+            default: unit it is in if it has no `units` attribute.
+
+        Raises:
+            DataError: the attribute says a unit that cannot be converted.
+        """
+        said = self.unit(name)
+        if said is None:
+            return default
+        unit = spelt(said, wanted)
+        if unit is None:
+            raise DataError(
+                f"{self.path}: {name}: units={printable(said)!r}: must be "
+                f"{' or '.join(accepted(wanted))}; convert the variable, or mend the attribute if "
+                "it is wrong"
+            )
+        return unit
 
     def read(self, name: str, index: tuple[int | slice, ...]) -> Masked:
         """A piece of a variable, unpacked; missing values are masked, NaN is not.
@@ -119,24 +156,6 @@ class NetcdfFile:
             return decoded(stored, self._attributes(name, KEYS))
         except Unusable as error:
             raise DataError(f"{self.path}: {name}: {error}; mend the attribute") from error
-
-    def time(self, index: int = 0) -> str:
-        """The time of the fields, as text; empty if the file does not say.
-
-        Raises:
-            DataError: the variable `time` is no number or no list of numbers.
-        """
-        if not self.has("time"):
-            return ""
-        sizes = [*self.dims("time").values()]
-        if len(sizes) > 1:
-            raise DataError(f"{self.path}: time: has {len(sizes)} dims; must be (time)")
-        if sizes and index >= sizes[0]:
-            return ""
-        value = self.read("time", (index,) if sizes else ())
-        if np.ma.is_masked(value):
-            return ""
-        return f"{float(value):.10g} {self.unit('time') or ''}".rstrip()
 
     def _variable(self, name: str) -> Any:
         if not self.has(name):

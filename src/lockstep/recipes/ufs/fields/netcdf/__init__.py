@@ -1,0 +1,1 @@
+"""One NetCDF file: opened with care, its numbers decoded."""
