@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.task.asked import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, foretold, leave, new_run_dir, run
 from lockstep.launchers.job.commands import RankCommand
@@ -188,7 +189,7 @@ def _train_here(
     """Be a rank, or the only process."""
     kind, config = configured(target, overrides, config_file)
     try:
-        run(make_task(kind, config), config, sitting)
+        run(make_task(kind, watched(config, Asked())), config, sitting)
     except LockstepError as error:
         leave(error)
     return 0

@@ -25,7 +25,7 @@ from lockstep.engine.faults import edited, injector
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
-from lockstep.engine.task import Task, with_config
+from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
 from lockstep.front.device import choose_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
@@ -60,7 +60,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         config = override(config, sitting.overrides)
-        task = with_config(task, config)
+        task = observed(task, config)
         stack.enter_context(whole_lines())
         environment = detect(os.environ)
         hints = stack.enter_context(num_threads(config.threads, environment))
