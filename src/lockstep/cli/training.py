@@ -64,6 +64,14 @@ def train(
     run_dir: RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", help="A run, or RUN/CHECKPOINT, whose weights the run starts from."),
+    ] = None,
+    from_only: Annotated[
+        list[str] | None,
+        typer.Option("--from-only", help="Of these, only those whose names match: 'encoder.*'."),
+    ] = None,
     replace: Replace = 0,
     quiet: Quiet = False,
     per_rank: PerRank = False,
@@ -76,10 +84,11 @@ def train(
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)
+    start = command.start_items(from_run, from_only or [])
     leave(
         command.train(
             target,
-            overrides or [],
+            [*(overrides or []), *start],
             ranks,
             launcher,
             run_dir,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.asked import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
@@ -113,7 +114,8 @@ def train(
         directory = RunDirectory(Path(str(sitting.run_dir)))
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
-        arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
+        arguments = [*overrides, *items(config.start_from)]  # the same on ranks that look later
+        arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
         return _start(start(arguments, replacements), sitting, config.threads)
 
 
@@ -155,6 +157,19 @@ def resume(
         target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile,
         per_rank,
     )  # fmt: skip
+
+
+def start_items(from_run: Path | None, only: Sequence[str]) -> list[str]:
+    """The `key=value` items of what `--from` and `--from-only` ask for.
+
+    Raises:
+        LockstepError: there is no such checkpoint, or only the second option is given.
+    """
+    if from_run is None:
+        if only:
+            raise ConfigError(f"--from-only {only[0]}: give the run with --from too")
+        return []
+    return asked_items(from_run, only)
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:

@@ -27,6 +27,7 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
+    StartConfig,
 )
 from lockstep.config.train_config import TrainConfig
 
@@ -48,6 +49,7 @@ __all__ = [
     "PrecisionConfig",
     "ScheduleConfig",
     "Section",
+    "StartConfig",
     "TrainConfig",
     "build",
     "load",

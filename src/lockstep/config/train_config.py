@@ -29,6 +29,7 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
+    StartConfig,
     TablesConfig,
 )
 
@@ -110,6 +111,7 @@ class TrainConfig(Section):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
+    start_from: StartConfig = StartConfig()
     digest_every: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
     log_every: Positive = Field(default=10, json_schema_extra=NO_OUTCOME)
@@ -216,9 +218,10 @@ class TrainConfig(Section):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
-        # Of a run that compresses nothing it says nothing.
-        if values["compression"] == outcome(CompressionConfig()):
-            del values["compression"]
+        # Of a run that compresses nothing, or starts from no other, it says nothing.
+        for key, default in (("compression", CompressionConfig()), ("start_from", StartConfig())):
+            if values[key] == outcome(default):
+                del values[key]
         canonical = json.dumps(values, sort_keys=True, default=str)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 

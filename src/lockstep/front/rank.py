@@ -19,6 +19,7 @@ from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.listing import folder_name
+from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
@@ -59,7 +60,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
     skip_last_collection()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        config = override(config, sitting.overrides)
+        config = settled(override(config, sitting.overrides))
         task = observed(task, config)
         stack.enter_context(whole_lines())
         environment = detect(os.environ)

@@ -30,6 +30,7 @@ from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
 from lockstep.engine.snapshot.longer import stretch
 from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.snapshot.resumable import SamplerMeta, check_meta, check_training_state
+from lockstep.engine.snapshot.start_from import take_over
 from lockstep.engine.snapshot.streamed import StreamedState
 from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
 from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
@@ -214,6 +215,8 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Restore the newest valid checkpoint on all ranks, if there is one.
 
+        If there is none, and the run starts from the weights of another, these are loaded.
+
         Raises:
             CheckpointError: none of those there is valid, or it is of another model or data.
         """
@@ -251,6 +254,9 @@ class Checkpointer:
 
         checked = on_first(self._transport, check)
         if checked is None:
+            if self._config.start_from.path:
+                train_step, model = self._parts.train_step, self._parts.model
+                take_over(self._config.start_from, train_step, model, self._transport)
             return Progress()
         missing, starts, asked, said = checked
         if self._asked is not None:
