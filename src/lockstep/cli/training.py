@@ -170,3 +170,32 @@ def export(
         from lockstep.commands import export as command
     for line in command.export(run_dir, path, checkpoint, format):
         print(line)
+
+
+def sweep(
+    target: Target,
+    values: Annotated[
+        list[str], typer.Argument(metavar="key=value,value...", help="Keys, and their values.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="The folder with all runs; sweeps/TASK.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("-j", "--jobs", help="Runs at a time.")] = 1,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="Sort by this; by `watch` if left out.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be trained only.")
+    ] = False,
+) -> None:
+    """Train a grid of configs: a run for each combination of values, and a table at the end.
+
+    The same command goes on: runs that are complete are left alone.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands.sweep import command
+    options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric)
+    leave(command.sweep(target, values, options))
