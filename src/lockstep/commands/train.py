@@ -114,7 +114,7 @@ def train(
         directory = RunDirectory(Path(str(sitting.run_dir)))
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
-        arguments = [*overrides, *items(config.start_from)]  # the same on ranks that look later
+        arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
         return _start(start(arguments, replacements), sitting, config.threads)
 

@@ -27,7 +27,7 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    StartConfig,
+    WeightsConfig,
 )
 from lockstep.config.train_config import TrainConfig
 
@@ -49,8 +49,8 @@ __all__ = [
     "PrecisionConfig",
     "ScheduleConfig",
     "Section",
-    "StartConfig",
     "TrainConfig",
+    "WeightsConfig",
     "build",
     "load",
     "outcome",

@@ -210,7 +210,7 @@ class MeshConfig(Section):
         return self.pp * self.interleave if self.pp > 1 else 1
 
 
-class StartConfig(Section):
+class WeightsConfig(Section):
     """Weights of another run that this one starts from: `lockstep train --from`."""
 
     path: str = Field(default="", json_schema_extra=NO_OUTCOME)

@@ -29,8 +29,8 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
-    StartConfig,
     TablesConfig,
+    WeightsConfig,
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -111,7 +111,7 @@ class TrainConfig(Section):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
-    start_from: StartConfig = StartConfig()
+    weights_from: WeightsConfig = WeightsConfig()
     digest_every: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
     log_every: Positive = Field(default=10, json_schema_extra=NO_OUTCOME)
@@ -219,7 +219,10 @@ class TrainConfig(Section):
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
         # Of a run that compresses nothing, or starts from no other, it says nothing.
-        for key, default in (("compression", CompressionConfig()), ("start_from", StartConfig())):
+        for key, default in (
+            ("compression", CompressionConfig()),
+            ("weights_from", WeightsConfig()),
+        ):
             if values[key] == outcome(default):
                 del values[key]
         canonical = json.dumps(values, sort_keys=True, default=str)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.config import StartConfig, TrainConfig
+from lockstep.config import TrainConfig, WeightsConfig
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.front.rank import run
@@ -43,7 +43,7 @@ def train(
         resume: whether to go on from the newest valid checkpoint in `run_dir`.
         quiet: whether to show warnings and how the run ended only, rather than progress.
         from_run: a run directory, or `RUN/CHECKPOINT`, whose weights the run starts from; short for
-            `config.start_from`.
+            `config.weights_from`.
         from_only: glob patterns of the names of the tensors that are taken from there.
 
     Returns:
@@ -111,13 +111,13 @@ def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[s
         if only:
             raise ConfigError("from_only: names tensors of from_run; give that too")
         return config
-    if config.start_from.path:
+    if config.weights_from.path:
         raise ConfigError(
-            f"from_run={str(from_run)!r}: config.start_from.path={config.start_from.path!r} names "
+            f"from_run={str(from_run)!r}: config.weights_from.path={config.weights_from.path!r} names "
             "a run too; leave one of them out"
         )
-    start = StartConfig(path=str(from_run), only=tuple(only))
-    return config.model_copy(update={"start_from": start})
+    start = WeightsConfig(path=str(from_run), only=tuple(only))
+    return config.model_copy(update={"weights_from": start})
 
 
 def leave(error: LockstepError) -> NoReturn:

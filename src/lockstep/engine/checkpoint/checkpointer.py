@@ -30,9 +30,9 @@ from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
 from lockstep.engine.snapshot.longer import stretch
 from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.snapshot.resumable import SamplerMeta, check_meta, check_training_state
-from lockstep.engine.snapshot.start_from import take_over
 from lockstep.engine.snapshot.streamed import StreamedState
 from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
+from lockstep.engine.snapshot.weights_from import take_over
 from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.tables.files import StreamedTables, described
 from lockstep.engine.task.asked import asked_of
@@ -254,9 +254,9 @@ class Checkpointer:
 
         checked = on_first(self._transport, check)
         if checked is None:
-            if self._config.start_from.path:
+            if self._config.weights_from.path:
                 train_step, model = self._parts.train_step, self._parts.model
-                take_over(self._config.start_from, train_step, model, self._transport)
+                take_over(self._config.weights_from, train_step, model, self._transport)
             return Progress()
         missing, starts, asked, said = checked
         if self._asked is not None:

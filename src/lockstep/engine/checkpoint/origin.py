@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lockstep.config import StartConfig, TrainConfig
+from lockstep.config import TrainConfig, WeightsConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.tables.lookups import tables_of
@@ -31,11 +31,11 @@ def settled(config: Config) -> Config:
         ConfigError: there is a pattern, and no other run.
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
-    start = config.start_from
+    start = config.weights_from
     if not start.path:
         if start.only or start.sha256:
             raise ConfigError(
-                "start_from: only and sha256 are of weights that start_from.path names; set that "
+                "weights_from: only and sha256 are of weights that weights_from.path names; set that "
                 "too (--from), or leave them out"
             )
         return config
@@ -44,15 +44,15 @@ def settled(config: Config) -> Config:
     folder = _folder(Path(start.path)).resolve()
     manifest = checkpoint.read_manifest(folder)
     found = {"path": str(folder), "step": manifest["step"], "sha256": _digest(manifest)}
-    return config.model_copy(update={"start_from": start.model_copy(update=found)})
+    return config.model_copy(update={"weights_from": start.model_copy(update=found)})
 
 
-def items(start: StartConfig) -> list[str]:
+def items(start: WeightsConfig) -> list[str]:
     """The `key=value` items of weights to start from, with which every process finds the same."""
     if not start.path:
         return []
     values = start.model_dump(mode="json")
-    return [f"start_from.{k}={json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
+    return [f"weights_from.{k}={json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
 
 
 def asked_items(path: Path, only: Sequence[str]) -> list[str]:
@@ -61,11 +61,11 @@ def asked_items(path: Path, only: Sequence[str]) -> list[str]:
     Raises:
         LockstepError: see `settled`.
     """
-    start = StartConfig(path=str(path), only=tuple(only))
-    return items(settled(TrainConfig(start_from=start)).start_from)
+    start = WeightsConfig(path=str(path), only=tuple(only))
+    return items(settled(TrainConfig(weights_from=start)).weights_from)
 
 
-def weights(start: StartConfig, model: nn.Module) -> dict[str, Tensor]:
+def weights(start: WeightsConfig, model: nn.Module) -> dict[str, Tensor]:
     """The tensors that a model is to start with, by name, read from disk.
 
     Raises:
@@ -73,7 +73,7 @@ def weights(start: StartConfig, model: nn.Module) -> dict[str, Tensor]:
             not fit the model.
     """
     folder = Path(start.path)
-    where = f"start_from.path={shown(start.path)[1:-1]}"
+    where = f"weights_from.path={shown(start.path)[1:-1]}"
     digest = _digest(checkpoint.read_manifest(folder))
     if digest != start.sha256:
         raise CheckpointError(
@@ -96,7 +96,7 @@ def _chosen(
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in here):
             raise CheckpointError(
-                f"{where}: start_from.only={shown(pattern)} is the name of nothing in the model; "
+                f"{where}: weights_from.only={shown(pattern)} is the name of nothing in the model; "
                 f"it has {_listed(here)}"
             )
 
@@ -122,7 +122,7 @@ def _chosen(
     if said:
         raise CheckpointError(
             f"{where}: does not fit the model: {'; '.join(said)}; take over a part of the weights "
-            "with start_from.only (--from-only 'encoder.*')"
+            "with weights_from.only (--from-only 'encoder.*')"
         )
     return {name: there[name] for name in here if is_meant(name)}
 

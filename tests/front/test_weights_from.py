@@ -68,7 +68,7 @@ def test_it_starts_from_the_weights_and_nothing_else(tmp_path: Path, source: Pat
     for name, tensor in same.model.state_dict().items():
         assert torch.equal(tensor, there[name])
     assert same.step == 4
-    start = same.config.start_from
+    start = same.config.weights_from
     assert Path(start.path) == source.resolve() / "checkpoints" / "step_00000005"
     assert (start.step, len(start.sha256)) == (5, 64)
     assert same.config.hash != LineConfig(steps=4, lr=0.0).hash
@@ -79,7 +79,7 @@ def test_which_checkpoint(tmp_path: Path, source: Path) -> None:
         {"": 5, "best": 5, "2": 2, "checkpoints/step_00000004": 4}.items()
     ):
         done = train(tmp_path / str(number), from_run=source / which if which else source)
-        assert done.config.start_from.step == step
+        assert done.config.weights_from.step == step
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -103,7 +103,7 @@ def test_by_pattern(tmp_path: Path, source: Path) -> None:
     here = done.model.state_dict()
     assert torch.equal(here["0.weight"], there["0.weight"])
     assert not torch.equal(here["head.weight"], there["3.weight"])
-    whole = LineConfig(steps=4, lr=0.0, start_from={"path": str(source)}).hash
+    whole = LineConfig(steps=4, lr=0.0, weights_from={"path": str(source)}).hash
     assert done.config.hash != whole
 
 
@@ -140,7 +140,7 @@ def test_damaged_and_exchanged_weights(tmp_path: Path, source: Path) -> None:
     (folder / checkpoint.MODEL).write_bytes(data)
     with pytest.raises(CheckpointError, match="SHA-256 does not match"):
         train(tmp_path / "one", from_run=copy)
-    config = LineConfig(steps=4, start_from={"path": str(folder), "sha256": "0" * 64})
+    config = LineConfig(steps=4, weights_from={"path": str(folder), "sha256": "0" * 64})
     with pytest.raises(CheckpointError, match="holds other weights now"):
         ls.train(Line(config), config, run_dir=tmp_path / "other", quiet=True)
 
@@ -148,11 +148,11 @@ def test_damaged_and_exchanged_weights(tmp_path: Path, source: Path) -> None:
 def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
     with pytest.raises(ConfigError, match="from_only: names tensors of from_run"):
         train(tmp_path / "one", from_only=["a"])
-    config = LineConfig(start_from={"path": str(source)})
+    config = LineConfig(weights_from={"path": str(source)})
     with pytest.raises(ConfigError, match="names a run too"):
         ls.train(Line(config), config, from_run=source)
-    config = LineConfig(start_from={"only": ["a"]})
-    with pytest.raises(ConfigError, match=r"weights that start_from\.path names"):
+    config = LineConfig(weights_from={"only": ["a"]})
+    with pytest.raises(ConfigError, match=r"weights that weights_from\.path names"):
         ls.train(Line(config), config)
     with pytest.raises(ConfigError, match="has tables"):
         train(tmp_path / "two", Tabled, from_run=source)
@@ -173,7 +173,7 @@ def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
         ("Deep", ["sharding=optimizer", "mesh.pp=2"]),
     ],
 )
-def test_models_in_parts_start_from_whole_weights(
+def test_models_in_parts_weights_from_whole_weights(
     lockstep: Any, tmp_path: Path, name: str, keys: list[str]
 ) -> None:
     task = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lockstep.comm.transport import Transport
-from lockstep.config import StartConfig
+from lockstep.config import WeightsConfig
 from lockstep.engine.checkpoint import origin
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.runtime import on_first
@@ -16,7 +16,7 @@ from lockstep.nn.cutting import load_held
 
 
 def take_over(
-    start: StartConfig, train_step: TrainStep, model: nn.Module, transport: Transport
+    start: WeightsConfig, train_step: TrainStep, model: nn.Module, transport: Transport
 ) -> None:
     """Bring the weights that a run starts from, which rank 0 reads, to all ranks; a collective.
 
@@ -31,7 +31,7 @@ def take_over(
     def read() -> None:
         if start.only and train_step.places.is_split:
             raise ConfigError(
-                "start_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) starts "
+                "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) starts "
                 "from all weights of another run or from none; leave it out, or set both to 1"
             )
         snapshot.model = origin.weights(start, model)
