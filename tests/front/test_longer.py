@@ -18,6 +18,19 @@ FILE = longer_tasks.__file__
 _CIRCUMSTANCES = ("sha256", "saved_at", "layout", "files", "config", "config_hash")
 
 
+SLOWLY: list[dict[str, Any]] = [
+    {},
+    {"eval_every": 7, "schedule": {"name": "plateau", "patience": 0}},
+    {"schedule": {"name": "inverse_sqrt", "warmup_steps": 4}},
+    {"schedule": {"name": "cosine", "warmup_steps": 30}},
+    {"early_stopping": {"patience": 1, "min_delta": 0.2}},
+    {"how": "show"},
+    {"how": "counted"},
+    {"compression": {"name": "int8"}},
+]
+"""Keys of runs that go on for longer; with `eval_every: 5`, more is taken back."""
+
+
 def trained(path: Path, name: str = "Line", **keys: Any) -> ls.Result:
     """A run from its start, or on from where it is."""
     kind = getattr(longer_tasks, name)
@@ -52,13 +65,7 @@ def assert_same(one: Path, other: Path) -> None:
     "keys",
     [
         {"eval_every": 5},
-        {"eval_every": 7, "schedule": {"name": "plateau", "patience": 0}},
-        {"schedule": {"name": "inverse_sqrt", "warmup_steps": 4}},
-        {"schedule": {"name": "cosine", "warmup_steps": 30}},
-        {"early_stopping": {"patience": 1, "min_delta": 0.2}},
-        {"how": "show"},
-        {"how": "counted"},
-        {"compression": {"name": "int8"}},
+        *(pytest.param(keys, marks=pytest.mark.slow) for keys in SLOWLY),
     ],
     ids=str,
 )
@@ -87,7 +94,7 @@ def test_an_interrupted_run_gets_longer_shorter_and_on(tmp_path: Path) -> None:
     assert trained(tmp_path / "one", epochs=3, eval_every=4).status == "completed"
 
 
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("first", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_on_any_number_of_ranks(lockstep: Any, tmp_path: Path, first: int) -> None:
     target = f"{FILE}:Line"
     assert lockstep("train", target, "--run-dir", "one", "-n", str(first), "-q").returncode == 0

@@ -186,6 +186,11 @@ def sweep(
     metric: Annotated[
         str | None, typer.Option("--metric", help="Sort by this; by `watch` if left out.")
     ] = None,
+    slurm: Annotated[
+        Path | None,
+        typer.Option("--slurm", help="A YAML file with a job's options: train as a job array."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the array to SLURM.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be trained only.")
@@ -193,9 +198,12 @@ def sweep(
 ) -> None:
     """Train a grid of configs: a run for each combination of values, and a table at the end.
 
-    The same command goes on: runs that are complete are left alone.
+    The same command goes on: runs that are complete are left alone. With --slurm, what stands
+    behind `--` is passed on to sbatch.
     """
     with ending_at_interrupt():
+        from lockstep.commands.slurm import job_file
         from lockstep.commands.sweep import command
-    options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric)
+    job = None if slurm is None else job_file(slurm, {})
+    options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)
     leave(command.sweep(target, values, options))

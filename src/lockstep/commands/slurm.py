@@ -22,7 +22,7 @@ from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.job.commands import mpirun_command
 from lockstep.launchers.slurm.options import checked, split_setup
 from lockstep.launchers.slurm.resources import Resources
-from lockstep.launchers.slurm.script import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.launchers.slurm.script import FIRST_COMMENT, POINT, RUN_DIR, BatchJob, script
 from lockstep.reading.listing import read_config
 from lockstep.targets import absolute, configured, is_script
 
@@ -188,6 +188,49 @@ def with_threads(overrides: Sequence[str], cpus: int | None, run_dir: Path | Non
     if not isinstance(threads, int):
         threads = cpus
     return [*overrides, f"threads={threads}"]
+
+
+def array(
+    name: str,
+    target: str,
+    points: Sequence[tuple[Path, Sequence[str]]],
+    job: JobFile,
+    options: Sequence[str],
+    folder: Path,
+    at_once: int | None,
+) -> BatchJob:
+    """A job array that trains each of some configs in a run directory of its own.
+
+    Args:
+        name: name of the job.
+        target: recipe, `file.py:Task` or script, as it is found from any folder.
+        points: run directory of each task, and its `key=value` items.
+        job: options of the job.
+        options: further options for sbatch.
+        folder: folder of SLURM's own log of each task.
+        at_once: greatest number of tasks that run at a time; None for all.
+
+    Raises:
+        LaunchError: something does not fit, or the target is a script.
+    """
+    if is_script(target):
+        raise LaunchError(
+            f"{target}: is a script; a sweep on SLURM needs its Task, {target}:NAME, for its keys"
+        )
+    if any(option.startswith("--array") for option in (*job.sbatch, *options)):
+        raise LaunchError("--array: is set by lockstep sweep: use --jobs for how many at a time")
+    threads = max(_threads(target, items) for _, items in points)
+    cpus = threads if job.cpus_per_task is None else job.cpus_per_task
+    resources = resources_of(job, cpus, threads)
+    batch = _job(name, target, (POINT,), threads, resources, job.replace, None, folder / "x")
+    batch = replace(
+        batch,
+        points=points,
+        at_once=at_once,
+        title=f"{target}, {len(points)} configs",
+        log=folder / "slurm-%A_%a.log",
+    )
+    return with_options(batch, job, options)
 
 
 def _job(

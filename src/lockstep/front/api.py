@@ -113,8 +113,8 @@ def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[s
         return config
     if config.weights_from.path:
         raise ConfigError(
-            f"from_run={str(from_run)!r}: config.weights_from.path={config.weights_from.path!r} names "
-            "a run too; leave one of them out"
+            f"from_run={str(from_run)!r}: config.weights_from.path="
+            f"{config.weights_from.path!r} names a run too; leave one of them out"
         )
     start = WeightsConfig(path=str(from_run), only=tuple(only))
     return config.model_copy(update={"weights_from": start})

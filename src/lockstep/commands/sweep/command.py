@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.commands.slurm import JobFile, array, deliver, with_threads
 from lockstep.commands.sweep.grid import Grid, Point, grid
 from lockstep.commands.sweep.outcome import print_outcome, try_to_draw
 from lockstep.commands.sweep.pool import Job, run_jobs
@@ -39,6 +40,8 @@ class Options:
         retry: whether runs that have failed are tried again.
         dry_run: whether to say what would be done only.
         metric: key that runs are sorted by; None for the config's `watch`.
+        job: options of a SLURM job array that is to train; None trains here.
+        submit: whether to hand its script to SLURM.
     """
 
     folder: Path | None = None
@@ -48,6 +51,8 @@ class Options:
     retry: bool = False
     dry_run: bool = False
     metric: str | None = None
+    job: JobFile | None = None
+    submit: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,20 +108,30 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
     Raises:
         LockstepError: something given does not work; nothing was trained.
     """
+    sbatch = [item for item in items if item.startswith("-")]
+    items = [item for item in items if not item.startswith("-")]
+    if options.job is not None:
+        items = with_threads([*options.job.overrides, *items], options.job.cpus_per_task, None)
+    if sbatch and options.job is None:
+        raise LaunchError(f"{sbatch[0]}: options for sbatch need --slurm")
+    if options.submit and options.job is None:
+        raise LaunchError("--submit: needs --slurm")
     if options.at_once < 1:
         raise LaunchError(f"--jobs {options.at_once}: must be at least 1")
-    choose_launcher(options.launcher, options.ranks or 1)
+    choose_launcher(options.launcher, 1 if options.ranks is None else options.ranks)
     made = plan(target, items, options.folder)
-    left: list[Job] = []
+    left: list[Point] = []
     for number, point in enumerate(made.grid.points):
         state = _state(made, number)
         is_left = state not in _NOTHING_TO_DO or (state == "failed" and options.retry)
         if is_left:
-            left.append(_job(made, point, options))
+            left.append(point)
         if options.dry_run or not is_left:
             print(f"{'to train' if is_left else 'left alone'}: {point.name} ({state})", flush=True)
     if options.dry_run:
         return 0
+    if options.job is not None:
+        return _as_array(made, left, sbatch, options.job, options)
     begin(made)
     failed: set[str] = set()
 
@@ -125,8 +140,9 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
             failed.add(job.name)
         print(f"{f'exit code {code}, see {job.log}' if code else 'done'}: {job.name}", flush=True)
 
+    jobs = [_job(made, point, options) for point in left]
     is_whole = run_jobs(
-        left, options.at_once, lambda job: print(f"training: {job.name}", flush=True), on_end
+        jobs, options.at_once, lambda job: print(f"training: {job.name}", flush=True), on_end
     )
     runs = show(made, options.metric)
     if not is_whole:
@@ -134,6 +150,24 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
         return 130
     incomplete = [run for run in runs if run.state != "completed"]
     return 1 if failed or incomplete or len(runs) < len(made.grid.points) else 0
+
+
+def _as_array(
+    made: Plan, left: Sequence[Point], sbatch: Sequence[str], job: JobFile, options: Options
+) -> int:
+    """Write the script of a job array that trains some points, and submit it if asked to."""
+    if options.ranks is not None or options.launcher is not None:
+        raise LaunchError("-n, --launcher: with --slurm, the job's file says nodes and ranks")
+    if not left:
+        show(made, options.metric)
+        return 0
+    folder = made.folder.absolute()
+    points = [(folder / point.name, point.items) for point in left]
+    at_once = options.at_once if options.at_once > 1 else None
+    batch = array(folder.name, made.target, points, job, sbatch, folder, at_once)
+    begin(made)
+    deliver(batch, folder / "sweep.sbatch", options.submit)
+    return 0
 
 
 def show(made: Plan, metric: str | None) -> list[Summary]:

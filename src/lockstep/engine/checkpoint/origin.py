@@ -35,8 +35,8 @@ def settled(config: Config) -> Config:
     if not start.path:
         if start.only or start.sha256:
             raise ConfigError(
-                "weights_from: only and sha256 are of weights that weights_from.path names; set that "
-                "too (--from), or leave them out"
+                "weights_from: only and sha256 are of weights that weights_from.path names; set "
+                "that too (--from), or leave them out"
             )
         return config
     if start.sha256:

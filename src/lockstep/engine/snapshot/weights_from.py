@@ -31,8 +31,9 @@ def take_over(
     def read() -> None:
         if start.only and train_step.places.is_split:
             raise ConfigError(
-                "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) starts "
-                "from all weights of another run or from none; leave it out, or set both to 1"
+                "weights_from.only: a model of which each rank has a part (mesh.tp, mesh.pp) "
+                "starts from all weights of another run or from none; leave it out, or set both "
+                "to 1"
             )
         snapshot.model = origin.weights(start, model)
 
