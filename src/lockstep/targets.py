@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from lockstep.config import TrainConfig, load, override
+from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import ConfigError, RunDirectoryError
@@ -134,9 +135,10 @@ def configured(
 
     Raises:
         ConfigError: the target or an override does not work.
+        CheckpointError: there are no weights where the config says that the run starts from them.
     """
     kind = task_class(target)
-    return kind, override(default_config(kind, config_file), overrides)
+    return kind, settled(override(default_config(kind, config_file), overrides))
 
 
 def _import(path: Path) -> ModuleType:

@@ -160,3 +160,40 @@ def test_killed_ranks_are_replaced_if_asked_for(here, tmp_path):
     done = here("slurm", "doctor", "--time", "30", "--replace", "1")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--replace 1: the doctor" in done.stderr
+
+
+def test_options_are_passed_through_and_a_site_adds_its_lines(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    site = tmp_path / "config" / "lockstep" / "sites" / "big.sh"
+    site.parent.mkdir(parents=True)
+    site.write_text("#SBATCH --qos=high\nmodule load gcc\n")
+    done = here(*GIVEN, "--setup", "big", "--", "--gpus-per-task=1")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "digits.sbatch").read_text()
+    assert "#SBATCH --qos=high\n#SBATCH --gpus-per-task=1\n\nmodule load gcc\n\n" in text
+    assert text.index("module load") < text.index("export OMP_NUM_THREADS")
+    assert "steps=20" in text
+    (tmp_path / "job.yaml").write_text('time: "5"\nsbatch: ["--mem=1G"]\nsetup: lines.sh\n')
+    (tmp_path / "lines.sh").write_text("export A=1")
+    assert here("slurm", "digits", "--job", "job.yaml").returncode == 0
+    text = (tmp_path / "digits.sbatch").read_text()
+    assert "#SBATCH --mem=1G\n\nexport A=1\n" in text
+    done = here(*GIVEN, "--setup", "nowhere")
+    assert (done.returncode, "sites/nowhere.sh: cannot be read" in done.stderr) == (2, True)
+    done = here(*GIVEN, "--", "--nodes=3")
+    assert (done.returncode, "use --nodes" in done.stderr) == (2, True)
+
+
+def test_threads_follow_the_cores_of_a_rank_but_for_a_run_that_has_begun(here, tmp_path):
+    assert here(*GIVEN, "--cpus-per-task", "2", "--run-dir", "run").returncode == 0
+    text = (tmp_path / "digits.sbatch").read_text()
+    assert "threads=2" in text.replace(" \\\n   ", "").split("lockstep train")[1]
+    assert "export OMP_NUM_THREADS=2\n" in text
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("threads: 1\n")
+    assert here(*GIVEN, "--cpus-per-task", "4", "--run-dir", "run").returncode == 0
+    text = (tmp_path / "digits.sbatch").read_text()
+    assert "threads=1" in text.replace(" \\\n   ", "").split("lockstep train")[1]
+    assert "#SBATCH --cpus-per-task=4\n" in text
+    assert here(*GIVEN, "--cpus-per-task", "4", "threads=3").returncode == 0
+    assert "threads=3" in (tmp_path / "digits.sbatch").read_text()

@@ -162,3 +162,38 @@ def test_lost_nodes(submit, cluster, expected, tmp_path):
     finally:
         for node in lost.values():
             cluster.start_node(node)
+
+
+@pytest.mark.slow
+def test_a_sweep_is_an_array_with_logs_beside_its_runs(cluster, expected, tmp_path):
+    (tmp_path / "job.yaml").write_text('time: "10"\nnodes: 2\n')
+    (tmp_path / "site.sh").write_text("#SBATCH --comment=mine\nexport FROM_SITE=1\n")
+    # The first task is that of the reference.
+    overrides = [item for item in OVERRIDES if not item.startswith("steps")]
+    command = [sys.executable, "-m", "lockstep", "sweep", "digits", "steps=60,10", *overrides]
+    options = ["--dir", "s", "--slurm", "job.yaml", "--submit", "--", "--nice=5"]
+    (tmp_path / "job.yaml").write_text('time: "10"\nnodes: 2\nsetup: site.sh\n')
+    done = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=cluster.env, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    # `lockstep train` of another start writes into the same log: none of it is lost.
+    wait_for(lambda: list((tmp_path / "s").glob("steps=*/result.json")), 120, "a result")
+    wait_for(lambda: len(list((tmp_path / "s").glob("steps=*/result.json"))) == 2, 120, "both")
+    known = cluster.job(f"{job}_0")
+    assert (known["Comment"], known["Nice"]) == ("mine", "5")
+    assert result(tmp_path / "s" / "steps=60")["params_sha256"] == expected
+    assert result(tmp_path / "s" / "steps=60")["world_size"] == 2
+    for number, name in enumerate(("steps=60", "steps=10")):
+        log = tmp_path / "s" / f"{name}.log"
+        wait_for(lambda log=log: "ended: completed" in log.read_text(), 60, "the log's end")
+        assert f"job {job}_{number} (start 1)" in log.read_text()
+        assert b"\0" not in log.read_bytes()
+    again = subprocess.run(
+        [*command, *options], cwd=tmp_path, env=cluster.env, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert "left alone: steps=60 (completed)" in again.stdout

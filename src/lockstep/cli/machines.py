@@ -40,20 +40,25 @@ def slurm(
         int | None,
         typer.Option("--replace", min=0, help="New processes at most for killed ranks; 0."),
     ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option("--setup", help="A file with lines such as `module load`, or a site's name."),
+    ] = None,
     run_dir: RunDir = None,
     output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
 ) -> None:
     """Write a SLURM job script that trains, stops in time, and goes on after a requeue.
 
-    The target `doctor` makes one that tests the nodes' communication.
+    The target `doctor` makes one that tests the nodes' communication. What stands behind `--`, such
+    as `-- --gpus-per-task=1 --qos=high`, is passed on to sbatch.
     """
     with ending_at_interrupt():
         from lockstep.commands import slurm as command
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
-        "replace": replace,
+        "replace": replace, "setup": setup,
     }  # fmt: skip
     options = command.job_file(job, given)
     request = command.Request(options, run_dir, output, submit)

@@ -43,7 +43,8 @@ def lockstep(context: typer.Context, version: Version = False) -> None:
 _COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": training.recipes, "config": training.config, "init": training.init,
     "train": training.train, "resume": training.resume, "eval": training.evaluate,
-    "export": training.export, "verify": proving.verify, "chaos": proving.chaos,
+    "sweep": training.sweep, "export": training.export,
+    "verify": proving.verify, "chaos": proving.chaos,
     "slurm": machines.slurm, "doctor": machines.doctor,
     "comm-profile": machines.comm_profile, "plan": machines.plan,
     "report": seeing.report, "diagnose": seeing.diagnose,

@@ -64,6 +64,14 @@ def train(
     run_dir: RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", help="A run, or RUN/CHECKPOINT, whose weights the run starts from."),
+    ] = None,
+    from_only: Annotated[
+        list[str] | None,
+        typer.Option("--from-only", help="Of these, only those whose names match: 'encoder.*'."),
+    ] = None,
     replace: Replace = 0,
     quiet: Quiet = False,
     per_rank: PerRank = False,
@@ -76,10 +84,11 @@ def train(
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)
+    start = command.start_items(from_run, from_only or [])
     leave(
         command.train(
             target,
-            overrides or [],
+            [*(overrides or []), *start],
             ranks,
             launcher,
             run_dir,
@@ -163,3 +172,40 @@ def export(
         from lockstep.commands import export as command
     for line in command.export(run_dir, path, checkpoint, format, overrides or []):
         print(line)
+
+
+def sweep(
+    target: Target,
+    values: Annotated[
+        list[str], typer.Argument(metavar="key=value,value...", help="Keys, and their values.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="The folder with all runs; sweeps/TASK.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("-j", "--jobs", help="Runs at a time.")] = 1,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    metric: Annotated[
+        str | None, typer.Option("--metric", help="Sort by this; by `watch` if left out.")
+    ] = None,
+    slurm: Annotated[
+        Path | None,
+        typer.Option("--slurm", help="A YAML file with a job's options: train as a job array."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the array to SLURM.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be trained only.")
+    ] = False,
+) -> None:
+    """Train a grid of configs: a run for each combination of values, and a table at the end.
+
+    The same command goes on: runs that are complete are left alone. With --slurm, what stands
+    behind `--` is passed on to sbatch.
+    """
+    with ending_at_interrupt():
+        from lockstep.commands.slurm import job_file
+        from lockstep.commands.sweep import command
+    job = None if slurm is None else job_file(slurm, {})
+    options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)
+    leave(command.sweep(target, values, options))

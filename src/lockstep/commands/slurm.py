@@ -9,19 +9,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.comm.mpi.collectives import without_hierarchy
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
 from lockstep.errors import LaunchError
-from lockstep.files import replacing
+from lockstep.files import read_text, replacing
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.job.commands import mpirun_command
+from lockstep.launchers.slurm.options import checked, split_setup
 from lockstep.launchers.slurm.resources import Resources
-from lockstep.launchers.slurm.script import FIRST_COMMENT, RUN_DIR, BatchJob, script
+from lockstep.launchers.slurm.script import FIRST_COMMENT, POINT, RUN_DIR, BatchJob, script
+from lockstep.reading.listing import read_config
 from lockstep.targets import absolute, configured, is_script
 
 DOCTOR = "doctor"
@@ -42,6 +44,10 @@ class JobFile(Section):
     replace: Count = 0
     overrides: tuple[str, ...] = ()
     """`key=value` items for the config, before those on the command line."""
+    sbatch: tuple[str, ...] = ()
+    """Further options for sbatch, such as `--gpus-per-task=1`, beside those behind `--`."""
+    setup: str | None = None
+    """A file with lines for the top of the script, such as `module load`, or a site's name."""
 
 
 @dataclass(frozen=True)
@@ -93,33 +99,138 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
         LockstepError: something given does not work, and nothing was written; or there is no
             sbatch, or it refused the script, which was written.
     """
-    overrides = [*request.job.overrides, *overrides]
+    job = request.job
+    options = [*job.sbatch, *(item for item in overrides if item.startswith("-"))]
+    overrides = [*job.overrides, *(item for item in overrides if not item.startswith("-"))]
     is_doctor = target == DOCTOR
     where = target if is_doctor else absolute(target)
-    threads = 1 if is_doctor else _threads(where, overrides)
-    job = request.job
+    threads = 1
+    if not is_doctor:
+        overrides = with_threads(overrides, job.cpus_per_task, request.run_dir)
+        threads = _threads(where, overrides)
     if is_doctor and overrides:
         raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
     if is_doctor and job.replace:
         raise LaunchError(f"--replace {job.replace}: the doctor replaces no ranks")
     cpus = threads if job.cpus_per_task is None else job.cpus_per_task
+    resources = resources_of(job, cpus, threads)
+    name = _name(where)
+    path = (request.output or Path(f"{name}.sbatch")).absolute()
+    batch = _job(name, where, overrides, threads, resources, job.replace, request.run_dir, path)
+    deliver(with_options(batch, job, options), path, request.submit)
+    return 0
+
+
+def resources_of(job: JobFile, cpus: int, threads: int) -> Resources:
+    """What a job asks for.
+
+    Raises:
+        LaunchError: it does not fit, or ranks would have more threads than cores.
+    """
     assert job.time is not None
-    resources = Resources(
+    if threads > cpus > 0:
+        raise LaunchError(f"--cpus-per-task {cpus}: is less than threads={threads} of the config")
+    return Resources(
         job.nodes, job.ntasks_per_node, cpus, job.time, job.partition, job.account,
         job.signal_before,
     )  # fmt: skip
-    if cpus < threads:
-        raise LaunchError(f"--cpus-per-task {cpus}: is less than threads={threads} of the config")
-    name = _name(where)
-    path = (request.output or Path(f"{name}.sbatch")).absolute()
-    text = script(
-        _job(name, where, overrides, threads, resources, job.replace, request.run_dir, path)
-    )
-    _write(path, text)
+
+
+def with_options(batch: BatchJob, job: JobFile, options: Sequence[str]) -> BatchJob:
+    """A job with further options for sbatch, and with its site's lines.
+
+    Raises:
+        LaunchError: an option does not fit, or the file with the lines is not there.
+    """
+    setup = ""
+    if job.setup is not None:
+        path = _setup_file(job.setup)
+        try:
+            text = read_text(path, follow_links=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise LaunchError(f"--setup {path}: cannot be read: {error}") from None
+        more, setup = split_setup(text, str(path))
+        options = [*more, *options]
+    return replace(batch, options=checked(options), setup=setup)
+
+
+def _setup_file(name: str) -> Path:
+    """The file that `--setup` means: a path, or a site's name in the user's folder for these."""
+    if "/" in name or "." in name:
+        return Path(name)
+    base = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = base / "lockstep" / "sites" / f"{name}.sh"
+    if not path.is_file() and Path(name).is_file():
+        return Path(name)
+    return path
+
+
+def deliver(batch: BatchJob, path: Path, submit: bool) -> None:
+    """Write a job's script, and hand it to SLURM if asked to.
+
+    Raises:
+        LaunchError: it has a text that no script may have, cannot be written, or is refused.
+    """
+    _write(path, script(batch))
     print(f"wrote {path}", flush=True)
-    if request.submit:
+    if submit:
         print(f"submitted job {_submit(path)}", flush=True)
-    return 0
+
+
+def with_threads(overrides: Sequence[str], cpus: int | None, run_dir: Path | None) -> list[str]:
+    """Items that say `threads` where nothing else does: the run's own, else a rank's cores.
+
+    The bits depend on it, so the script says it, and what resumes the run keeps it.
+    """
+    if cpus is None or cpus < 1 or any(item.partition("=")[0] == "threads" for item in overrides):
+        return list(overrides)
+    threads: Any = read_config(run_dir).get("threads") if run_dir is not None else None
+    if not isinstance(threads, int):
+        threads = cpus
+    return [*overrides, f"threads={threads}"]
+
+
+def array(
+    name: str,
+    target: str,
+    points: Sequence[tuple[Path, Sequence[str]]],
+    job: JobFile,
+    options: Sequence[str],
+    folder: Path,
+    at_once: int | None,
+) -> BatchJob:
+    """A job array that trains each of some configs in a run directory of its own.
+
+    Args:
+        name: name of the job.
+        target: recipe, `file.py:Task` or script, as it is found from any folder.
+        points: run directory of each task, and its `key=value` items.
+        job: options of the job.
+        options: further options for sbatch.
+        folder: folder of SLURM's own log of each task.
+        at_once: greatest number of tasks that run at a time; None for all.
+
+    Raises:
+        LaunchError: something does not fit, or the target is a script.
+    """
+    if is_script(target):
+        raise LaunchError(
+            f"{target}: is a script; a sweep on SLURM needs its Task, {target}:NAME, for its keys"
+        )
+    if any(option.startswith("--array") for option in (*job.sbatch, *options)):
+        raise LaunchError("--array: is set by lockstep sweep: use --jobs for how many at a time")
+    threads = max(_threads(target, items) for _, items in points)
+    cpus = threads if job.cpus_per_task is None else job.cpus_per_task
+    resources = resources_of(job, cpus, threads)
+    batch = _job(name, target, (POINT,), threads, resources, job.replace, None, folder / "x")
+    batch = replace(
+        batch,
+        points=points,
+        at_once=at_once,
+        title=f"{target}, {len(points)} configs",
+        log=folder / "slurm-%A_%a.log",
+    )
+    return with_options(batch, job, options)
 
 
 def _job(

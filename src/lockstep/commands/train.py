@@ -9,7 +9,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.task.asked import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, foretold, leave, new_run_dir, run
 from lockstep.launchers.job.commands import RankCommand
@@ -112,7 +114,8 @@ def train(
         directory = RunDirectory(Path(str(sitting.run_dir)))
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
-        arguments = [*overrides, *(["--config", str(config_file.resolve())] if config_file else [])]
+        arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
+        arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
         return _start(start(arguments, replacements), sitting, config.threads)
 
 
@@ -156,6 +159,19 @@ def resume(
     )  # fmt: skip
 
 
+def start_items(from_run: Path | None, only: Sequence[str]) -> list[str]:
+    """The `key=value` items of what `--from` and `--from-only` ask for.
+
+    Raises:
+        LockstepError: there is no such checkpoint, or only the second option is given.
+    """
+    if from_run is None:
+        if only:
+            raise ConfigError(f"--from-only {only[0]}: give the run with --from too")
+        return []
+    return asked_items(from_run, only)
+
+
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:
     """The first and the last step to record with torch's profiler; None for no recording.
 
@@ -188,7 +204,7 @@ def _train_here(
     """Be a rank, or the only process."""
     kind, config = configured(target, overrides, config_file)
     try:
-        run(make_task(kind, config), config, sitting)
+        run(make_task(kind, watched(config, Asked())), config, sitting)
     except LockstepError as error:
         leave(error)
     return 0

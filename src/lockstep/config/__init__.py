@@ -28,6 +28,7 @@ from lockstep.config.sections import (
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
+    WeightsConfig,
 )
 from lockstep.config.train_config import TrainConfig
 
@@ -51,6 +52,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "TrainConfig",
+    "WeightsConfig",
     "build",
     "load",
     "outcome",

@@ -226,3 +226,18 @@ class MeshConfig(Section):
     def num_stages(self) -> int:
         """Number of ranges of blocks that the ranks of a replica share out."""
         return self.pp * self.interleave if self.pp > 1 else 1
+
+
+class WeightsConfig(Section):
+    """Weights of another run that this one starts from: `lockstep train --from`."""
+
+    path: str = Field(default="", json_schema_extra=NO_OUTCOME)
+    """The run directory or checkpoint; of a run, its best, or its latest where there was no
+    evaluation. `RUN/latest`, `RUN/best` and `RUN/500` name one."""
+    only: tuple[str, ...] = ()
+    """Glob patterns of the names of the tensors that are taken over, such as `encoder.*`; without
+    any, all of them, and no other may be there."""
+    step: Count | None = Field(default=None, json_schema_extra=NO_OUTCOME)
+    """Step of that checkpoint; filled in when the run begins."""
+    sha256: str = ""
+    """SHA-256 that tells its weights from others; filled in when the run begins."""

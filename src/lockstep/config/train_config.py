@@ -31,6 +31,7 @@ from lockstep.config.sections import (
     PrecisionConfig,
     ScheduleConfig,
     TablesConfig,
+    WeightsConfig,
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -112,6 +113,7 @@ class TrainConfig(Section):
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     data: DataConfig = DataConfig()
+    weights_from: WeightsConfig = WeightsConfig()
     digest_every: Count = Field(default=0, json_schema_extra=NO_OUTCOME)
     """Steps between checks that all replicas are bit-identical; 0 checks at checkpoints only."""
     log_every: Positive = Field(default=10, json_schema_extra=NO_OUTCOME)
@@ -267,8 +269,12 @@ class TrainConfig(Section):
     def hash(self) -> str:
         """SHA-256 (16 hex digits) of all keys that can change the final parameters."""
         values = outcome(self)
-        # Of a run that compresses nothing it says nothing, nor of workers where there are none.
-        for name, default in (("compression", CompressionConfig()), ("local", LocalConfig())):
+        # Of a run that compresses nothing, has no workers or starts from no other, it says nothing.
+        for name, default in (
+            ("compression", CompressionConfig()),
+            ("local", LocalConfig()),
+            ("weights_from", WeightsConfig()),
+        ):
             if values[name] == outcome(default):
                 del values[name]
         canonical = json.dumps(values, sort_keys=True, default=str)

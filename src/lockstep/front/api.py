@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.config import TrainConfig
+from lockstep.config import TrainConfig, WeightsConfig
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.front.rank import run
@@ -25,6 +26,8 @@ def train(
     run_dir: str | Path | None = None,
     resume: bool = False,
     quiet: bool = False,
+    from_run: str | Path | None = None,
+    from_only: Sequence[str] = (),
 ) -> Result:
     """Train a task in this process: the only one, or a rank that any launcher has started.
 
@@ -39,6 +42,9 @@ def train(
             command says where.
         resume: whether to go on from the newest valid checkpoint in `run_dir`.
         quiet: whether to show warnings and how the run ended only, rather than progress.
+        from_run: a run directory, or `RUN/CHECKPOINT`, whose weights the run starts from; short for
+            `config.weights_from`.
+        from_only: glob patterns of the names of the tensors that are taken from there.
 
     Returns:
         How the run ended, with the trained model, on every rank.
@@ -49,13 +55,14 @@ def train(
             others cannot go on without, or another thread of this process trains.
     """
     own = Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+    config = _starting(config or task.config, from_run, from_only)
     if not _training.acquire(blocking=False):
         raise ConfigError(
             "train: another thread of this process trains already, and random generators and "
             "threads are of the whole process; train one after the other, or use lockstep.launch"
         )
     try:
-        return run(task, config or task.config, Sitting.from_env() or own)
+        return run(task, config, Sitting.from_env() or own)
     finally:
         _training.release()
 
@@ -66,6 +73,8 @@ def main(
     *,
     run_dir: str | Path | None = None,
     resume: bool = False,
+    from_run: str | Path | None = None,
+    from_only: Sequence[str] = (),
 ) -> Result:
     """Train a task as the last thing that a script does: as `train`, with messages for a user.
 
@@ -78,14 +87,37 @@ def main(
         config: as for `train`.
         run_dir: as for `train`.
         resume: as for `train`.
+        from_run: as for `train`.
+        from_only: as for `train`.
 
     Returns:
         How the run ended, where it has come to its end or to `stop_at_step`.
     """
     try:
-        return train(task, config, run_dir=run_dir, resume=resume)
+        return train(
+            task, config, run_dir=run_dir, resume=resume, from_run=from_run, from_only=from_only
+        )
     except LockstepError as error:
         leave(error)
+
+
+def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
+    """A config with the run whose weights are to be taken over.
+
+    Raises:
+        ConfigError: it names one already, or only the names of tensors are given.
+    """
+    if from_run is None:
+        if only:
+            raise ConfigError("from_only: names tensors of from_run; give that too")
+        return config
+    if config.weights_from.path:
+        raise ConfigError(
+            f"from_run={str(from_run)!r}: config.weights_from.path="
+            f"{config.weights_from.path!r} names a run too; leave one of them out"
+        )
+    start = WeightsConfig(path=str(from_run), only=tuple(only))
+    return config.model_copy(update={"weights_from": start})
 
 
 def leave(error: LockstepError) -> NoReturn:

@@ -19,13 +19,14 @@ from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.listing import folder_name
+from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
-from lockstep.engine.task import Task, with_config
+from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
 from lockstep.front.device import choose_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
@@ -59,8 +60,8 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
     skip_last_collection()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        config = override(config, sitting.overrides)
-        task = with_config(task, config)
+        config = settled(override(config, sitting.overrides))
+        task = observed(task, config)
         stack.enter_context(whole_lines())
         environment = detect(os.environ)
         hints = stack.enter_context(num_threads(config.threads, environment))

@@ -15,6 +15,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.listing import read_hint
+from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
@@ -82,7 +83,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(task, num_ranks, launcher, replacements)
-    config = task.config if config is None else config
+    config = settled(task.config if config is None else config)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts
         # Said here, since ranks fail before they can write down the kind of their error.

@@ -113,7 +113,6 @@ def test_another_target_or_other_overrides_are_the_same_run(tmp_path: Path) -> N
         ("lr=0.5", "lr is 0.001 there, 0.5 here"),
         ("optimizer.name=sgd", "optimizer.name is 'adamw' there, 'sgd' here"),
         ("optimizer.betas=[0.8, 0.9]", "optimizer.betas is [0.9, 0.999] there, [0.8, 0.9] here"),
-        ("steps=7", "steps is None there, 7 here"),
         ("watch=größe", "watch is 'loss' there, 'größe' here"),
     ],
 )
@@ -125,6 +124,24 @@ def test_another_config_is_refused_with_both_values(
     assert message == (
         f"{tmp_path}: holds a run with another config: {difference}; choose another with --run-dir"
     )
+
+
+def test_another_length_is_written_only_when_it_is_settled(tmp_path: Path) -> None:
+    used(tmp_path)
+    longer = override(CONFIG, ["steps=7"])
+    assert "steps is None there, 7 here" in refused(tmp_path, longer, resume=False)
+    before = [(tmp_path / name).read_text() for name in ("config.yaml", "run.json")]
+    directory = opened(tmp_path, longer, resume=True)
+    assert [(tmp_path / name).read_text() for name in ("config.yaml", "run.json")] == before
+    directory.settle()
+    directory.close()
+    assert directory.identity().config_hash == longer.hash
+    assert "steps: 7" in (tmp_path / "config.yaml").read_text()
+
+
+def test_another_length_beside_another_key_is_refused(tmp_path: Path) -> None:
+    used(tmp_path)
+    assert "lr is 0.001 there" in refused(tmp_path, override(CONFIG, ["steps=7", "lr=0.5"]))
 
 
 def test_all_keys_that_matter_are_named(tmp_path: Path) -> None:

@@ -28,10 +28,14 @@ def bash(job: BatchJob, **env: str) -> subprocess.CompletedProcess[str]:
     path = job.work_dir / "job"
     path.write_text(script(job))
     inherited = {n: v for n, v in os.environ.items() if not n.startswith("SLURM")}
-    return subprocess.run(
+    done = subprocess.run(
         ["bash", str(path)], cwd=job.work_dir, env=inherited | {"PATH": "/usr/bin:/bin"} | env,
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+    if done.stdout.startswith("log: "):  # a task of an array writes beside its run directory
+        log = Path(done.stdout.splitlines()[0].removeprefix("log: "))
+        done.stdout += log.read_text()
+    return done
 
 
 def scontrol(folder: Path) -> str:

@@ -27,13 +27,18 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
+from lockstep.engine.snapshot.longer import stretch
 from lockstep.engine.snapshot.restore import restore
 from lockstep.engine.snapshot.resumable import SamplerMeta, check_meta, check_training_state
 from lockstep.engine.snapshot.streamed import StreamedState
 from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
+from lockstep.engine.snapshot.weights_from import take_over
 from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
 from lockstep.engine.tables.files import StreamedTables, described
+from lockstep.engine.task.asked import asked_of
 from lockstep.errors import CheckpointError
+
+_UNKNOWN = "what it read under an earlier version is not known"
 
 
 class Checkpointer:
@@ -60,7 +65,9 @@ class Checkpointer:
         self._runtime = runtime
         self._transport = runtime.transport
         self._parts = parts
+        self._directory = directory
         self._root = directory.checkpoints
+        self._asked = asked_of(parts.task_state.task.config)
         self._on_written = on_written
         self._writer = AsyncWriter(
             self._root,
@@ -95,6 +102,7 @@ class Checkpointer:
         started = perf_counter()
         self.check_replicas(progress)
         self.check_state()
+        self._share_asked()
         parts, is_first = self._parts, self._runtime.is_first
         dealt = parts.train_step.carries
         carries = dealt.on_first() if dealt is not None else None
@@ -149,6 +157,12 @@ class Checkpointer:
         self._parts.train_step.watch.checkpoint_s += perf_counter() - started
         self._saved_step = progress.step
 
+    def _share_asked(self) -> None:
+        """Have all ranks know what the task's code has asked for on any of them."""
+        if self._asked is not None and self._transport.size > 1:
+            for names in self._transport.gather_json(sorted(self._asked.names)):
+                self._asked.add(names)
+
     def regroup(self) -> None:
         """After the loss of ranks: what was saved of this step may have been lost with them."""
         self._saved_step = -1
@@ -201,6 +215,8 @@ class Checkpointer:
     def resume(self) -> Progress:
         """Restore the newest valid checkpoint on all ranks, if there is one.
 
+        If there is none, and the run starts from the weights of another, these are loaded.
+
         Raises:
             CheckpointError: none of those there is valid, or it is of another model or data.
         """
@@ -211,7 +227,7 @@ class Checkpointer:
             self._writer.wait()  # in the middle of a run, one may be on its way
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
-        def check() -> tuple[list[str], tuple[int, ...]] | None:
+        def check() -> tuple[list[str], tuple[int, ...], list[str] | None, str] | None:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
@@ -219,24 +235,32 @@ class Checkpointer:
                         f"{self._root}: no checkpoint is valid; put one back, or delete this "
                         f"folder to start over from step 0:\n{reasons}"
                     )
+                self._directory.settle()
                 return None
             parts, where = self._parts, str(folder)
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
             self._check_data(data, where)
+            assert folder is not None
+            said = stretch(snapshot, self._config, parts, folder)
             check_training_state(snapshot, self._config, parts.total_steps, parts.train_step, where)
             check_optimizer_fits(snapshot, parts.train_step, where)
             check_optimizer_state(snapshot, parts.train_step, where)
-            assert folder is not None
             listing.set_aside(self._root, folder)
             self._mark_best(Progress.from_state_dict(snapshot.meta["progress"]).best_step)
             missing = sorted(parts.train_step.state.unsaved.keys() - snapshot.buffers.keys())
-            return missing, data.pass_starts
+            self._directory.settle()
+            return missing, data.pass_starts, snapshot.meta.get("asked"), said
 
         checked = on_first(self._transport, check)
         if checked is None:
+            if self._config.weights_from.path:
+                train_step, model = self._parts.train_step, self._parts.model
+                take_over(self._config.weights_from, train_step, model, self._transport)
             return Progress()
-        missing, starts = checked
+        missing, starts, asked, said = checked
+        if self._asked is not None:
+            self._asked.add([_UNKNOWN] if asked is None else asked)
         self._parts.loader.know_passes(starts)
         progress = restore(snapshot, self._parts.train_step, self._parts.model, self._transport)
         self._restore_carries(snapshot)
@@ -245,6 +269,8 @@ class Checkpointer:
         for reason in skipped:
             message = f"{reason}; the one before is used"
             self._runtime.emit(Warned(step=progress.step, message=message))
+        if said:
+            self._runtime.emit(Warned(step=progress.step, message=said))
         if missing:
             message = (
                 f"{folder}: was written before buffers that are not persistent were saved; "
@@ -304,6 +330,7 @@ class Checkpointer:
             },
             "optimizer": self._parts.train_step.flat_optimizer.description,
             "tables": described(self._parts.compute.lookups.tables),
+            **({} if self._asked is None else {"asked": sorted(self._asked.names)}),
             "saved_at": time.time(),
             "layout": {
                 "world_size": transport.size,

@@ -56,6 +56,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.flight = FlightFolder(path)
         self._lock: IO[str] | None = None
+        self._unsettled: tuple[str, str] | None = None
 
     def hang_report(self, slot: int) -> Path:
         """The path that the watchdog of a process writes its report to."""
@@ -74,7 +75,8 @@ class RunDirectory:
         Args:
             config: config that is to be trained.
             identity: task, config hash and target of the run.
-            resume: whether to go on from checkpoints that are there.
+            resume: whether to go on from checkpoints that are there; the config may then have other
+                `epochs` and `steps` than the run's, and `settle` writes them when that is allowed.
 
         Raises:
             RunDirectoryError: it cannot be written, another job uses it, it belongs to another
@@ -148,6 +150,7 @@ class RunDirectory:
             self._lock = None
 
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
+        is_other = False
         if (self.path / _IDENTITY).exists():
             known = self.identity()
             if known.task != identity.task:
@@ -155,7 +158,8 @@ class RunDirectory:
                     f"{self.path}: holds a run of {known.task}, this is {identity.task}; choose "
                     "another with --run-dir"
                 )
-            if known.config_hash != identity.config_hash:
+            is_other = known.config_hash != identity.config_hash
+            if is_other and not (resume and self._is_of_other_length(known, config)):
                 raise RunDirectoryError(
                     f"{self.path}: holds a run with another config: {self._differences(config)}; "
                     "choose another with --run-dir"
@@ -180,8 +184,21 @@ class RunDirectory:
         with suppress(OSError):
             self.flight.begin()
         whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
-        self._write("config.yaml", whole.to_yaml())
-        self._write(_IDENTITY, json.dumps(asdict(identity)) + "\n")
+        self._unsettled = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
+        if not is_other:
+            self.settle()
+
+    def settle(self) -> None:
+        """Write config and identity, if that waits until it is known that the run may go on so.
+
+        Raises:
+            RunDirectoryError: they cannot be written.
+        """
+        if self._unsettled is not None:
+            config, identity = self._unsettled
+            self._write("config.yaml", config)
+            self._write(_IDENTITY, identity)
+            self._unsettled = None
 
     def identity(self) -> Identity:
         """The identity of the run that is there.
@@ -201,6 +218,18 @@ class RunDirectory:
                 f"{path}: is damaged: {error}; start the run in a new directory, or put the file "
                 "back from a copy"
             ) from None
+
+    def _is_of_other_length(self, known: Identity, config: TrainConfig) -> bool:
+        """Whether the run that is there differs in `epochs` and `steps` only.
+
+        Whether it may is seen when its newest checkpoint is read, see `snapshot.longer`.
+        """
+        try:
+            there = parse_yaml(read_text(self.path / "config.yaml"))
+            length = {key: there[key] for key in ("epochs", "steps")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return config.model_copy(update=length).hash == known.config_hash
 
     def _differences(self, config: TrainConfig) -> str:
         """The keys of the hash with other values than those in the folder's config.yaml."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
+from lockstep.engine.task.asked import asked_of
 from lockstep.errors import TaskError
 
 MAY_CHANGE = ("after_step", "after_evaluation")
@@ -26,7 +27,6 @@ class Run:
         optimizer: the optimizer; over flat tensors if it is element-wise. Of several, one that has
             the parameter groups of all, and them in `by_name`.
         run_dir: the run directory.
-        total_steps: number of steps of the whole run.
         step: number of optimizer steps that have been done, 1 after the first.
         epoch: the epoch, from 0, of the newest step.
         is_epoch_end: whether the newest step was the last one of its epoch.
@@ -52,7 +52,7 @@ class Run:
         self.model = model
         self.optimizer = optimizer
         self.run_dir = run_dir
-        self.total_steps = total_steps
+        self._total_steps = total_steps
         self.step = 0
         self.epoch = 0
         self.is_epoch_end = False
@@ -64,6 +64,14 @@ class Run:
         self._caller: Hook | None = None
         self._moment = ""
         self._stop_reason = ""
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of the whole run; one that has asked for it cannot be made longer."""
+        asked = asked_of(self.config)
+        if asked is not None and not (self._caller is not None and self._caller.first_only):
+            asked.add(["run.total_steps"])
+        return self._total_steps
 
     def stop(self, reason: str) -> None:
         """End the run after this step: it is then complete, with this reason.

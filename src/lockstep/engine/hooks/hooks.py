@@ -20,6 +20,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Raised, Runtime, everywhere
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
+from lockstep.engine.task.asked import asked_of, watched
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import region_of
 
@@ -49,7 +50,9 @@ class Hooks:
         task, optimizer = parts.task_state.task, parts.train_step.flat_optimizer.optimizer
         self._task = task
         self._hooks = parts.task_state.hooks
-        self._run = Run(task, config, parts.model, optimizer, run_dir, parts.total_steps)
+        asked = asked_of(task.config)
+        seen = config if asked is None else watched(config, asked)
+        self._run = Run(task, seen, parts.model, optimizer, run_dir, parts.total_steps)
         self._optimizers = list(optimizers_in(optimizer).values())
         self._saved = SavedState(parts.task_state, parts.model, self._optimizers, parts.loader)
         self._constants = Constants(parts.model, ())

@@ -167,6 +167,23 @@ class Schedule:
             )
         return probes
 
+    def first_difference(self, total_steps: int, num_steps: int) -> int | None:
+        """The first of so many steps at which a run of another length has other learning rates.
+
+        Args:
+            total_steps: number of steps of the whole other run.
+            num_steps: number of steps, from 0, that are compared.
+
+        Returns:
+            Its number; None if there is none.
+
+        Raises:
+            TaskError: see above.
+        """
+        other = Schedule(self._task, self._config, total_steps, self._num_groups)
+        steps = range(num_steps)
+        return next((s for s in steps if self.factors(s, 0) != other.factors(s, 0)), None)
+
     def factors(self, step: int, decays: int) -> list[float]:
         """What the base learning rate of each parameter group is multiplied with at a step.
 

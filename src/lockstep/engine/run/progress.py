@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.errors import ConfigError, shared
 from lockstep.parsing import as_type
+
+ALL_STEPS = "all steps done"
+"""Why a run is over that has come to its last step."""
 
 
 @dataclass
@@ -26,6 +30,8 @@ class Progress:
         recent: newest values of the metrics whose convergence ends the run, by name.
         metrics: values of the newest evaluation of each split, by "split/name".
         arrays: metrics of more than one number of these evaluations, by "split/name".
+        before_last: the same as it was before the evaluation after the last step, where that came
+            for no other reason than that the step is the last; else None.
         finished: reason for which the run is over; empty while it is not.
     """
 
@@ -39,6 +45,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     finished: str = ""
     arrays: dict[str, Any] = field(default_factory=dict)
+    before_last: Progress | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -69,6 +76,10 @@ class Progress:
         for name, count in (("stale", self.stale), ("decays", self.decays)):
             if not 0 <= count <= self.evaluated:
                 return f"{name}={count}: is not between 0 and evaluated={self.evaluated}"
+        if self.before_last is not None:
+            if self.before_last.step != self.step or self.evaluated != self.step:
+                return f"before_last: is not of the evaluation after step={self.step}"
+            return self.before_last.problem()
         return ""
 
     def judge(self, config: TrainConfig, metrics: dict[str, float]) -> bool:
@@ -93,6 +104,11 @@ class Progress:
         self.stale += 1
         self.decays += self.stale % (config.schedule.patience + 1) == 0
         return False
+
+    def keep_before_last(self) -> None:
+        """Note this state before an evaluation that a longer run would not have."""
+        self.before_last = None
+        self.before_last = deepcopy(self)
 
     def exhausted(self, config: TrainConfig) -> str:
         """Why early stopping or convergence ends the run; empty if they do not."""

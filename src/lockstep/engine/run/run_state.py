@@ -10,7 +10,7 @@ from lockstep.engine.assembly import Parts
 from lockstep.engine.evaluation.splits import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
 from lockstep.engine.hooks.hooks import Hooks
-from lockstep.engine.run.progress import Progress
+from lockstep.engine.run.progress import ALL_STEPS, Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.step.step_result import StepResult
@@ -98,6 +98,9 @@ class RunState:
             model_step: step whose parameters were evaluated, if it is not the last one.
         """
         progress, config, emit = self.progress, self._config, self._runtime.emit
+        is_judged = any(map(is_validation, scores))
+        if is_judged and not self._is_due(config.eval_every):
+            progress.keep_before_last()
         for split, (metrics, arrays) in scores.items():
             progress.metrics |= {f"{split}/{name}": value for name, value in metrics.items()}
             progress.arrays |= {f"{split}/{name}": value for name, value in arrays.items()}
@@ -114,8 +117,10 @@ class RunState:
             if not is_validation(split):
                 self.test_step = progress.step if model_step is None else model_step
             ended = self._hooks.after_evaluation(progress, split, metrics)
-            progress.finished = progress.finished or ended
-        if not any(map(is_validation, scores)):
+            # It would have ended a longer run too, which all steps done would not.
+            if not progress.finished or (progress.finished == ALL_STEPS and ended):
+                progress.finished = ended
+        if not is_judged:
             return
         watched = judged({split: metrics for split, (metrics, _) in scores.items()})
         if progress.judge(config, watched):
@@ -127,7 +132,7 @@ class RunState:
         """Whether the run or this sitting ends here; notes why in `progress` or `stop_reason`."""
         progress, stop = self.progress, self._config.stop_at_step
         if progress.step >= self._parts.total_steps and not progress.finished:
-            progress.finished = "all steps done"
+            progress.finished = ALL_STEPS
         if not progress.finished and stop is not None and progress.step >= stop:
             self.stop_reason = self.stop_reason or f"stop_at_step={stop}"
         return bool(progress.finished or self.stop_reason)

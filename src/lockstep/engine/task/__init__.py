@@ -1,6 +1,6 @@
 """What a user writes, and what the engine makes of it: a task, its losses, its config."""
 
-from lockstep.engine.task.anew import made_anew, with_config
+from lockstep.engine.task.anew import made_anew, observed, with_config
 from lockstep.engine.task.loss import Loss, Number, Phase
 from lockstep.engine.task.task import Task, has_carry, has_lookups, is_scratch, own_collate
 
@@ -13,6 +13,7 @@ __all__ = [
     "has_lookups",
     "is_scratch",
     "made_anew",
+    "observed",
     "own_collate",
     "with_config",
 ]

@@ -1,10 +1,11 @@
-"""A task with another config than it was made with."""
+"""A task with another config than it was made with, or with one that notes what is read of it."""
 
 from __future__ import annotations
 
 import inspect
 
 from lockstep.config import TrainConfig
+from lockstep.engine.task.asked import Asked, asked_of, watched
 from lockstep.engine.task.task import Task, check_config
 from lockstep.errors import TaskError
 
@@ -42,3 +43,21 @@ def made_anew(task: Task, config: TrainConfig) -> Task | None:
     kind = type(task)
     takes = [*inspect.signature(kind).parameters]
     return kind(config) if takes == ["config"] else None
+
+
+def observed(task: Task, config: TrainConfig) -> Task:
+    """As `with_config`, and the task's config notes whether its code asks where the run ends.
+
+    Raises:
+        TaskError: see `with_config`.
+    """
+    if config == task.config and asked_of(task.config) is not None:
+        return task
+    asked = Asked()
+    seen = watched(config, asked)
+    made = with_config(task, seen)
+    if made is task and type(task).__init__ is not Task.__init__:
+        # It has read the config it was made with, and nobody knows what of it.
+        asked.add([f"{type(task).__name__}.__init__ (made by a script)"])
+    made.config = seen
+    return made

@@ -19,6 +19,9 @@ from lockstep.launchers.slurm.resources import Resources
 FIRST_COMMENT = "# Written by `lockstep slurm`"
 """The beginning of the second line of every script: a file without it is the user's own."""
 
+POINT = "${point[@]}"
+"""Stands for the words of a job array's task in the command."""
+
 RUN_DIR = "${run_dir}"
 """Stands for the job's run directory in a rank's arguments and environment variables."""
 
@@ -41,6 +44,11 @@ class BatchJob:
         log: absolute path of the job's log, with SLURM's `%j` for the job's number.
         title: description of what is trained, for the log.
         trains: whether the command trains: such a job stops in time and is requeued.
+        options: further options for sbatch, as they stand in a script.
+        setup: lines of the user's that come before all others, such as `module load`.
+        points: of a job array, the run directory of each task and the words that `POINT` stands
+            for; the tasks count from 0. Empty for a job that is no array by itself.
+        at_once: greatest number of an array's tasks that run at a time; None for all.
     """
 
     name: str
@@ -53,6 +61,10 @@ class BatchJob:
     log: Path
     title: str = ""
     trains: bool = True
+    options: Sequence[str] = ()
+    setup: str = ""
+    points: Sequence[tuple[Path, Sequence[str]]] = ()
+    at_once: int | None = None
 
 
 def script(job: BatchJob) -> str:
@@ -62,7 +74,8 @@ def script(job: BatchJob) -> str:
         LaunchError: a text in it has a line break or another control character.
     """
     paths = map(str, (job.run_dir, job.work_dir, job.log))
-    for text in (job.name, job.title, *paths, *job.command, *job.env.values()):
+    words = [word for path, words in job.points for word in (str(path), *words)]
+    for text in (job.name, job.title, *paths, *job.command, *job.env.values(), *words):
         _printable(text)
     ranks = job.resources.num_ranks
     parts = [
@@ -70,6 +83,7 @@ def script(job: BatchJob) -> str:
         f"{FIRST_COMMENT}: {job.name} on {ranks} rank{'s'[: ranks > 1]}. Submit it with sbatch.",
         *_directives(job),
         "",
+        *([job.setup, ""] if job.setup else []),
         *_setting(job),
         "",
         _filled(
@@ -106,7 +120,11 @@ def _directives(job: BatchJob) -> list[str]:
         "output": str(job.log),
     }
     lines = [f"#SBATCH --{name}={shlex.quote(v)}" for name, v in options.items() if v is not None]
-    return [*lines, f"#SBATCH --{'' if job.trains else 'no-'}requeue"]
+    lines.append(f"#SBATCH --{'' if job.trains else 'no-'}requeue")
+    if job.points:
+        limit = "" if job.at_once is None else f"%{job.at_once}"
+        lines.append(f"#SBATCH --array=0-{len(job.points) - 1}{limit}")
+    return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 
 def _setting(job: BatchJob) -> list[str]:
@@ -121,7 +139,8 @@ def _setting(job: BatchJob) -> list[str]:
         'if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then',
         "    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
         "fi",
-        f"run_dir={shlex.quote(str(base))}{suffix}",
+        *(_points(job) if job.points else [f"run_dir={shlex.quote(str(base))}{suffix}"]),
+        *_OWN_LOG,
         "",
         "# Sums depend on the number of threads, so it belongs to the config (threads=…).",
     ]
@@ -134,6 +153,25 @@ def _setting(job: BatchJob) -> list[str]:
             text += shlex.quote('"' + after)
         lines.append(f"export {name}={text}")
     return lines
+
+
+_OWN_LOG = (
+    'if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then',
+    "    # Opened to append: what is written by an earlier start that has not ended yet is kept.",
+    '    echo "log: $run_dir.log"',
+    '    mkdir -p "$(dirname "$run_dir")" && exec >>"$run_dir.log" 2>&1',
+    "fi",
+)
+"""The lines with which a task of an array writes beside its run directory."""
+
+
+def _points(job: BatchJob) -> list[str]:
+    """The lines that say what a task of an array trains, and where."""
+    lines = ["case ${SLURM_ARRAY_TASK_ID:-none} in"]
+    for number, (path, words) in enumerate(job.points):
+        lines.append(f"{number}) run_dir={shlex.quote(str(path))}")
+        lines.append(f"    point=({' '.join(map(shlex.quote, words))}) ;;")
+    return [*lines, '*) echo "this is a job array: submit it with sbatch"; exit 2 ;;', "esac"]
 
 
 class _Template(string.Template):
@@ -159,7 +197,8 @@ def _wrapped(words: Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    return '"$run_dir"' if word == RUN_DIR else shlex.quote(word)
+    placeholders = {RUN_DIR: '"$run_dir"', POINT: '"${point[@]}"'}
+    return placeholders.get(word) or shlex.quote(word)
 
 
 def _printable(text: str) -> None:

@@ -1,0 +1,1 @@
+"""`lockstep sweep`: a grid of configs, a run of each."""

@@ -1,0 +1,178 @@
+"""The weights that a run starts from, where they are another run's: which, and whether they fit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from lockstep.config import TrainConfig, WeightsConfig
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint import listing
+from lockstep.engine.tables.lookups import tables_of
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.parsing import shown
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+_MOST_NAMES = 5
+"""Names of tensors that a message lists."""
+
+
+def settled(config: Config) -> Config:
+    """A config that says which weights exactly its run starts from, if from another's.
+
+    Raises:
+        ConfigError: there is a pattern, and no other run.
+        CheckpointError: there is no such checkpoint, or its manifest is damaged.
+    """
+    start = config.weights_from
+    if not start.path:
+        if start.only or start.sha256:
+            raise ConfigError(
+                "weights_from: only and sha256 are of weights that weights_from.path names; set "
+                "that too (--from), or leave them out"
+            )
+        return config
+    if start.sha256:
+        return config
+    folder = _folder(Path(start.path)).resolve()
+    manifest = checkpoint.read_manifest(folder)
+    found = {"path": str(folder), "step": manifest["step"], "sha256": _digest(manifest)}
+    return config.model_copy(update={"weights_from": start.model_copy(update=found)})
+
+
+def items(start: WeightsConfig) -> list[str]:
+    """The `key=value` items of weights to start from, with which every process finds the same."""
+    if not start.path:
+        return []
+    values = start.model_dump(mode="json")
+    return [f"weights_from.{k}={json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
+
+
+def asked_items(path: Path, only: Sequence[str]) -> list[str]:
+    """The `key=value` items for what `--from` and `--from-only` ask for.
+
+    Raises:
+        LockstepError: see `settled`.
+    """
+    start = WeightsConfig(path=str(path), only=tuple(only))
+    return items(settled(TrainConfig(weights_from=start)).weights_from)
+
+
+def weights(start: WeightsConfig, model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a model is to start with, by name, read from disk.
+
+    Raises:
+        CheckpointError: they are not there, are damaged, are others than the run began with, or do
+            not fit the model.
+    """
+    folder = Path(start.path)
+    where = f"weights_from.path={shown(start.path)[1:-1]}"
+    digest = _digest(checkpoint.read_manifest(folder))
+    if digest != start.sha256:
+        raise CheckpointError(
+            f"{where}: holds other weights now than those that this run is to start from (SHA-256 "
+            f"{digest[:16]}…, not {start.sha256[:16]}…); put them back, or start a new run"
+        )
+    there = checkpoint.read_tensors(folder / checkpoint.MODEL)
+    if tables_of(model):
+        raise ConfigError(
+            f"{where}: the model has tables (SparseEmbedding), whose rows lie elsewhere, and a run "
+            "cannot start from another's; train it from its own start"
+        )
+    return _chosen(there, model.state_dict(), start.only, where)
+
+
+def _chosen(
+    there: Mapping[str, Tensor], here: Mapping[str, Tensor], only: Sequence[str], where: str
+) -> dict[str, Tensor]:
+    """Those of the tensors of a checkpoint that a model takes over."""
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in here):
+            raise CheckpointError(
+                f"{where}: weights_from.only={shown(pattern)} is the name of nothing in the model; "
+                f"it has {_listed(here)}"
+            )
+
+    def is_meant(name: str) -> bool:
+        return not only or any(fnmatchcase(name, pattern) for pattern in only)
+
+    missing = [name for name in here if is_meant(name) and name not in there]
+    unexpected = [name for name in sorted(there) if is_meant(name) and name not in here]
+    others = [
+        f"{name} is {there[name].dtype} {tuple(there[name].shape)} there, {here[name].dtype} "
+        f"{tuple(here[name].shape)} here"
+        for name in here
+        if is_meant(name)
+        and name in there
+        and (here[name].shape, here[name].dtype) != (there[name].shape, there[name].dtype)
+    ]
+    problems = {
+        "it has no": missing,
+        "the model has no": unexpected,
+        "of another shape or dtype:": others,
+    }
+    said = [f"{text} {_listed(names)}" for text, names in problems.items() if names]
+    if said:
+        raise CheckpointError(
+            f"{where}: does not fit the model: {'; '.join(said)}; take over a part of the weights "
+            "with weights_from.only (--from-only 'encoder.*')"
+        )
+    return {name: there[name] for name in here if is_meant(name)}
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    known = [*names]
+    more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
+    return ", ".join(known[:_MOST_NAMES]) + more
+
+
+def _folder(path: Path) -> Path:
+    """The checkpoint's folder that a path means: itself, or one of a run.
+
+    `RUN` is the best checkpoint of a run, or its latest where there was no evaluation;
+    `RUN/best`, `RUN/latest` and `RUN/500` name one.
+    """
+    try:
+        if (path / checkpoint.MODEL).exists():
+            return path
+        run, which = path, ""
+        if not (path / "checkpoints").is_dir():
+            run, which = path.parent, path.name
+        root = run / "checkpoints"
+        if not root.is_dir():
+            raise CheckpointError(f"{path}: is no run directory and no checkpoint of one")
+        if which in ("", "best"):
+            best = listing.read_hint(root, "best")
+            if best is not None:
+                return best
+            if which:
+                raise CheckpointError(f"{root}: holds no best checkpoint; take {run}/latest")
+        if which in ("", "latest"):
+            there = listing.folders(root)
+            if there:
+                return there[0]
+            raise CheckpointError(f"{root}: holds no checkpoint")
+        folder = root / (listing.folder_name(int(which)) if which.isdecimal() else which)
+        if not folder.is_dir():
+            raise CheckpointError(f"{root}: holds no checkpoint {which}; take best or latest")
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # too long, with a NUL
+        raise CheckpointError(f"{shown(str(path))[1:-1]}: cannot be read: {error}") from None
+    return folder
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of the weights in a checkpoint: of the digests of their files."""
+    files: Mapping[str, Mapping[str, Any]] = manifest["files"]
+    named = [n for n in sorted(files) if n == checkpoint.MODEL or n.startswith(checkpoint.TABLE)]
+    return hashlib.sha256(
+        "".join(f"{n} {files[n]['sha256']}\n" for n in named).encode()
+    ).hexdigest()

@@ -1,0 +1,193 @@
+"""`lockstep train --from RUN`: a new run that starts from another's weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import result
+from tests.distributed.conftest import CONFIG
+from tests.front import longer_tasks
+from tests.front.longer_tasks import Line, LineConfig
+from torch import nn
+
+import lockstep as ls
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+
+TARGET = f"{longer_tasks.__file__}:Line"
+
+
+class Encoded(Line):
+    """The model of `Line` under another name, and a head."""
+
+    def build_model(self) -> nn.Module:
+        encoder = super().build_model()
+        return nn.ModuleDict({"0": encoder[0], "head": nn.Linear(8, 1)})
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        x, y = batch
+        return ls.Loss((model["head"](model["0"](x)) - y).square().sum(), len(x))
+
+
+class Tabled(Line):
+    """With a table."""
+
+    def build_model(self) -> nn.Module:
+        table = ls.nn.SparseEmbedding(7, 3)
+        return nn.ModuleDict({"table": table, "head": nn.Linear(3, 1)})
+
+    def lookups(self, batch: Any) -> dict[str, Any]:
+        return {"table": torch.arange(len(batch[0])) % 7}
+
+    def loss(self, model: Any, batch: Any) -> ls.Loss:
+        x, y = batch
+        rows = model["table"](torch.arange(len(x)) % 7)
+        return ls.Loss((model["head"](rows) - y).square().sum(), len(x))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: Any) -> Path:
+    """A run of `Line`, which later runs start from."""
+    path = tmp_path_factory.mktemp("source") / "Lauf 1"
+    ls.train(Line(), LineConfig(steps=5, checkpoint={"every": 2}), run_dir=path, quiet=True)
+    return path
+
+
+def train(run_dir: Path, kind: type[Line] = Line, **options: Any) -> ls.Result:
+    config = LineConfig(steps=4, lr=options.pop("lr", 0.03))
+    return ls.train(kind(config), config, run_dir=run_dir, quiet=True, **options)
+
+
+def test_it_starts_from_the_weights_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    there = ls.load(source, "latest", task=Line).model.state_dict()
+    same = train(tmp_path / "same", lr=0.0, from_run=source / "latest")
+    for name, tensor in same.model.state_dict().items():
+        assert torch.equal(tensor, there[name])
+    assert same.step == 4
+    start = same.config.weights_from
+    assert Path(start.path) == source.resolve() / "checkpoints" / "step_00000005"
+    assert (start.step, len(start.sha256)) == (5, 64)
+    assert same.config.hash != LineConfig(steps=4, lr=0.0).hash
+
+
+def test_which_checkpoint(tmp_path: Path, source: Path) -> None:
+    for number, (which, step) in enumerate(
+        {"": 5, "best": 5, "2": 2, "checkpoints/step_00000004": 4}.items()
+    ):
+        done = train(tmp_path / str(number), from_run=source / which if which else source)
+        assert done.config.weights_from.step == step
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_same_bits_on_any_ranks_interrupted_and_without_the_source(
+    lockstep: Any, tmp_path: Path, source: Path, num_ranks: int
+) -> None:
+    alone = train(tmp_path / "alone", from_run=source)
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    options = ("--from", "copy", "--run-dir", "ranks", "-n", str(num_ranks), "-q")
+    done = lockstep("train", TARGET, "steps=4", "stop_at_step=2", *options)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(copy)
+    assert lockstep("resume", "ranks", "-q").returncode == 0
+    assert result(tmp_path / "ranks")["params_sha256"] == alone.params_sha256
+
+
+def test_by_pattern(tmp_path: Path, source: Path) -> None:
+    there = ls.load(source, task=Line).model.state_dict()
+    done = train(tmp_path / "one", Encoded, lr=0.0, from_run=source, from_only=["0.*"])
+    here = done.model.state_dict()
+    assert torch.equal(here["0.weight"], there["0.weight"])
+    assert not torch.equal(here["head.weight"], there["3.weight"])
+    whole = LineConfig(steps=4, lr=0.0, weights_from={"path": str(source)}).hash
+    assert done.config.hash != whole
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"it has no head\.weight, head\.bias; the model has no 3\.bias, 3\.weight"),
+        ({"from_only": ["nothing.*"]}, "is the name of nothing in the model; it has 0.weight"),
+        ({"from_only": ["0.*", "head.*"]}, r"it has no head\.weight, head\.bias"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    tmp_path: Path, source: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        train(tmp_path / "one", Encoded, from_run=source, **options)
+
+
+@pytest.mark.parametrize("which", ["", "best", "7", "x\0y", "checkpoints", "a" * 300])
+def test_a_run_that_is_not_there(tmp_path: Path, which: str) -> None:
+    with pytest.raises(CheckpointError, match=r"is no run directory|holds no|cannot be read"):
+        train(tmp_path / "one", from_run=tmp_path / "nowhere" / which)
+    (tmp_path / "nowhere" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(LockstepError):
+        train(tmp_path / "one", from_run=tmp_path / "nowhere" / which)
+
+
+def test_damaged_and_exchanged_weights(tmp_path: Path, source: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    folder = copy / "checkpoints" / "step_00000005"
+    data = bytearray((folder / checkpoint.MODEL).read_bytes())
+    data[-1] ^= 1
+    (folder / checkpoint.MODEL).write_bytes(data)
+    with pytest.raises(CheckpointError, match="SHA-256 does not match"):
+        train(tmp_path / "one", from_run=copy)
+    config = LineConfig(steps=4, weights_from={"path": str(folder), "sha256": "0" * 64})
+    with pytest.raises(CheckpointError, match="holds other weights now"):
+        ls.train(Line(config), config, run_dir=tmp_path / "other", quiet=True)
+
+
+def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
+    with pytest.raises(ConfigError, match="from_only: names tensors of from_run"):
+        train(tmp_path / "one", from_only=["a"])
+    config = LineConfig(weights_from={"path": str(source)})
+    with pytest.raises(ConfigError, match="names a run too"):
+        ls.train(Line(config), config, from_run=source)
+    config = LineConfig(weights_from={"only": ["a"]})
+    with pytest.raises(ConfigError, match=r"weights that weights_from\.path names"):
+        ls.train(Line(config), config)
+    with pytest.raises(ConfigError, match="has tables"):
+        train(tmp_path / "two", Tabled, from_run=source)
+    done = here("train", TARGET, "--from-only", "a")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: --from-only a: give the run with --from too\n",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("Language", ["mesh.tp=2"]),
+        ("Deep", ["mesh.pp=2"]),
+        ("Deep", ["sharding=parameters"]),
+        ("Deep", ["sharding=optimizer", "mesh.pp=2"]),
+    ],
+)
+def test_models_in_parts_weights_from_whole_weights(
+    lockstep: Any, tmp_path: Path, name: str, keys: list[str]
+) -> None:
+    task = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:{name}"
+    for arguments in (
+        ["one", "seed=1"],
+        ["alone", "--from", "one"],
+        ["parts", "--from", "one", "-n", "4", "--launcher", "local", *keys],
+    ):
+        done = lockstep("train", task, *CONFIG, "-q", "--run-dir", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    digests = [result(tmp_path / run)["params_sha256"] for run in ("one", "alone", "parts")]
+    assert digests[1] == digests[2] != digests[0]
+    if keys[0] != "sharding=parameters":
+        options = ("--from", "one", "--from-only", "*", "-n", "4", "--launcher", "local")
+        done = lockstep("train", task, *CONFIG, "--run-dir", "part", *options, *keys)
+        assert done.returncode == 2
+        assert "a model of which each rank has a part" in done.stderr
