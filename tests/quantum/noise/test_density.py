@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -193,3 +194,21 @@ def test_misread_outcomes_are_those_of_measurements() -> None:
     found = DensitySimulator(DynamicCircuit(3, [*gates, *measures])).run().bits
     likely = probabilities(Simulator(Circuit(3, gates)).state())
     assert (misread(likely, confusion) - found).abs().max() < 1e-14
+
+
+def test_the_value_of_a_channel_may_be_a_formula():
+    x, y = parameter(0), parameter(1)
+    rate = (x * y).sin() ** 2
+    damping = channel("AmplitudeDamping", 0, gamma=rate)
+    formula = DynamicCircuit(1, [gate("ry", 0, angle=x), damping])
+    theta = torch.tensor([0.7, 0.9], dtype=torch.float64, requires_grad=True)
+    number = math.sin(0.7 * 0.9) ** 2
+    damping = channel("AmplitudeDamping", 0, gamma=number)
+    plain = DynamicCircuit(1, [gate("ry", 0, angle=0.7), damping])
+    found = DensitySimulator(formula).run(theta).density
+    torch.testing.assert_close(found, DensitySimulator(plain).run().density, rtol=0, atol=1e-14)
+    # The excited part is sin²(x/2) (1 - sin²(x y)).
+    (grad,) = torch.autograd.grad(found[..., 1, 1].real, theta)
+    a, b = 0.7, 0.9
+    by_y = -(math.sin(a / 2) ** 2) * 2 * math.sin(a * b) * math.cos(a * b) * a
+    assert grad[1].item() == pytest.approx(by_y, abs=1e-12)

@@ -59,7 +59,8 @@ def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | st
     groups: list[list[int]] = []
     for column, ranges in zip(columns, found, strict=True):
         parts = [Range(r, r + 1) for r in range(len(column))]
-        groups += [column[slice(*p)] for p in (parts if isinstance(ranges, str) else ranges)]
+        kept = parts if isinstance(ranges, str) else ranges
+        groups += [list(column[slice(*part)]) for part in kept]
     if len(groups) < world.size:
         inside = world.subgroup(groups)
         inside.share_memory()

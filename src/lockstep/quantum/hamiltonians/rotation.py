@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Angle, Gate, gate
+from lockstep.quantum.circuits.angles import Angle, Expression
+from lockstep.quantum.circuits.circuit import Gate, gate
 from lockstep.quantum.hamiltonians.diagonal import diagonalise
 from lockstep.quantum.hamiltonians.operator import PauliOperator
 from lockstep.quantum.hamiltonians.symplectic import masks_of
 
 
-def pauli_rotation(string: str, angle: Angle | float) -> list[Gate]:
+def pauli_rotation(string: str, angle: Angle | Expression | float) -> list[Gate]:
     """Gates for exp(-i φ/2 P), P being a Pauli string: `rx`, `rzz`, … for any number of qubits.
 
     The qubits are turned so that P is a product of Z, whose parity CNOTs bring onto one qubit.

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Angle, Circuit, as_integer, gate, kind_of
+from lockstep.quantum.circuits.angles import Angle, Expression
+from lockstep.quantum.circuits.circuit import Circuit, as_integer, gate, kind_of
 
 Kraus = tuple[Tensor, Tensor]
 """Weights [..., K], real, and matrices [..., K, D, D], complex, of K Kraus operators."""
@@ -161,7 +162,7 @@ class Channel:
 
     name: str
     qubits: tuple[int, ...]
-    values: tuple[Angle, ...] = ()
+    values: tuple[Angle | Expression, ...] = ()
     operators: str = ""
     matrices: Tensor | None = None
 
@@ -240,7 +241,7 @@ class Channel:
 _PAULI_KIND = ChannelKind(("p",), (_SHARE,), _flip(_X))
 
 
-def channel(name: str, qubit: int, **values: Angle | float) -> Channel:
+def channel(name: str, qubit: int, **values: Angle | Expression | float) -> Channel:
     """A channel on one qubit by name, as `channel("AmplitudeDamping", 0, gamma=0.1)`.
 
     Names, values and conventions are PennyLane's: `BitFlip(p)`, `PhaseFlip(p)`,
@@ -267,7 +268,7 @@ def channel(name: str, qubit: int, **values: Angle | float) -> Channel:
     return _checked(Channel(name, _places([qubit], name), _values(name, values, wanted)))
 
 
-def pauli_error(operators: str, *qubits: int, p: Angle | float) -> Channel:
+def pauli_error(operators: str, *qubits: int, p: Angle | Expression | float) -> Channel:
     """Paulis on some qubits with probability p: PennyLane's `PauliError`.
 
     Args:
@@ -326,8 +327,8 @@ def _places(qubits: Sequence[int], name: str) -> tuple[int, ...]:
 
 
 def _values(
-    name: str, values: Mapping[str, Angle | float], wanted: Sequence[str]
-) -> tuple[Angle, ...]:
+    name: str, values: Mapping[str, Angle | Expression | float], wanted: Sequence[str]
+) -> tuple[Angle | Expression, ...]:
     made = []
     for key in wanted:
         value = values[key]
