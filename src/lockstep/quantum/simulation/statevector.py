@@ -192,8 +192,8 @@ class Simulator:
         """The states by operations that `torch.func` knows."""
         if self.part.num_parts > 1:
             raise ConfigError(
-                "torch.func does not transform a state that is split into parts; simulate it whole "
-                "on one rank (a Simulator without transport and parts)"
+                "torch.func does not transform a state that is split into parts or over ranks; "
+                "simulate it whole on one rank (a Simulator without transport and parts)"
             )
         num_blocks = len(program.plan.blocks)
         num_states = max(num_copies(rows), num_copies(start)) * len(start)
