@@ -44,10 +44,10 @@ class Section:
         """
         self._judge(f"{what} ≥ {target:g}", f"{ratio(value)}", value.median >= target)
         if best is not None:
-            reach = "within reach of" if best.median >= target else "out of reach of"
+            reach = "can be met" if best.median >= target else "is beyond torch itself"
             self.verdicts.append(
-                f"- Torch alone, without an engine and an exchange, comes to {ratio(best)}: that "
-                f"target is {reach} anything that trains with torch on this machine."
+                f"- Torch alone, without an engine and an exchange, comes to {ratio(best)}: on "
+                f"this machine, that target {reach}."
             )
 
     def at_most(self, what: str, shown: str, met: bool) -> None:
