@@ -56,7 +56,7 @@ def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | st
         return ""  # memory that all ranks share is that of one host
     hosts = hosts_of(world)
     found = [ranks_of_hosts([hosts[rank] for rank in column]) for column in columns]
-    groups: list[list[int]] = []
+    groups: list[Sequence[int]] = []
     for column, ranges in zip(columns, found, strict=True):
         parts = [Range(r, r + 1) for r in range(len(column))]
         kept = parts if isinstance(ranges, str) else ranges
