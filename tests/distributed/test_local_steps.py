@@ -87,7 +87,7 @@ def test_a_loss_at_any_moment_changes_nothing(train, alone, tmp_path, launcher, 
 def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_path):
     rows = train(3, "carry.buddy=false", faults=[PlannedFault(1, 8, "reduce")])
     same(tmp_path / "run", alone())
-    assert [row["step"] for row in rows if row["event"] == "Resumed"] == [5]
+    assert [row["step"] for row in rows if row["event"] == "Resumed"] == [6]  # the best one so far
 
 
 @pytest.mark.slow
