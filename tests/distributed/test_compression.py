@@ -150,6 +150,7 @@ def test_losses_change_nothing(train_kind, alone, tmp_path, more, goes_back):
     assert any(row["event"] == "Resumed" for row in rows) == goes_back
 
 
+@pytest.mark.slow
 def test_losses_between_the_sums_of_factors_change_nothing(train_kind, alone, tmp_path):
     faults = [PlannedFault(1, 7, "factors"), PlannedFault(0, 12, "factors", delay_s=0.002)]
     rows = train_kind("lowrank", tmp_path / "run", 3, BUDDY, faults=faults)

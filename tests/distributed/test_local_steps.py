@@ -87,7 +87,7 @@ def test_a_loss_at_any_moment_changes_nothing(train, alone, tmp_path, launcher, 
 def test_without_copies_survivors_go_back_to_the_checkpoint(train, alone, tmp_path):
     rows = train(3, "carry.buddy=false", faults=[PlannedFault(1, 8, "reduce")])
     same(tmp_path / "run", alone())
-    assert [row["step"] for row in rows if row["event"] == "Resumed"] == [5]
+    assert [row["step"] for row in rows if row["event"] == "Resumed"] == [6]  # the best one so far
 
 
 @pytest.mark.slow
@@ -120,7 +120,10 @@ def test_replacements_get_what_workers_have(train, alone, tmp_path):
 
 @pytest.mark.slow
 def test_one_worker_whose_steps_count_whole_trains_as_without(lockstep, tmp_path):
-    """With an outer step of 1 and no momentum, exchanging every 4 steps is plain training."""
+    """With an outer step of 1 and no momentum, exchanging every 4 steps is plain training.
+
+    All of it within an epoch, at whose end batches are shorter.
+    """
     about = (
         "digits", "dropout=0", "num_microbatches=1", "optimizer.name=sgd", "lr=0.1",
         "schedule.name=constant", "schedule.warmup_steps=0", "val_fraction=0.2",
@@ -128,8 +131,8 @@ def test_one_worker_whose_steps_count_whole_trains_as_without(lockstep, tmp_path
     local = ("local.steps=4", "local.outer_lr=1", "local.outer_momentum=0")
     found = []
     for name, more in {
-        "local": ("batch_size=128", "steps=10", *local),
-        "plain": ("batch_size=32", "steps=40"),
+        "local": ("batch_size=128", "steps=8", *local),
+        "plain": ("batch_size=32", "steps=32"),
     }.items():
         ended = lockstep("train", *about, *more, "eval_every=1000", "--run-dir", name)
         assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -179,6 +179,47 @@ def test_several_optimizers_are_refused() -> None:
         made(Own())
 
 
+def test_a_loss_that_reads_parameters_elsewhere_is_refused() -> None:
+    class Keeps(Fit):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            self.kept = next(model.parameters())
+            return model
+
+        def loss(self, model: Any, batch: Any) -> Loss:
+            plain = super().loss(model, batch)
+            return Loss(plain.sum + self.kept.square().sum(), plain.weight)
+
+    local, _, task = made(Keeps())
+    with pytest.raises(TaskError, match=r"Task\.loss: reads parameter 0\.weight from elsewhere"):
+        local.run(task.loss, batch_of(0), None)
+
+
+def test_recurrent_layers_and_shared_parameters_step_too() -> None:
+    class Recurrent(Fit):
+        def build_model(self) -> nn.Module:
+            model = nn.Module()
+            model.cell, model.last = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 4)
+            model.same = model.last
+            model.tied = nn.Linear(4, 4, bias=False)
+            model.tied.weight = model.last.weight
+            return model
+
+        def loss(self, model: Any, batch: Any) -> Loss:
+            inputs, targets = batch
+            last = model.same(model.tied(model.cell(inputs[:, :, None])[0][:, -1]))
+            return Loss((last[:, :1] - targets).square().sum(), len(inputs))
+
+    local, model, task = made(Recurrent())
+    assert model.tied.weight is model.same.weight is local._parameters[4]
+    _, found, state = come(local, model, task, batch_of(0), None)
+    assert len(found) == len(state) == 6
+    assert all(gradient.any() for gradient in found)
+    assert model.tied.weight is model.same.weight is local._parameters[4]
+    (again,) = torch.autograd.grad(task.loss(model, batch_of(0)).sum, [model.cell.weight_hh_l0])
+    assert again.any()
+
+
 def test_batches_are_cut_along_their_samples() -> None:
     batch = {"a": torch.arange(5), "b": [torch.arange(10.0).view(5, 2)]}
     found = parts_of(batch, 3)

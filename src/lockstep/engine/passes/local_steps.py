@@ -9,7 +9,7 @@ inner optimizer, which is the carry of the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,12 @@ class LocalSteps:
         self._copies: dict[str, Tensor] = {
             n: nn.Parameter(p.detach().clone()) for n, p in named.items()
         }
+        self._lent = _by_place(model, named, self._copies)
         self._optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in stepped}
         self._parameters: list[Tensor] = [named[name] for name in self._copies]
+        self._lent = _by_place(model, named, self._copies)
         self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
         self._is_known = False
         self.factors: Sequence[float] = [1.0] * len(self._base_lrs)
@@ -150,14 +152,16 @@ class LocalSteps:
 
         def compute(model: nn.Module) -> Loss:
             loss = loss_of(model, part)
-            gradients = torch.autograd.grad(loss.sum, copies, allow_unused=True)
-            for copy, gradient in zip(copies, gradients, strict=True):
+            both = [*copies, *self._parameters]
+            gradients = torch.autograd.grad(loss.sum, both, allow_unused=True)
+            self._check_read(gradients[len(copies) :])
+            for copy, gradient in zip(copies, gradients, strict=False):
                 copy.grad = gradient
             return loss
 
         loss: Loss = self._with_copies(compute)
         weight, there = _number(loss.weight), [c.grad for c in copies if c.grad is not None]
-        if weight:
+        if weight and there:
             torch._foreach_div_(there, weight)
             if self._config.clip_norm is not None:
                 nn.utils.clip_grad_norm_(copies, self._config.clip_norm)
@@ -165,14 +169,41 @@ class LocalSteps:
         self._optimizer.zero_grad()
         return loss
 
+    def _check_read(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse a loss that reads the common parameters, which a worker does not step.
+
+        Raises:
+            TaskError: naming one.
+        """
+        for name, gradient in zip(self._copies, gradients, strict=True):
+            if gradient is not None:
+                raise TaskError(
+                    f"Task.loss: reads parameter {name} from elsewhere than the model it is given, "
+                    "so it would not see the steps of a worker; take it from the model each time, "
+                    "or set local.steps=1"
+                )
+
     def _state(self) -> dict[str, Any]:
         indices = {id(copy): str(n) for n, copy in enumerate(self._copies.values())}
         return {indices[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
 
     def _with_copies(self, function: Callable[[nn.Module], Any]) -> Any:
         """What a function makes of the model while that has the copies for parameters."""
-        named = {f"model.{name}": copy for name, copy in self._copies.items()}
-        return functional_call(self._within, named, (function,))
+        # By each place once: `tie_weights` leaves a module that is at two places with the copies.
+        return functional_call(self._within, self._lent, (function,), tie_weights=False)
+
+
+def _by_place(
+    model: nn.Module, named: Mapping[str, Tensor], copies: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The copy for each place of a parameter in the modules of `_Within`, of which each is one."""
+    of = {id(named[name]): copy for name, copy in copies.items()}
+    return {
+        f"model.{prefix}.{key}".replace("..", "."): of[id(parameter)]
+        for prefix, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if id(parameter) in of
+    }
 
 
 class _Within(nn.Module):
