@@ -71,6 +71,8 @@ class Line(ls.Task):
     def build_model(self) -> nn.Module:
         if self.config.how == "build":
             self.config.model_dump()
+        if self.config.how == "compare":
+            bool(self.config == LineConfig())
         return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def dataset(self, split: str) -> Dataset[Any] | None:

@@ -134,6 +134,7 @@ def test_less_than_was_done_is_refused(tmp_path: Path, keys: dict[str, Any]) -> 
         ("Line", {"schedule": {"name": "linear", "warmup_steps": 6}}, "step 7 would"),
         ("OwnRate", {}, "learning rate depends on where the run ends"),
         ("Line", {"how": "build"}, "has read the whole config"),
+        ("Line", {"how": "compare"}, "has read the whole config"),
         ("Line", {"how": "late"}, r"has read config\.epochs"),
         ("Line", {"how": "look"}, r"has read run\.total_steps"),
         ("Line", {"how": "count", "eval_every": 5}, "Count.after_evaluation has seen"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task.asked import Asked, asked_of, watched
+from lockstep.engine.task.asked import Asked, asked_of, plain, watched
 from lockstep.engine.task.task import Task, check_config
 from lockstep.errors import TaskError
 
@@ -19,7 +19,7 @@ def with_config(task: Task, config: TrainConfig) -> Task:
     """
     kind = type(task)
     check_config(kind, config)
-    if config == task.config:
+    if plain(config) == plain(task.config):
         return task
     if kind.__init__ is not Task.__init__:
         anew = made_anew(task, config)
@@ -51,7 +51,7 @@ def observed(task: Task, config: TrainConfig) -> Task:
     Raises:
         TaskError: see `with_config`.
     """
-    if config == task.config and asked_of(task.config) is not None:
+    if asked_of(task.config) is not None and config == plain(task.config):
         return task
     asked = Asked()
     seen = watched(config, asked)

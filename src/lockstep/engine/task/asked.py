@@ -46,11 +46,12 @@ def watched(config: Config, asked: Asked) -> Config:
         return kind.__getattribute__(self, name)
 
     def equals(self: Config, other: object) -> bool:
+        asked.add([_TELLING["__dict__"]])
         return isinstance(other, TrainConfig) and plain(self) == plain(other)
 
     def reduced(self: Config) -> tuple[Any, ...]:
         asked.add([_TELLING["__dict__"]])
-        return plain(self).__reduce_ex__(2)  # type: ignore[return-value]
+        return plain, (plain(self),)  # pickle takes a class by its name, which is the plain one's
 
     body = {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
@@ -73,7 +74,7 @@ def asked_of(config: TrainConfig) -> Asked | None:
     return asked
 
 
-def _moved(config: Config, kind: type[Any]) -> Config:
+def _moved(config: Config, kind: Any) -> Config:
     """An instance of another class with the values of a config, of which nothing is noted."""
     moved: Config = kind.__new__(kind)
     object.__setattr__(moved, "__dict__", dict(object.__getattribute__(config, "__dict__")))
