@@ -24,6 +24,7 @@ def test_a_hybrid_network_is_equal_on_one_and_two_ranks(lockstep: Any, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("how", ["adam", "lbfgs", "natural", "spsa", "rotosolve"])
 def test_it_is_equal_on_one_to_four_ranks(lockstep: Any, how: str) -> None:
     keys = ("--ranks", "1,2,3,4", "--launchers", "python,torchrun", f"how={how}")
