@@ -30,6 +30,15 @@ def predict(
 
 
 @app.command()
+def compare(run_dir: RunDir, checkpoint: Checkpoint = "latest") -> None:
+    """Compare predictions of held-out words with n-grams."""
+    with ending_at_interrupt():
+        from lockstep.recipes.quantum import commands
+    for line in commands.compare(run_dir, checkpoint):
+        print(line)
+
+
+@app.command()
 def draw(
     run_dir: RunDir,
     sentence: Annotated[str, typer.Argument(help="Two words or more.")],
