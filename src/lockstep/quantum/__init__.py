@@ -14,6 +14,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.quantum.analysis.entanglement import entangling_capability, meyer_wallach
+    from lockstep.quantum.analysis.expressibility import expressibility, fidelities
+    from lockstep.quantum.analysis.plateau import gradient_samples, gradient_variance
     from lockstep.quantum.circuits.circuit import Angle, Circuit, Gate, gate, parameter, unitary
     from lockstep.quantum.interop.qasm_reader import from_qasm
     from lockstep.quantum.interop.qasm_writer import to_qasm
@@ -38,11 +41,17 @@ __all__ = [
     "bound",
     "context_root",
     "drawing",
+    "entangling_capability",
     "expectation",
+    "expressibility",
+    "fidelities",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
     "gate",
+    "gradient_samples",
+    "gradient_variance",
+    "meyer_wallach",
     "parameter",
     "probabilities",
     "sample_frequencies",
@@ -57,6 +66,9 @@ __all__ = [
 
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "analysis.entanglement": ("entangling_capability", "meyer_wallach"),
+        "analysis.expressibility": ("expressibility", "fidelities"),
+        "analysis.plateau": ("gradient_samples", "gradient_variance"),
         "circuits.circuit": ("Angle", "Circuit", "Gate", "gate", "parameter", "unitary"),
         "interop.qasm_reader": ("from_qasm",),
         "interop.qasm_writer": ("to_qasm",),
