@@ -120,7 +120,7 @@ def test_restarts_have_their_own_likelihoods() -> None:
 
 
 def test_the_grammar_itself_is_the_best_of_the_baselines() -> None:
-    found = baselines(quantum(grammar=800))
+    found = baselines(quantum(grammar=300))
     assert found["chance"].loss == pytest.approx(math.log(64))
     best = found.pop("the grammar itself")
     assert all(best.loss < other.loss and best.rank < other.rank for other in found.values())

@@ -145,11 +145,12 @@ class Quantum(Task):
 
         Args:
             model: the transformer.
-            batch: B sentences of at most L words.
+            batch: B sentences of at most L words, on any device.
 
         Returns:
             Real [restarts, B, L - 1, words]; without a meaning beyond a sentence's end.
         """
+        batch = Sentences(*(values.to(model.angles.device) for values in batch))
         amplitudes = model.next_words(batch)
         if self.config.objective == "fidelity":
             amplitudes = of_sentences(amplitudes, batch.words)
@@ -194,7 +195,6 @@ class Quantum(Task):
         rows = self.rows(model, " ".join(known))
         # The last word stands for any.
         batch = self.collate([(torch.tensor([*given, 0]), 0)])
-        batch = Sentences(*(values.to(model.angles.device) for values in batch))
         likely = self.next_words(model, batch)[restart, 0, -1, rows].softmax(-1)
         counted = self.ngram(2).probabilities(given)[rows]
         columns = zip(known, likely.tolist(), (counted / counted.sum()).tolist(), strict=True)
