@@ -9,7 +9,6 @@ import argparse
 import csv
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +28,11 @@ from page import Section, command, duration, ratio, write
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate
 from run import DOCS, machine
+from simulators import simulators
 from state_over_ranks import ring
+from timing import Work, add_rows, timed
 
-CASES = ("sentences", "rings", "layers", "ranks", "split")
-Work = Callable[[], Any]
+CASES = ("sentences", "rings", "simulators", "layers", "ranks", "split")
 
 
 def main() -> None:
@@ -43,14 +43,16 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated; prints")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    facts = machine()
-    facts["pennylane"], facts["lightning"] = version("pennylane"), version("pennylane-lightning")
+    facts = machine(("torch", "numpy"))
+    for name in ("pennylane", "pennylane-lightning", "qiskit", "qiskit-aer"):
+        facts[name] = version(name)
     facts["command"] = command("quantum")
     rounds = 1 if args.quick else 7
     largest = 10 if args.quick else args.largest
     works: dict[str, Callable[[], Section]] = {
         "sentences": lambda: sentences(rounds),
         "rings": lambda: rings([n for n in (10, 16, 18, 20, 22, 24) if n <= largest], rounds),
+        "simulators": lambda: simulators([n for n in (4, 8, 12, 16, 20) if n <= largest], rounds),
         "layers": lambda: circuit_layers.section(
             (4,) if args.quick else (4, 6, 8, 10, 12), rounds, timed
         ),
@@ -234,30 +236,6 @@ def step_s(num_ranks: int, target: str, keys: Sequence[str], steps: int, folder:
         rows = [row for row in csv.DictReader(file) if row["split"] == "train"]
     busy = ("compute_s", "communication_s", "data_s", "checkpoint_s")
     return statistics.median(sum(float(row[key]) for key in busy) / num_ranks for row in rows[2:])
-
-
-def timed(works: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each work, in turn; each round the mean over about a fifth of a second."""
-    counts = {}
-    for name, work in works.items():
-        work()
-        started = time.perf_counter()
-        work()
-        counts[name] = max(1, int(0.2 / (time.perf_counter() - started)))
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            started = time.perf_counter()
-            for _ in range(counts[name]):
-                work()
-            times[name].append((time.perf_counter() - started) / counts[name])
-    return times
-
-
-def add_rows(section: Section, times: Mapping[str, list[float]], reference: str) -> None:
-    for name, found in times.items():
-        faster = "" if name == reference else ratio(Spread.of_ratios(times[reference], found))
-        section.rows.append([name, duration(Spread.of(found)), faster])
 
 
 def written(facts: Mapping[str, str], sections: list[Section]) -> str:

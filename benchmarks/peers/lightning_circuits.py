@@ -5,7 +5,7 @@ Prints nothing: `quantum.py` imports it, for both are measured in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ def gradient(circuit: Circuit, parameters: torch.Tensor) -> Callable[[], Any]:
         parameters: [num_parameters].
     """
     device = qml.device("lightning.qubit", wires=circuit.num_qubits)
-    rotations = {"rx": qml.RX, "ry": qml.RY, "rz": qml.RZ}
     trained = [number for number, g in enumerate(circuit.gates) if g.angle is not None]
     before = circuit.gates[: trained[0]]
     # Its lowest wire is the high bit.
@@ -39,20 +38,26 @@ def gradient(circuit: Circuit, parameters: torch.Tensor) -> Callable[[], Any]:
     def node(values: Any) -> Any:
         if before:
             qml.StatePrep(prepared.numpy(), wires=wires)
-        for gate in circuit.gates[trained[0] :]:
-            if gate.angle is not None:
-                assert gate.angle.index is not None
-                rotations[gate.name](values[gate.angle.index], wires=gate.qubits)
-            elif gate.name == "x" and len(gate.controls) == 1:
-                qml.CNOT(wires=[*gate.controls, *gate.qubits])
-            else:
-                # PennyLane's first wire is the high bit.
-                qml.QubitUnitary(dense(gate), wires=[*gate.controls, *reversed(gate.qubits)])
+        applied(circuit.gates[trained[0] :], values)
         return qml.expval(qml.Z(0))
 
     values = pnp.array(parameters.detach().numpy(), requires_grad=True)
     derivative = qml.grad(node)
     return lambda: derivative(values)
+
+
+def applied(gates: Sequence[Gate], values: Any) -> None:
+    """Apply gates in a quantum function; `values` are those of all parameters."""
+    rotations = {"rx": qml.RX, "ry": qml.RY, "rz": qml.RZ}
+    for gate in gates:
+        if gate.angle is not None:
+            assert gate.angle.index is not None
+            rotations[gate.name](values[gate.angle.index], wires=gate.qubits)
+        elif gate.name == "x" and len(gate.controls) == 1:
+            qml.CNOT(wires=[*gate.controls, *gate.qubits])
+        else:
+            # PennyLane's first wire is the high bit.
+            qml.QubitUnitary(dense(gate), wires=[*gate.controls, *reversed(gate.qubits)])
 
 
 def dense(gate: Gate) -> Any:

@@ -14,6 +14,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.quantum.analysis.entanglement import entangling_capability, meyer_wallach
+    from lockstep.quantum.analysis.expressibility import expressibility, fidelities
+    from lockstep.quantum.analysis.plateau import gradient_samples, gradient_variance
     from lockstep.quantum.circuits.angles import Angle, Expression, parameter
     from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, unitary
     from lockstep.quantum.circuits.frequencies import frequencies
@@ -75,14 +78,20 @@ __all__ = [
     "dynamic_from_qiskit",
     "dynamic_to_qasm",
     "dynamic_to_qiskit",
+    "entangling_capability",
     "expectation",
+    "expressibility",
+    "fidelities",
     "frequencies",
     "from_qasm",
     "from_qiskit",
     "fubini_study",
     "gate",
+    "gradient_samples",
+    "gradient_variance",
     "lowest_energies",
     "metric_tensor",
+    "meyer_wallach",
     "misread",
     "parameter",
     "pauli_error",
@@ -102,6 +111,9 @@ __all__ = [
 
 _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "analysis.entanglement": ("entangling_capability", "meyer_wallach"),
+        "analysis.expressibility": ("expressibility", "fidelities"),
+        "analysis.plateau": ("gradient_samples", "gradient_variance"),
         "circuits.angles": ("Angle", "Expression", "parameter"),
         "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
         "circuits.frequencies": ("frequencies",),

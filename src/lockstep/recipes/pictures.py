@@ -35,15 +35,31 @@ def new_figure(width: float, height: float, title: str, extra: str = "ufs") -> A
     return figure
 
 
+def picture_path(path: Path) -> Path:
+    """A path that `save` can write to by its ending.
+
+    Raises:
+        ConfigError: it ends neither in .svg nor in .png.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"{path}: a picture must end in .svg or .png")
+    return path
+
+
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG.
+    """Write a figure, as SVG if the path ends so, else as PNG; the same bytes each time.
 
     Raises:
         DataError: it cannot be written.
     """
+    kind = "svg" if path.suffix == ".svg" else "png"
+    own = {"Date": None} if kind == "svg" else {"Software": None}
+    from matplotlib import rc_context
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        figure.savefig(temporary, dpi=_DPI, format="png")
+        with rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none"}):
+            figure.savefig(temporary, dpi=_DPI, format=kind, metadata=own)
         temporary.replace(path)
     except OSError as error:
         with suppress(OSError):

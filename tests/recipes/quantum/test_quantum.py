@@ -231,8 +231,14 @@ def test_prediction_ranks_the_training_vocabulary() -> None:
     _, made = train(quantum(optimizer={"name": "adam"}, lr=0.05, epochs=100))
     task = quantum()
     ranked = task.predict(made, "The quick brown")
-    assert len(ranked) == len({w for w, _ in ranked}) == 36
-    assert [p for _, p in ranked] == sorted((p for _, p in ranked), reverse=True)
+    assert len(ranked) == len({each.word for each in ranked}) == 36
+    likely = [each.probability for each in ranked]
+    assert likely == sorted(likely, reverse=True)
+    assert sum(likely) == pytest.approx(1)
+    assert sum(each.bigram for each in ranked) == pytest.approx(1)
+    alike = made.rank_next([0, 3, 4], torch.tensor(task.rows(made, ranked[0].word)))
+    rest = made.rank_next([0, 3, 4], torch.arange(36))
+    assert likely[0] == pytest.approx(float(alike / rest.sum()), rel=1e-6)
     with pytest.raises(ConfigError, match="has no vector for 'zebra'"):
         task.predict(made, "The zebra")
     with pytest.raises(ConfigError, match="at least one"):
@@ -288,7 +294,14 @@ def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:
     assert rows[0] == "epoch,loss,grad_norm,seconds"
     assert [row.partition(",")[0] for row in rows[1:]] == [str(i) for i in range(1, 21)]
     done = here("quantum", "predict", run, "The quick", "--top", "3")
-    assert len(done.stdout.splitlines()) == 3
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["model", "bigram"]
+    assert len(rows) == 3
+    done = here("quantum", "compare", run)
+    assert done.stdout.startswith("next words of 4 held-out sentences\n")
+    assert [row.split()[0] for row in done.stdout.splitlines()[2:]] == [
+        "chance", "unigram", "bigram", "trigram", "the"
+    ]  # fmt: skip
     pytest.importorskip("qiskit")
     assert "Rz(θ[47])" in here("quantum", "draw", run, "The cat flies").stdout
     done = here("quantum", "predict", run, "zebra")

@@ -1,4 +1,4 @@
-"""Words as quantum states: a fixed random vector and the sinusoidal position, normalised."""
+"""Words as quantum states: a random vector and the sinusoidal position, normalised."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 WORD_SCALE = 0.1
-"""Words are drawn from U(0, 0.1)^d."""
+"""Words are drawn from U(0, 0.1)^d, unless another scale is asked for."""
 
 
-def word_vectors(words: Sequence[str], dim: int, seed: int) -> Tensor:
-    """A vector for each word, drawn from U(0, 0.1).
+def word_vectors(words: Sequence[str], dim: int, seed: int, scale: float = WORD_SCALE) -> Tensor:
+    """A vector for each word, drawn from U(0, scale).
 
-    A word's vector depends on the word, `dim` and `seed` only: not on the other words, their order,
-    or the process.
+    A word's vector depends on the word, `dim`, `seed` and `scale` only: not on the other words,
+    their order, or the process.
 
     Args:
         words: words to draw vectors for.
         dim: number of elements of a vector.
         seed: seed of the draws, from 0 to 2^64 - 1.
+        scale: upper bound of the draws, positive.
 
     Returns:
         Vectors [len(words), dim], float64.
@@ -31,7 +32,7 @@ def word_vectors(words: Sequence[str], dim: int, seed: int) -> Tensor:
     for row, word in zip(vectors, words, strict=True):
         digest = hashlib.sha256(word.encode()).digest()
         key = np.array([seed, int.from_bytes(digest[:8], "little")], dtype=np.uint64)
-        row[:] = np.random.Generator(np.random.Philox(key=key)).uniform(0.0, WORD_SCALE, dim)
+        row[:] = np.random.Generator(np.random.Philox(key=key)).uniform(0.0, scale, dim)
     return torch.from_numpy(vectors)
 
 

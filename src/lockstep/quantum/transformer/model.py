@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,12 +11,18 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, as_integer
 from lockstep.quantum.simulation.derivatives import differentiable_once
-from lockstep.quantum.simulation.memory import check_fits
 from lockstep.quantum.simulation.shift import share, shifted
 from lockstep.quantum.simulation.statevector import Simulator
 from lockstep.quantum.transformer.ansatz import angle_shape, unitaries
+from lockstep.quantum.transformer.checks import (
+    check_model,
+    check_next_words,
+    check_unitaries,
+    check_words,
+)
 from lockstep.quantum.transformer.closed_form import amplitudes, probability, transitions
-from lockstep.quantum.transformer.encoding import encode, positions, word_vectors
+from lockstep.quantum.transformer.encoding import WORD_SCALE, encode, positions, word_vectors
+from lockstep.quantum.transformer.next_word import next_word_amplitudes
 from lockstep.quantum.transformer.superposition import superposition
 
 _MOST_SIMULATORS = 512
@@ -27,13 +32,6 @@ _OF_PARTS = (
     "second derivatives of parts of the transitions are not supported: they are no sum over parts; "
     "take one part (num_parts=1)"
 )
-
-_LARGE_REGISTER = 8
-"""Qubits from which on V and W might not fit into memory."""
-_COPIES = 4
-"""Copies of V and of W in memory while they are multiplied up from their blocks."""
-_COPIES_OF_A_BLOCK = 2
-"""Further copies for the gradient, for each block."""
 
 START_SCALE = 0.1
 """Angles start at 0.1 · N(0, 1)."""
@@ -54,12 +52,12 @@ class Sentences(NamedTuple):
 
 
 class QuantumTransformer(nn.Module):
-    """V and W of one or more restarts, and the fixed vectors of words.
+    """V and W of one or more restarts, and the vectors of words.
 
     Attributes:
         angles: angles of V and W, [restarts, 2, *angle_shape]; 48 L in each restart for d = 4.
         embeddings: vectors of the words, [words, d], drawn once from the seed and kept in
-            checkpoints.
+            checkpoints; a parameter if they are trainable.
         vocabulary: the words as bytes, uint8 [bytes], one word a line, so that a checkpoint says
             what its rows are.
     """
@@ -77,6 +75,9 @@ class QuantumTransformer(nn.Module):
         restarts: int = 1,
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
+        trainable: bool = False,
+        word_scale: float = WORD_SCALE,
+        position_scale: float = 1.0,
     ) -> None:
         """Draw embeddings from the seed, and angles from torch's generator.
 
@@ -88,20 +89,29 @@ class QuantumTransformer(nn.Module):
             seed: seed of the embeddings, from 0 to 2^64 - 1.
             dtype: dtype of angles and embeddings, float32 or float64; amplitudes are complex
                 numbers of twice the bytes.
+            trainable: whether the vectors of words are parameters, too; with one restart only.
+            word_scale: words are drawn from U(0, word_scale)^d.
+            position_scale: factor of the position encoding, whose norm is √(d / 2).
 
         Raises:
-            ConfigError: a number is out of range, a word is not a string of one line, or the model
-                does not fit into memory.
+            ConfigError: a number is out of range, a word is not a string of one line, vectors of
+                words are trainable with several restarts, or the model does not fit into memory.
         """
         super().__init__()
-        _check(words, dim, num_layers, restarts, seed, dtype)
+        check_model(words, dim, num_layers, restarts, seed, dtype)
+        check_words(trainable, restarts, word_scale, position_scale)
         self.num_qubits = dim.bit_length() - 1
         shape = (restarts, 2, *angle_shape(self.num_qubits, num_layers))
         self.angles = nn.Parameter(START_SCALE * torch.randn(shape, dtype=dtype))
-        self.register_buffer("embeddings", word_vectors(words, dim, seed).to(dtype))
+        vectors = word_vectors(words, dim, seed, word_scale).to(dtype)
+        if trainable:
+            self.embeddings = nn.Parameter(vectors)
+        else:
+            self.register_buffer("embeddings", vectors)
         self.register_buffer(
             "vocabulary", torch.tensor(list("\n".join(words).encode()), dtype=torch.uint8)
         )
+        self._position_scale = position_scale
         self._positions = positions(0, dim)
         self._simulators: dict[tuple[int, ...], Simulator] = {}
         self.register_load_state_dict_pre_hook(_check_vocabulary)  # type: ignore[no-untyped-call]
@@ -111,7 +121,6 @@ class QuantumTransformer(nn.Module):
         """The vocabulary, in the order of the embeddings."""
         return bytes(self.vocabulary.tolist()).decode().split("\n")
 
-    @torch.no_grad()
     def encode(self, words: Tensor) -> Tensor:
         """The states of words at positions 0..L-1.
 
@@ -119,12 +128,17 @@ class QuantumTransformer(nn.Module):
             words: rows of the embeddings, [..., L], int64.
 
         Returns:
-            States [..., L, d], real and of norm 1, in the dtype of the embeddings.
+            States [..., L, d], real and of norm 1, in the dtype of the embeddings; differentiable
+            in these if they are trainable.
         """
-        length, dim = words.shape[-1], self.embeddings.shape[1]
-        if len(self._positions) < length:
-            self._positions = positions(length, dim).to(self.embeddings)
-        return encode(self.embeddings[words], self._positions[:length])
+        return encode(self.embeddings[words], self._places(words.shape[-1]))
+
+    def _places(self, length: int) -> Tensor:
+        """The scaled encodings of positions 0..length - 1."""
+        if len(self._positions) < length or self._positions.device != self.embeddings.device:
+            table = self._position_scale * positions(length, self.embeddings.shape[1])
+            self._positions = table.to(self.embeddings)
+        return self._positions[:length]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy or a pickle has no simulators yet; it makes them when it needs them."""
@@ -143,21 +157,8 @@ class QuantumTransformer(nn.Module):
             ConfigError: they do not fit into memory.
         """
         angles = self.angles if restarts is None else self.angles[restarts]
-        if self.num_qubits >= _LARGE_REGISTER:  # small steps take less than a millisecond
-            self._check_unitaries(angles)
+        check_unitaries(angles, self.num_qubits)
         return unitaries(angles, self.num_qubits)
-
-    def _check_unitaries(self, angles: Tensor) -> None:
-        copies = _COPIES
-        if torch.is_grad_enabled():
-            copies += _COPIES_OF_A_BLOCK * self.num_qubits * angles.shape[2]
-        matrix = self.angles.dtype.to_complex().itemsize << (2 * self.num_qubits)
-        check_fits(
-            f"V and W on {self.num_qubits} qubits each",
-            2 * len(angles) * copies * matrix,
-            angles.device,
-            f"take fewer than {1 << self.num_qubits} dimensions, fewer layers or fewer restarts",
-        )
 
     def forward(self, batch: Sentences) -> Tensor:
         """|A|² of each sentence, for each restart.
@@ -170,6 +171,25 @@ class QuantumTransformer(nn.Module):
         """
         given = transitions(self.encode(batch.words), batch.transitions)
         return probability(amplitudes(self.unitaries().unsqueeze(-3), given))
+
+    def next_words(self, batch: Sentences) -> Tensor:
+        """The amplitude a_i(v) of each transition i with each word v of the vocabulary as target.
+
+        Args:
+            batch: B sentences of at most L words.
+
+        Returns:
+            Complex [restarts, B, L - 1, words]; entry i - 1 is without a meaning from a sentence's
+            end on.
+
+        Raises:
+            ConfigError: they do not fit into memory.
+        """
+        length = batch.words.shape[1]
+        unitaries = self.unitaries().unsqueeze(-3)
+        check_next_words(batch.words, len(self.embeddings), unitaries)
+        vocabulary = encode(self.embeddings, self._places(length)[1:, None])
+        return next_word_amplitudes(unitaries, self.encode(batch.words), vocabulary)
 
     def by_transitions(self, batch: Sentences, num_parts: int) -> Tensor:
         """As `forward`, but with gradients through some transitions of each sentence only.
@@ -240,9 +260,14 @@ class QuantumTransformer(nn.Module):
             Probabilities [restarts, B], real; with `shots`, estimates of them.
 
         Raises:
-            ConfigError: there are shots or parts without `shift`, or a circuit does not fit into
-                memory.
+            ConfigError: there are shots or parts without `shift`, a circuit does not fit into
+                memory, or gradients are wanted while embeddings are trainable: a circuit holds
+                them as fixed matrices.
         """
+        if self.embeddings.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(
+                "circuits have no gradient in trainable embeddings; take the closed form"
+            )
         if not shift and (shots is not None or num_parts > 1):
             raise ConfigError("shots and parts are for gradients by shifts; set shift=True")
         angles = self.angles.flatten(1)
@@ -282,13 +307,16 @@ class QuantumTransformer(nn.Module):
         return superposition(states, self.angles.shape[2])
 
     def _simulator(self, words: tuple[int, ...]) -> Simulator:
-        if words not in self._simulators:
+        kept = self._simulators.get(words)
+        if kept is not None and kept.device == self.angles.device:
+            return kept
+        dtype = self.angles.dtype.to_complex()
+        made = Simulator(self.circuit(words), dtype, self.angles.device)
+        if not isinstance(self.embeddings, nn.Parameter):  # those change from step to step
             if len(self._simulators) == _MOST_SIMULATORS:
                 self._simulators.clear()
-            dtype = self.angles.dtype.to_complex()
-            made = Simulator(self.circuit(words), dtype, self.angles.device)
             self._simulators[words] = made
-        return self._simulators[words]
+        return made
 
     @torch.no_grad()
     def rank_next(self, prefix: Sequence[int], candidates: Tensor, restart: int = 0) -> Tensor:
@@ -308,33 +336,6 @@ class QuantumTransformer(nn.Module):
         given = transitions(self.encode(words), count)
         one = torch.tensor([restart], device=candidates.device)
         return probability(amplitudes(self.unitaries(one).unsqueeze(-3), given))[0]
-
-
-def _check(
-    words: Sequence[str], dim: int, num_layers: int, restarts: int, seed: int, dtype: torch.dtype
-) -> None:
-    """Check the arguments of `QuantumTransformer`.
-
-    Raises:
-        ConfigError: as `QuantumTransformer`.
-    """
-    if isinstance(words, str) or not all(isinstance(w, str) and "\n" not in w for w in words):
-        raise ConfigError("the vocabulary must be a sequence of words, each of one line")
-    if as_integer(dim, "dim") < 2 or dim & (dim - 1):
-        raise ConfigError(f"dim={dim}: must be a power of two from 2 on")
-    for name, value in (("num_layers", num_layers), ("restarts", restarts)):
-        if as_integer(value, name) < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
-    if not 0 <= as_integer(seed, "seed") < 1 << 64:
-        raise ConfigError(f"seed={seed}: must be from 0 to 2^64 - 1")
-    if dtype not in (torch.float64, torch.float32):
-        raise ConfigError(f"dtype={dtype}: must be torch.float64 or torch.float32")
-    num_angles = 2 * restarts * math.prod(angle_shape(dim.bit_length() - 1, num_layers))
-    check_fits(
-        f"a model of {len(words)} words of dimension {dim} with {num_angles:,} angles",
-        2 * (len(words) * dim + num_angles) * torch.float64.itemsize,
-        advice="take a smaller dimension, fewer layers or fewer restarts",
-    )
 
 
 def _check_vocabulary(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

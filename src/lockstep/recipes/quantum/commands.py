@@ -25,6 +25,7 @@ from lockstep.observe import event_from_row, read_events
 from lockstep.parsing import parse_int
 from lockstep.quantum.interop import drawing
 from lockstep.quantum.transformer.model import QuantumTransformer
+from lockstep.recipes.quantum.comparison import baselines, of_model, table
 from lockstep.recipes.quantum.config import QuantumConfig
 from lockstep.recipes.quantum.task import Quantum
 
@@ -32,15 +33,32 @@ _CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
 
 
 def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
-    """The training vocabulary ranked as next word: lines of word and probability.
+    """The training vocabulary ranked as next word, with the model's and a bigram's probabilities.
 
     Raises:
         LockstepError: there is no such run or checkpoint, or a word has no vector.
     """
     task, model, snapshot = _trained(run_dir, which)
     ranked = task.predict(model, prefix, _best_restart(snapshot))
-    width = max(len(word) for word, _ in ranked[:top])
-    return [f"{word:{width}}  {probability:.4f}" for word, probability in ranked[:top]]
+    width = max(len(each.word) for each in ranked[:top])
+    return [f"{'':{width}}   model  bigram"] + [
+        f"{each.word:{width}}  {each.probability:.4f}  {each.bigram:.4f}" for each in ranked[:top]
+    ]
+
+
+def compare(run_dir: Path, which: str) -> list[str]:
+    """How well next words of the held-out sentences are predicted: lines of a table.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or it has no held-out sentences.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    scores = baselines(task)
+    scores["the model"] = of_model(task, model, _best_restart(snapshot))
+    held_out = task.sentences["test"]
+    again = len(set(held_out) & set(task.sentences["train"]))
+    remark = f"; {again} of them are training sentences, too" if again else ""
+    return [f"next words of {len(held_out)} held-out sentences{remark}", *table(scores)]
 
 
 def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
@@ -70,7 +88,7 @@ def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
                 epoch=snapshot.meta["sampler"]["epoch"],
                 lr=task.config.lr,
                 seed=task.config.seed,
-                embeddings=model.embeddings.numpy(),
+                embeddings=model.embeddings.detach().numpy(),
                 words=np.array(model.words),
             )
         rows = training_log(read_events(run_dir / "events.jsonl"))

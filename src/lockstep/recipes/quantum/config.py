@@ -18,6 +18,7 @@ from lockstep.config import (
     PositiveFloat,
     TrainConfig,
 )
+from lockstep.recipes.quantum.grammar import MOST
 
 
 class QuantumOptimizerConfig(OptimizerConfig):
@@ -43,12 +44,24 @@ class QuantumConfig(TrainConfig):
     """Layers of the ansatz."""
     dtype: Literal["complex64", "complex128"] = "complex128"
     """Type of the amplitudes."""
+    embedding: Literal["fixed", "trainable"] = "fixed"
+    """Whether the vectors of words are drawn once, or drawn and then trained with the angles."""
+    word_scale: PositiveFloat = 0.1
+    """Words are drawn from U(0, word_scale)^d."""
+    position_scale: NonNegativeFloat = 1.0
+    """Factor of the position encoding, whose norm is √(d / 2)."""
+    objective: Literal["fidelity", "likelihood"] = "fidelity"
+    """What is minimised: -ln |A|² of sentences, or -ln of next words' probabilities, |a|² of a
+    transition normalised over the vocabulary."""
     restarts: Positive = 1
     """Independent sets of angles, trained side by side; more than one needs `clip_norm=null`."""
     corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """UTF-8 text, one sentence a line; without it, eight built-in sentences."""
     test_corpus: Path | None = Field(default=None, json_schema_extra=NO_OUTCOME)
     """The same for testing; without both, four built-in sentences."""
+    grammar: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    """Sentences of an artificial language to learn instead of a corpus, drawn from the seed; an
+    eighth as many others are for testing."""
     backend: Literal["closed_form", "circuit"] = "closed_form"
     """Whether amplitudes are computed, or circuits simulated gate by gate."""
     grad: Literal["exact", "shift"] = "exact"
@@ -97,6 +110,29 @@ class QuantumConfig(TrainConfig):
             )
         if self.shards == "strided" and self.data.shuffle:
             raise ValueError("shards=strided: needs data.shuffle=false")
+        return self
+
+    @model_validator(mode="after")
+    def _words_fit(self) -> QuantumConfig:
+        if self.grammar is not None and (self.corpus is not None or self.test_corpus is not None):
+            raise ValueError(
+                f"grammar={self.grammar}: is a corpus itself; leave corpus and test_corpus out"
+            )
+        for key in ("embedding=trainable", "objective=likelihood"):
+            name, _, value = key.partition("=")
+            if getattr(self, name) == value and self.backend != "closed_form":
+                raise ValueError(f"{key}: needs backend=closed_form")
+        if self.objective == "likelihood" and self.deal != "sentences":
+            raise ValueError(f"objective=likelihood: needs deal=sentences, not {self.deal}")
+        if self.embedding == "trainable" and self.restarts > 1:
+            raise ValueError(
+                f"restarts={self.restarts}: trainable words would be shared by restarts that are "
+                "to be independent; needs embedding=fixed"
+            )
+        if self.embedding == "trainable" and self.optimizer.name == "natural":
+            raise ValueError(
+                "optimizer.name=natural: has no metric of words; needs embedding=fixed"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from lockstep.data.sentences import Sentence, read_sentences
+from lockstep.data.sentences import Sentence
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import ConfigError
 from lockstep.optim.lbfgs import LBFGS
@@ -20,26 +18,28 @@ from lockstep.optim.natural import NaturalGradient
 from lockstep.quantum.transformer.closed_form import loss
 from lockstep.quantum.transformer.metric import check_metric_fits, context_root, fubini_study
 from lockstep.quantum.transformer.model import QuantumTransformer, Sentences
+from lockstep.quantum.transformer.next_word import log_likelihoods, of_sentences
 from lockstep.recipes.quantum.config import QuantumConfig
+from lockstep.recipes.quantum.corpus import Corpus, splits
+from lockstep.recipes.quantum.ngrams import NGram, tuned
+from lockstep.recipes.quantum.scores import places
 
-TRAIN = (
-    "The cat flies",
-    "The quick brown fox jumps",
-    "Every morning birds sing songs",
-    "Children happily play in parks",
-    "Beautiful flowers bloom in spring",
-    "Smart students learn new things",
-    "Cats sleep quietly on sofas",
-    "Dogs bark loudly at strangers",
-)
-"""Sentences to learn where `corpus` is not set."""
-TEST = (
-    "The quick brown fox jumps over the lazy dog",
-    "I am great",
-    "every day is",
-    "come and play",
-)
-"""Sentences to test with where neither `corpus` nor `test_corpus` is set."""
+Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
+"""Sums and weights by name."""
+
+
+class Ranked(NamedTuple):
+    """A word as the next one.
+
+    Attributes:
+        word: the word.
+        probability: that of the model.
+        bigram: that of a bigram model of the training sentences.
+    """
+
+    word: str
+    probability: float
+    bigram: float
 
 
 class Quantum(Task):
@@ -62,6 +62,9 @@ class Quantum(Task):
             restarts=config.restarts,
             seed=config.seed,
             dtype=torch.float64 if config.dtype == "complex128" else torch.float32,
+            trainable=config.embedding == "trainable",
+            word_scale=config.word_scale,
+            position_scale=config.position_scale,
         )
 
     def dataset(self, split: str) -> Dataset[Any] | None:
@@ -70,7 +73,7 @@ class Quantum(Task):
         Raises:
             DataError: a corpus cannot be read or has a sentence without a next word.
         """
-        sentences = self._splits.get("train" if split == "val" else split)
+        sentences = self.sentences.get("train" if split == "val" else split)
         if sentences is None:
             return None
         words = [torch.tensor([self.vocabulary[w] for w in s]) for s in sentences]
@@ -92,8 +95,10 @@ class Quantum(Task):
         )
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """-ln |A|² of a batch of (parts of) sentences; each restart has its own gradient."""
+        """That of the objective for (parts of) sentences; each restart has its own gradient."""
         assert isinstance(model, QuantumTransformer)
+        if self.config.objective == "likelihood":
+            return self._likelihood(model, batch)
         parts = self.config.parts
         if self.config.deal == "transitions":
             probabilities = model.by_transitions(batch, parts)
@@ -102,22 +107,54 @@ class Quantum(Task):
         else:
             probabilities = self._probabilities(model, batch, parts)
         total = loss(probabilities).sum()
-        # The value is a mean over restarts and parts, the gradient a sum.
-        share = total / (len(probabilities) * parts)
-        if len(probabilities) * parts > 1:
-            share = share.detach() + (total - total.detach())
+        share = _mean_value_summed_gradient(total, len(probabilities) * parts)
         return Loss(share, len(batch.words) / parts, self._metrics(probabilities, parts))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Loss:
-        """-ln |A|² of whole sentences; with several restarts, also that of each as a metric."""
+        """The objective of whole sentences; of several restarts, also each one's as a metric."""
         assert isinstance(model, QuantumTransformer)
+        if self.config.objective == "likelihood":
+            return self._likelihood(model, batch)
         probabilities = self._probabilities(model, batch, 1)
         losses, count = loss(probabilities), len(batch.words)
-        metrics = self._metrics(probabilities, 1)
-        if len(losses) > 1:
-            rows = losses.sum(1)
-            metrics |= {f"restart_{i}": (rows[i], count) for i in range(len(rows))}
+        metrics = self._metrics(probabilities, 1) | _by_restart(losses.sum(1), count)
         return Loss(losses.mean(0).sum(), count, metrics)
+
+    def _likelihood(self, model: QuantumTransformer, batch: Sentences) -> Loss:
+        """-ln of the probability of each word but the first, with how well these are ranked."""
+        logarithms = self.next_words(model, batch)
+        target = batch.words[:, 1:].expand(logarithms.shape[:-1])
+        numbers = torch.arange(1, batch.words.shape[1], device=target.device)
+        there = numbers <= batch.transitions[:, None]
+        own = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        losses = -(own * there).flatten(1).sum(1)
+        count = batch.transitions.sum()
+        hits, ranks = places(logarithms.detach(), target)
+        found: Metrics = {
+            name: ((values * there).mean(0).sum(), count)
+            for name, values in (("accuracy", hits), ("mean_rank", ranks))
+        }
+        share = _mean_value_summed_gradient(losses.sum(), len(losses))
+        return Loss(share, count, found | _by_restart(losses.detach(), count))
+
+    def next_words(self, model: QuantumTransformer, batch: Sentences) -> Tensor:
+        """The logarithm of the probability of each word of the vocabulary at each place.
+
+        Where the objective is fidelity, it is |A|² of the sentence that ends with the word, else
+        |a|² of its last transition; both normalised over the vocabulary.
+
+        Args:
+            model: the transformer.
+            batch: B sentences of at most L words, on any device.
+
+        Returns:
+            Real [restarts, B, L - 1, words]; without a meaning beyond a sentence's end.
+        """
+        batch = Sentences(*(values.to(model.angles.device) for values in batch))
+        amplitudes = model.next_words(batch)
+        if self.config.objective == "fidelity":
+            amplitudes = of_sentences(amplitudes, batch.words)
+        return log_likelihoods(amplitudes)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """L-BFGS or natural gradient descent, where `optimizer.name` says so.
@@ -135,6 +172,7 @@ class Quantum(Task):
             return NaturalGradient(model.angles, metric, config.lr, optimizer.damping)
         return None
 
+    @torch.no_grad()
     def predict(self, model: QuantumTransformer, prefix: str, restart: int = 0) -> list[Ranked]:
         """The words of the training vocabulary as next word, the most probable first.
 
@@ -144,7 +182,8 @@ class Quantum(Task):
             restart: number of the restart whose angles are used.
 
         Returns:
-            Each word with |A|² of the sentence that it ends.
+            Each word with its probability among these words by the model (`next_words`) and by a
+            bigram model.
 
         Raises:
             ConfigError: the prefix is empty, or has a word that is not in the vocabulary.
@@ -152,10 +191,22 @@ class Quantum(Task):
         given = self.rows(model, prefix)
         if not given:
             raise ConfigError("the prefix has no word; give at least one")
-        known = dict.fromkeys(word for sentence in self._splits["train"] for word in sentence)
-        candidates = torch.tensor(self.rows(model, " ".join(known)), device=model.angles.device)
-        probabilities = model.rank_next(given, candidates, restart).tolist()
-        return sorted(zip(known, probabilities, strict=True), key=lambda pair: -pair[1])
+        known = dict.fromkeys(word for sentence in self.sentences["train"] for word in sentence)
+        rows = self.rows(model, " ".join(known))
+        # The last word stands for any.
+        batch = self.collate([(torch.tensor([*given, 0]), 0)])
+        likely = self.next_words(model, batch)[restart, 0, -1, rows].softmax(-1)
+        counted = self.ngram(2).probabilities(given)[rows]
+        columns = zip(known, likely.tolist(), (counted / counted.sum()).tolist(), strict=True)
+        return sorted(map(Ranked._make, columns), key=lambda ranked: -ranked.probability)
+
+    def ngram(self, order: int) -> NGram:
+        """An n-gram model of the training sentences over the whole vocabulary."""
+        return tuned(self.numbered("train"), order, len(self.vocabulary))
+
+    def numbered(self, split: str) -> list[list[int]]:
+        """The sentences of a split as rows of the embeddings."""
+        return [[self.vocabulary[word] for word in sentence] for sentence in self.sentences[split]]
 
     @staticmethod
     def rows(model: QuantumTransformer, text: str) -> list[int]:
@@ -175,16 +226,13 @@ class Quantum(Task):
     @cached_property
     def vocabulary(self) -> dict[str, int]:
         """Word to row, in the order of first appearance in training and test sentences."""
-        every = [word for split in self._splits.values() for s in split for word in s]
+        every = [word for split in self.sentences.values() for s in split for word in s]
         return {word: row for row, word in enumerate(dict.fromkeys(every))}
 
     @cached_property
-    def _splits(self) -> dict[str, list[Sentence]]:
-        corpus, test = self.config.corpus, self.config.test_corpus
-        splits = {"train": _sentences(corpus, TRAIN)}
-        if test is not None or corpus is None:
-            splits["test"] = _sentences(test, TEST)
-        return splits
+    def sentences(self) -> dict[str, list[Sentence]]:
+        """The sentences of `train`, and of `test` if there are any."""
+        return splits(self.config)
 
     def _probabilities(self, model: QuantumTransformer, batch: Sentences, parts: int) -> Tensor:
         """|A|² of whole sentences, [restarts, B], by the backend."""
@@ -205,33 +253,19 @@ class Quantum(Task):
         return fubini_study(model.angles[0], model.num_qubits, self.__dict__["root"])
 
     @staticmethod
-    def _metrics(
-        probabilities: Tensor, parts: int
-    ) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+    def _metrics(probabilities: Tensor, parts: int) -> Metrics:
         total = probabilities.detach().mean(0).sum()
         return {"probability": (total / parts, probabilities.shape[1] / parts)}
 
 
-Ranked = tuple[str, float]
-"""A word and the probability of the sentence that it ends."""
+def _mean_value_summed_gradient(total: Tensor, count: int) -> Tensor:
+    """The value of total / count with the gradient of total: each restart and part has its own."""
+    share = total / count
+    return share if count == 1 else share.detach() + (total - total.detach())
 
 
-class Corpus(Dataset[tuple[Tensor, int]]):
-    """Sentences, each once for each part of the work on it; all first parts come first."""
-
-    def __init__(self, sentences: list[Tensor], num_parts: int) -> None:
-        self._sentences = sentences
-        self._num_parts = num_parts
-
-    def __len__(self) -> int:
-        return len(self._sentences) * self._num_parts
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        part, sentence = divmod(int(index), len(self._sentences))
-        return self._sentences[sentence], part
-
-
-def _sentences(path: Path | None, built_in: Iterable[str]) -> list[Sentence]:
-    if path is not None:
-        return read_sentences(path.expanduser())
-    return [tuple(sentence.split()) for sentence in built_in]
+def _by_restart(losses: Tensor, count: Tensor | float) -> Metrics:
+    """The loss of each restart as a metric, where there are several; `losses` is [restarts]."""
+    if len(losses) == 1:
+        return {}
+    return {f"restart_{i}": (loss, count) for i, loss in enumerate(losses)}
