@@ -14,8 +14,8 @@ from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
 from lockstep.quantum.simulation.adjoint import KEPT_BYTES, Evolve, Program
 from lockstep.quantum.simulation.derivatives import AddUp
-from lockstep.quantum.simulation.evolution import StatePart
 from lockstep.quantum.simulation.memory import check_memory, memory_bytes
+from lockstep.quantum.simulation.parts import StatePart
 
 
 class Simulator:
