@@ -1,15 +1,10 @@
-"""Channels, by the names that PennyLane gives them, as Kraus operators that autograd follows.
-
-A channel is ρ → Σ_k w_k M_k ρ M_kᴴ with weights w_k and matrices M_k: Kraus operators √w_k M_k,
-whose weights are kept apart so that derivatives at strength 0 are finite.
-"""
+"""Channels: noise on some qubits, whose values are numbers or functions of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,133 +12,13 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.angles import Angle, Expression
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, gate, kind_of
-
-Kraus = tuple[Tensor, Tensor]
-"""Weights [..., K], real, and matrices [..., K, D, D], complex, of K Kraus operators."""
+from lockstep.quantum.noise.kinds import CHANNELS, PAULI_KIND, PAULIS, TIME, Kraus, constant
 
 _COMPLETE = 1e-9
 """How far Σ KᴴK of given operators may be from the identity."""
 _MOST_QUBITS = 4
 """Most qubits that a channel given by its operators acts on."""
 
-
-@dataclass(frozen=True)
-class ChannelKind:
-    """The Kraus operators of all channels of one name.
-
-    Attributes:
-        values: names of its values, in order.
-        bounds: least and greatest value of each.
-        kraus: function from values [..., V] to Kraus operators.
-    """
-
-    values: tuple[str, ...]
-    bounds: tuple[tuple[float, float], ...]
-    kraus: Callable[[Tensor], Kraus]
-
-
-def _constant(like: Tensor, *rows: Sequence[Sequence[complex]]) -> Tensor:
-    """Matrices [..., K, D, D] that depend on nothing, beside values [..., V]."""
-    dtype = torch.complex64 if like.dtype == torch.float32 else torch.complex128
-    matrices = torch.tensor(rows, dtype=dtype, device=like.device)
-    return matrices.expand(*like.shape[:-1], *matrices.shape)
-
-
-_I = ((1, 0), (0, 1))
-_X = ((0, 1), (1, 0))
-_Y = ((0, -1j), (1j, 0))
-_Z = ((1, 0), (0, -1))
-TO_ZERO = (((1, 0), (0, 0)), ((0, 1), (0, 0)))
-"""|0><0| and |0><1|."""
-_TO_ONE = (((0, 0), (1, 0)), ((0, 0), (0, 1)))
-"""|1><0| and |1><1|."""
-PROJECTORS = (((1, 0), (0, 0)), ((0, 0), (0, 1)))
-"""What a measurement does to the state, for the outcomes 0 and 1."""
-
-
-def _flip(matrix: Sequence[Sequence[complex]]) -> Callable[[Tensor], Kraus]:
-    def kraus(values: Tensor) -> Kraus:
-        p = values[..., 0]
-        return torch.stack([1 - p, p], -1), _constant(values, _I, matrix)
-
-    return kraus
-
-
-def _depolarizing(values: Tensor) -> Kraus:
-    p = values[..., 0]
-    return torch.stack([1 - p, p / 3, p / 3, p / 3], -1), _constant(values, _I, _X, _Y, _Z)
-
-
-def _fading(values: Tensor, first: int) -> Tensor:
-    """diag(1, √(1 - γ)), or with `first` = 0 diag(√(1 - γ), 1)."""
-    left = 1 - values[..., 0]
-    # At 0 the root has no finite derivative; it is asked for only where γ is a number.
-    root = left.where(left > 0, 1).sqrt().where(left > 0, 0)
-    pair = (torch.ones_like(root), root) if first else (root, torch.ones_like(root))
-    return torch.diag_embed(torch.stack(pair, -1)).to(_constant(values, _I).dtype)
-
-
-def _amplitude_damping(values: Tensor) -> Kraus:
-    gamma = values[..., 0]
-    matrices = torch.stack([_fading(values, 1), _constant(values, TO_ZERO[1])[..., 0, :, :]], -3)
-    return torch.stack([torch.ones_like(gamma), gamma], -1), matrices
-
-
-def _generalized_amplitude_damping(values: Tensor) -> Kraus:
-    """With probability p towards |1>, as PennyLane has it; towards |0> else."""
-    gamma, p = values.unbind(-1)
-    down, up = _constant(values, TO_ZERO[1], _TO_ONE[0]).unbind(-3)
-    matrices = torch.stack([_fading(values, 1), down, _fading(values, 0), up], -3)
-    return torch.stack([1 - p, (1 - p) * gamma, p, p * gamma], -1), matrices
-
-
-def _phase_damping(values: Tensor) -> Kraus:
-    gamma = values[..., 0]
-    matrices = torch.stack([_fading(values, 1), _constant(values, PROJECTORS[1])[..., 0, :, :]], -3)
-    return torch.stack([torch.ones_like(gamma), gamma], -1), matrices
-
-
-def _reset_error(values: Tensor) -> Kraus:
-    p0, p1 = values.unbind(-1)
-    weights = torch.stack([1 - p0 - p1, p0, p0, p1, p1], -1)
-    return weights, _constant(values, _I, *TO_ZERO, *_TO_ONE)
-
-
-def _thermal_relaxation(values: Tensor) -> Kraus:
-    """Generalized amplitude damping, then the dephasing that is left to T2.
-
-    Populations decay by exp(-t/T1) and coherences by exp(-t/T2), of which damping alone gives
-    exp(-t/2T1). The same channel for T2 up to 2 T1.
-    """
-    excited, t1, t2, time = values.unbind(-1)
-    gamma = -torch.expm1(-time / t1)
-    flip = (1 - (time / (2 * t1) - time / t2).exp()) / 2
-    weights, matrices = _generalized_amplitude_damping(torch.stack([gamma, excited], -1))
-    phases, turning = _flip(_Z)(flip[..., None])
-    both = (turning[..., :, None, :, :] @ matrices[..., None, :, :, :]).flatten(-4, -3)
-    return (phases[..., :, None] * weights[..., None, :]).flatten(-2), both
-
-
-_SHARE = (0.0, 1.0)
-_TIME = (0.0, float("inf"))
-
-CHANNELS: Mapping[str, ChannelKind] = MappingProxyType(
-    {
-        "BitFlip": ChannelKind(("p",), (_SHARE,), _flip(_X)),
-        "PhaseFlip": ChannelKind(("p",), (_SHARE,), _flip(_Z)),
-        "DepolarizingChannel": ChannelKind(("p",), (_SHARE,), _depolarizing),
-        "AmplitudeDamping": ChannelKind(("gamma",), (_SHARE,), _amplitude_damping),
-        "GeneralizedAmplitudeDamping": ChannelKind(
-            ("gamma", "p"), (_SHARE, _SHARE), _generalized_amplitude_damping
-        ),
-        "PhaseDamping": ChannelKind(("gamma",), (_SHARE,), _phase_damping),
-        "ResetError": ChannelKind(("p0", "p1"), (_SHARE, _SHARE), _reset_error),
-        "ThermalRelaxationError": ChannelKind(
-            ("pe", "t1", "t2", "tg"), (_SHARE, _TIME, _TIME, _TIME), _thermal_relaxation
-        ),
-    }
-)
-"""Channels on one qubit by name; `PauliError` and `QubitChannel` have further arguments."""
 
 PAULI_ERROR, QUBIT_CHANNEL = "PauliError", "QubitChannel"
 
@@ -192,10 +67,10 @@ class Channel:
             p = values[..., 0]
             whole = torch.ones(1, 1, dtype=torch.complex128)
             for letter in reversed(self.operators):  # the first qubit is the low bit
-                one = {"I": _I, "X": _X, "Y": _Y, "Z": _Z}[letter]
+                one = PAULIS[letter]
                 whole = torch.kron(whole, torch.tensor(one, dtype=torch.complex128))
             both = torch.stack([torch.eye(len(whole), dtype=torch.complex128), whole])
-            return torch.stack([1 - p, p], -1), _constant(values, *both.tolist())
+            return torch.stack([1 - p, p], -1), constant(values, *both.tolist())
         return CHANNELS[self.name].kraus(values)
 
     @cached_property
@@ -213,18 +88,18 @@ class Channel:
         return carriers.angles(torch.zeros(0, dtype=torch.float64))
 
     def _check(self, values: Tensor) -> None:
-        kind = _PAULI_KIND if self.operators else CHANNELS.get(self.name)
+        kind = PAULI_KIND if self.operators else CHANNELS.get(self.name)
         if kind is None:
             return
         least, greatest = values.detach().new_tensor(kind.bounds).unbind(-1)
         wrong = ~((values >= least) & (values <= greatest))
-        if kind.bounds[-1] == _TIME:
+        if kind.bounds[-1] == TIME:
             wrong[..., 1:3] |= ~(values[..., 1:3] > 0)
         for place, name in enumerate(kind.values):
             if wrong[..., place].any():
                 value = values[..., place][wrong[..., place]][0].item()
                 low, high = kind.bounds[place]
-                needed = f"from {low:g} to {high:g}" if high < _TIME[1] else "positive"
+                needed = f"from {low:g} to {high:g}" if high < TIME[1] else "positive"
                 raise ConfigError(f"{self.name}: {name}={value:g} must be {needed}")
         for place, name in enumerate(kind.values):
             ends = values.requires_grad and self.trained[place] and name == "gamma"
@@ -234,11 +109,8 @@ class Channel:
                 )
         if self.name == "ResetError" and (values.sum(-1) > 1).any():
             raise ConfigError("ResetError: p0 + p1 must be at most 1")
-        if kind.bounds[-1] == _TIME and (values[..., 2] > 2 * values[..., 1]).any():
+        if kind.bounds[-1] == TIME and (values[..., 2] > 2 * values[..., 1]).any():
             raise ConfigError("ThermalRelaxationError: t2 must be at most 2 t1")
-
-
-_PAULI_KIND = ChannelKind(("p",), (_SHARE,), _flip(_X))
 
 
 def channel(name: str, qubit: int, **values: Angle | Expression | float) -> Channel:

@@ -17,8 +17,9 @@ from lockstep.quantum.hamiltonians.operator import (
     parity_signs,
 )
 from lockstep.quantum.hamiltonians.symplectic import masks_of
-from lockstep.quantum.noise.channels import TO_ZERO, Channel
+from lockstep.quantum.noise.channels import Channel
 from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Operation, Reset
+from lockstep.quantum.noise.kinds import TO_ZERO
 from lockstep.quantum.simulation.measure import PauliSum
 from lockstep.quantum.simulation.memory import check_fits
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate
 from lockstep.quantum.circuits.steps import act
-from lockstep.quantum.noise.channels import PROJECTORS, TO_ZERO, Channel
+from lockstep.quantum.noise.channels import Channel
 from lockstep.quantum.noise.circuit import If, Measure, Operation, Reset
+from lockstep.quantum.noise.kinds import PROJECTORS, TO_ZERO
 from lockstep.quantum.simulation.statevector import Simulator
 
 

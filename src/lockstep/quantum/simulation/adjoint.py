@@ -16,14 +16,9 @@ from torch import Tensor
 from lockstep.quantum.circuits.blocks import BlockMatrices
 from lockstep.quantum.circuits.fusion import Plan
 from lockstep.quantum.simulation.derivatives import OVER_RANKS, evolve, only_once
-from lockstep.quantum.simulation.evolution import (
-    Kept,
-    Moving,
-    StatePart,
-    added_up,
-    parts_gradient,
-)
+from lockstep.quantum.simulation.evolution import Kept, Moving, parts_gradient
 from lockstep.quantum.simulation.memory import check_fits
+from lockstep.quantum.simulation.parts import StatePart, added_up
 
 KEPT_BYTES = 64 << 20
 """Bytes of earlier states kept for the backward pass, on all ranks together, and as many of spare

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.fusion import Move, Plan
-from lockstep.quantum.simulation.evolution import StatePart, added_up
+from lockstep.quantum.simulation.parts import StatePart, added_up
 
 
 def evolve(states: Tensor, plan: Plan, matrices: Sequence[Tensor]) -> Tensor:

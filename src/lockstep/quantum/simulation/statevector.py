@@ -15,8 +15,8 @@ from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
 from lockstep.quantum.simulation.adjoint import KEPT_BYTES, Evolve, Program
 from lockstep.quantum.simulation.derivatives import AddUp, evolve, is_transformed, num_copies
-from lockstep.quantum.simulation.evolution import StatePart
 from lockstep.quantum.simulation.memory import check_fits, check_memory, memory_bytes
+from lockstep.quantum.simulation.parts import StatePart
 
 
 class Simulator:
