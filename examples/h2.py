@@ -5,6 +5,8 @@ those of Seeley, Richard and Love (J. Chem. Phys. 137, 224109 (2012)), to more d
 `qchem`, with the repulsion of the nuclei. The lowest energy is -1.137270 hartree.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -81,7 +83,7 @@ class Hydrogen(ls.Task):
         constant = self.hamiltonian.terms["IIII"].real / len(self.groups)
         total = torch.zeros((), dtype=torch.float64)
         for number in batch[0].tolist():
-            energy = shifted(self.simulator, model.angles, lambda s, n=number: self.measure(s, n))
+            energy = shifted(self.simulator, model.angles, partial(self.measure, number=number))
             total = total + energy.sum() + constant
         return ls.Loss(total, len(batch[0]) / len(self.groups))
 
