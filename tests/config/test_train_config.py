@@ -19,6 +19,8 @@ NO_OUTCOME = {
     "carry.buddy",
     "compression.buddy",
     "tables.buddy",
+    "weights_from.path",
+    "weights_from.step",
     "balance_every",
     "sharding",
     "optimizer.sharded",

@@ -129,7 +129,7 @@ def _draw_expressed(
         axes.set(xlabel="layers")
         axes.set_xticks(depths)
         axes.grid(alpha=0.3)
-    right.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    right.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _figure(path: Path, title: str, width: float) -> Any:
