@@ -56,7 +56,13 @@ def test_what_is_no_command(here, arguments):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("lockstep tr", {"train"}), ("lockstep quantum ", {"predict", "draw", "export"})],
+    [
+        ("lockstep tr", {"train"}),
+        (
+            "lockstep quantum ",
+            {"predict", "compare", "draw", "export", "plateau", "expressibility"},
+        ),
+    ],
 )
 def test_completion(tmp_path, words, expected):
     variables = {"_LOCKSTEP_COMPLETE": "complete_bash", "COMP_WORDS": words}

@@ -18,6 +18,7 @@ from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
+from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
 from lockstep.front import Result, Sitting, Stopped, claim, find_device, new_run_dir
 from lockstep.launchers.job.commands import RankCommand, local_command
@@ -83,7 +84,9 @@ def launch(
         KeyboardInterrupt: Ctrl-C came before there was anything to save, or a second time.
     """
     chosen = _check(task, num_ranks, launcher, replacements)
-    config = settled(task.config if config is None else config)
+    config = task.config if config is None else config
+    check_config(type(task), config)
+    config = settled(config)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts
         # Said here, since ranks fail before they can write down the kind of their error.
