@@ -27,7 +27,7 @@ test: venv
 
 # What pages and examples show, as a reader would type it.
 test-docs: venv
-	$(BIN)/python -m pytest -m "docs and not slow" --durations=5 tests
+	$(BIN)/python -m pytest -n 2 -m "docs and not slow" --durations=5 tests
 
 # Bad inputs for everything that reads; SEED=123 does a run again.
 test-fuzz: venv
