@@ -139,8 +139,8 @@ def section_of(pairs: Sequence[Pair]) -> Section:
         "Predicted steps",
         f"`lockstep plan --ranks 1,2,3,4 --rounds {ROUNDS}` of each task and launcher; then "
         f"{ROUNDS} trainings of about {_SECONDS:.0f} s on as many ranks, in turn, of which the "
-        "faster one counts. A step is the median of reports, each a mean of `log_every` (10) "
-        "steps; memory is the greatest resident set of a rank. Shaped networks: two network "
+        "faster one counts, and the most memory. A step is the median of reports, each a mean of "
+        "`log_every` (10) steps; memory is the greatest resident set of a rank. Shaped networks: two network "
         "namespaces with a rank each, whose links are slowed (`benchmarks/lab`); messages as "
         "`lockstep comm-profile` measured them there. c/s/w: what was predicted for computing, "
         "the sum of gradients, and waiting. The machine has two cores: 3 and 4 ranks take turns. "
@@ -281,12 +281,15 @@ def _compared(
 ) -> Pair:
     row = plan.find(Layout(ranks))
     assert row is not None
-    way = row.prediction
+    way, is_here = row.prediction, where in LAUNCHERS
     parts = (way.compute_s, way.exchange_s, way.waiting_s)
     alone = predict(replace(plan.facts, groups=()), network, Layout(ranks), max(RANKS))
     times = [step_s for step_s, _ in costs]
+    # Ranks of several hosts start by themselves, as those do that a plan has measured alone.
+    memory = way.peak_bytes if is_here else alone.peak_bytes
     pair = Pair(
-        case.name, where, ranks, (way.step_s, way.peak_bytes), min(costs), parts, alone.step_s,
+        case.name, where, ranks, (way.step_s, memory), (min(times), max(peak for _, peak in costs)),
+        parts, alone.step_s,
         max(times) / min(times) - 1,
     )  # fmt: skip
     print(pair, *(f"{error:+.1%}" for error in pair.errors), file=sys.stderr, flush=True)
