@@ -139,15 +139,16 @@ def section_of(pairs: Sequence[Pair]) -> Section:
         "Predicted steps",
         f"`lockstep plan --ranks 1,2,3,4 --rounds {ROUNDS}` of each task and launcher; then "
         f"{ROUNDS} trainings of about {_SECONDS:.0f} s on as many ranks, in turn, of which the "
-        "faster one counts, and the most memory. A step is the median of reports, each a mean of "
-        "`log_every` (10) steps; memory is the greatest resident set of a rank. Shaped networks: two network "
-        "namespaces with a rank each, whose links are slowed (`benchmarks/lab`); messages as "
-        "`lockstep comm-profile` measured them there. c/s/w: what was predicted for computing, "
-        "the sum of gradients, and waiting. The machine has two cores: 3 and 4 ranks take turns. "
-        "On this host a plan has trained the same ranks together, so those rows tell what a "
-        "machine that does other things some minutes later leaves of a measurement; `rounds` says "
-        "how far the trainings, each of the same program, were apart. `from parts` is the error "
-        "of the plan without such trainings: of rows that could not be tried. The shaped networks "
+        "faster one counts, and the most memory. A step is the median of reports, each a mean "
+        "of `log_every` (10) steps; memory is the greatest resident set of a rank. Shaped "
+        "networks: two network namespaces with a rank each, whose links are slowed "
+        "(`benchmarks/lab`); messages as `lockstep comm-profile` measured them there. c/s/w: "
+        "what was predicted for computing, the sum of gradients, and waiting. The machine has "
+        "two cores: 3 and 4 ranks take turns. On this host a plan has trained the same ranks "
+        "together, so those rows tell what a machine that does other things some minutes later "
+        "leaves of a measurement; `rounds` says how far the trainings, each of the same "
+        "program, were apart. `from parts` is the error of the plan without such trainings: of "
+        "rows that could not be tried. The shaped networks "
         "could not: there both count.",
         (
             "task", "where", "ranks", "predicted", "measured", "off", "rounds", "from parts",
