@@ -40,7 +40,7 @@ def alone(folder):
         pytest.param("mpi", 2, marks=pytest.mark.slow),
         pytest.param("mpi", 3, marks=pytest.mark.slow),
         pytest.param("mpi", 5, marks=pytest.mark.slow),
-        ("torchrun", 2),
+        pytest.param("torchrun", 2, marks=pytest.mark.slow),
         pytest.param("torchrun", 3, marks=pytest.mark.slow),
     ],
 )

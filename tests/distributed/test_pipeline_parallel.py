@@ -16,7 +16,7 @@ TASK = f"{Path(__file__).parents[1] / 'nn' / 'models.py'}:Deep"
     [
         pytest.param("mpi", 3, 3, 1, 1, marks=pytest.mark.slow),
         pytest.param("local", 5, 2, 2, 1, marks=pytest.mark.slow),  # and a spare
-        ("mpi", 2, 2, 1, 3),
+        pytest.param("mpi", 2, 2, 1, 3, marks=pytest.mark.slow),
         pytest.param("torchrun", 2, 2, 1, 1, marks=pytest.mark.slow),
         pytest.param("local", 7, 7, 1, 1, marks=pytest.mark.slow),  # the last trains no parameter
         pytest.param("mpi", 8, 2, 2, 1, marks=pytest.mark.slow),

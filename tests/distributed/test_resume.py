@@ -29,6 +29,7 @@ def rows(run_dir, split):
         return [r for r in csv.DictReader(file) if r["split"] == split]
 
 
+@pytest.mark.slow
 def test_stopped_on_four_ranks_resumed_on_three_then_one(lockstep, whole, tmp_path):
     first = lockstep(
         "train", target(), "-n", "4", "--run-dir", "parts", *ARGUMENTS, "stop_at_step=37"

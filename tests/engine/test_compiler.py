@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TRAINING = """
 import sys
 from lockstep.cli.main import main
@@ -53,5 +55,6 @@ def test_training_does_not_import_the_compiler(tmp_path: Path) -> None:
     in_new_process(TRAINING, tmp_path)
 
 
+@pytest.mark.slow
 def test_who_compiles_has_it_compile_by_shape(tmp_path: Path) -> None:
     in_new_process(COMPILING, tmp_path)

@@ -138,9 +138,8 @@ def test_without_netcdf4_the_message_says_what_to_install(
         ufs(files).dataset("train")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "runs"), [("2", 3), pytest.param("1,2,3", 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "runs"), [("2", 3), ("1,2,3", 5)])
 def test_ranks_do_not_matter(lockstep: Any, files: Path, ranks: str, runs: int) -> None:
     done = lockstep("verify", "ufs", f"history={files}/iceh.*.nc", *SMALL, "--ranks", ranks)
     assert done.returncode == 0, done.stdout + done.stderr
