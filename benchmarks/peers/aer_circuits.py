@@ -49,6 +49,9 @@ def counts(circuit: Circuit, parameters: torch.Tensor, shots: int) -> Callable[[
     made.measure_all()
     backend = AerSimulator(method="statevector", **_ONE_THREAD)
     ready = transpile(made, backend, optimization_level=0)
-    found: Callable[[], dict[str, int]]
-    found = lambda: backend.run(ready, shots=shots).result().get_counts(ready)  # noqa: E731
+
+    def found() -> dict[str, int]:
+        counts: dict[str, int] = backend.run(ready, shots=shots).result().get_counts(ready)
+        return counts
+
     return found
