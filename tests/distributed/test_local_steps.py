@@ -59,6 +59,9 @@ def test_losses_of_workers_change_nothing_and_cost_no_step(train, alone, tmp_pat
     assert alone()["carry_sha256"]
     assert sum(row["event"] == "RankLost" for row in rows) == 2
     assert not any(row["event"] == "Resumed" for row in rows)
+    # The rate of the schedule, which workers step with; that of the outer optimizer is constant.
+    rates = [row["lr"] for row in rows if row["event"] == "StepDone"]
+    assert max(rates) <= 0.005 and len(set(rates)) > STEPS // 2
 
 
 @pytest.mark.slow

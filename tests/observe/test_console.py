@@ -44,9 +44,21 @@ def test_the_banner_sums_up_who_takes_part(start_first: bool) -> None:
         "ranks       4 ranks on 2 hosts (mpirun, mpi4py)",
         "device      cpu, 1 thread a rank",
         "batch       64 samples in 8 microbatches, 2 a rank",
+        "samples     of a step: ranks 0 to 3, each 16",
         "plan        500 steps, 25 an epoch",
         "run         /runs/grün (config 0123456789abcdef)",
     ]
+
+
+def test_the_banner_counts_the_samples_of_each_rank() -> None:
+    """100 samples in 8 microbatches of 13 or 12, on ranks with 3, 3 and 2 of them."""
+    shares = [(0, 3), (3, 6), (6, 8)]
+    processes = [joined(rank, microbatches=share) for rank, share in enumerate(shares)]
+    shown = Shown()(run_started(batch_size=100, world_size=3), *processes)
+    assert shown.lines[4] == "samples     of a step: rank 0 39; rank 1 37; rank 2 24"
+    few = [joined(rank, microbatches=share) for rank, share in enumerate([(0, 1), (1, 1)])]
+    shown = Shown()(run_started(batch_size=5, num_microbatches=1, world_size=2), *few)
+    assert shown.lines[4] == "samples     of a step: rank 0 5; rank 1 0"
 
 
 def test_the_banner_does_not_wait_for_ever_for_ranks() -> None:

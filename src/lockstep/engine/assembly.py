@@ -166,9 +166,10 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         keep(model, places.own)
     size, can_regroup = places.data.size, transport.can_regroup
     has_phases = compute.phases.are_several
+    inner = compute.local.optimizer if compute.local else None
     everywhere(
         transport,
-        lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases),
+        lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases, inner),
     )
     constants = Constants(model, trial.changed)
     everywhere(transport, task_state.check)

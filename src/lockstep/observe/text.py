@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import groupby
 
 from rich.cells import cell_len
 
@@ -29,6 +30,7 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe.layout import Item
+from lockstep.parallel.layout import split
 
 Pairs = list[tuple[str, str]]
 """A name and a text for each line of a block."""
@@ -50,6 +52,7 @@ def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
             f"{count(plan.num_microbatches, 'microbatch', 'microbatches')}"
             f"{_share(joined)}",
         ),
+        *_samples(plan, joined),
         (
             "plan",
             count(plan.total_steps, "step")
@@ -291,6 +294,20 @@ def _who(plan: RunStarted, joined: Sequence[Joined]) -> str:
     if not joined:
         return ranks
     return f"{ranks} on {count(len({process.host for process in joined}), 'host')}"
+
+
+def _samples(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
+    """The samples of a step that each of several ranks computes; like neighbours as one."""
+    if len(joined) < 2:
+        return []
+    sizes = [len(part) for part in split(plan.batch_size, plan.num_microbatches)]
+    own = {process.rank: sum(sizes[i] for i in range(*process.microbatches)) for process in joined}
+    parts = []
+    for num, alike in groupby(sorted(own), key=own.__getitem__):
+        first, *others = alike
+        ranks = f"ranks {first} to {others[-1]}, each" if others else f"rank {first}"
+        parts.append(f"{ranks} {num:,}")
+    return [("samples", f"of a step: {'; '.join(parts)}")]
 
 
 def _share(joined: Sequence[Joined]) -> str:

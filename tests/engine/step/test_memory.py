@@ -98,9 +98,6 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
     assert memory.Needs(lost, flat, sgd, True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
     thin = TrainConfig(num_microbatches=8, compression={"name": "lowrank"})
     assert memory.Needs(thin, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
-    workers = TrainConfig(batch_size=64, local={"steps": 4})
-    alone = memory.Needs(TrainConfig(), flat, sgd, True).of("none", 4)
-    assert memory.Needs(workers, flat, sgd, True).of("none", 4) == alone + 2 * 4 * MIB
     waiting = TrainConfig(
         num_microbatches=8, compression={"name": "lowrank", "error_feedback": False}
     )
@@ -108,3 +105,16 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
     with pytest.raises(ConfigError, match=r"error_feedback=false needs 0\.01 GiB"):
         memory.check_memory(config, model, flat, sgd, 1, can_regroup=True)
+
+
+def test_what_workers_keep_is_counted(monkeypatch) -> None:
+    """Two moments for each of 8 workers, and those that the step makes."""
+    model, flat = parts()
+    sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
+    config = TrainConfig(num_microbatches=8, batch_size=64, local={"steps": 4})
+    alone = memory.Needs(config, flat, sgd, True).of("none", 4)
+    workers = memory.Needs(config, flat, sgd, True, inner=adam)
+    assert workers.of("none", 4) == alone + (2 + 2 * 2 * 2) * 4 * MIB
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
+    with pytest.raises(ConfigError, match=r"or have fewer workers \(num_microbatches\)"):
+        memory.check_memory(config, model, flat, sgd, 1, can_regroup=True, inner=adam)

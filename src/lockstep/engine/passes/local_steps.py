@@ -32,6 +32,7 @@ class LocalSteps:
     """Computes what a worker does in a step of the run.
 
     Attributes:
+        optimizer: the inner one, over copies of the parameters.
         factors: what the inner optimizer's learning rates are multiplied with, one for each group.
     """
 
@@ -53,12 +54,12 @@ class LocalSteps:
             n: nn.Parameter(p.detach().clone()) for n, p in named.items()
         }
         self._lent = _by_place(model, named, self._copies)
-        self._optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
-        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        self.optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in stepped}
         self._parameters: list[Tensor] = [named[name] for name in self._copies]
         self._lent = _by_place(model, named, self._copies)
-        self._base_lrs = [group["lr"] for group in self._optimizer.param_groups]
+        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._is_known = False
         self.factors: Sequence[float] = [1.0] * len(self._base_lrs)
 
@@ -68,10 +69,14 @@ class LocalSteps:
         of_copy = {id(c): p for c, p in zip(self._copies.values(), self._parameters, strict=True)}
         groups = [
             {"params": [of_copy[id(c)] for c in group["params"]]}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
         momentum = about.outer_momentum
         return optim.SGD(groups, lr=about.outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+    def lr(self, factors: Sequence[float], _phase: str = "") -> float:
+        """Learning rate of the first parameter group of workers."""
+        return float(self._base_lrs[0] * factors[0])
 
     def run(self, loss_of: LossOf, batch: Any, state: Any) -> tuple[Loss, Any]:
         """Step a worker.
@@ -112,15 +117,15 @@ class LocalSteps:
         """Begin where all workers do, with the state of one."""
         with torch.no_grad():
             torch._foreach_copy_(list(self._copies.values()), self._parameters)
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         for index, values in (state or {}).items():
             copy = list(self._copies.values())[int(index)]
             # Counters of steps are on the CPU, wherever the parameters are.
-            self._optimizer.state[copy] = {
+            self.optimizer.state[copy] = {
                 k: v.cpu() if isinstance(v, Tensor) and not v.dim() else v
                 for k, v in values.items()
             }
-        pairs = zip(self._optimizer.param_groups, self._base_lrs, self.factors, strict=True)
+        pairs = zip(self.optimizer.param_groups, self._base_lrs, self.factors, strict=True)
         for group, lr, factor in pairs:
             group["lr"] = lr * factor
 
@@ -129,7 +134,7 @@ class LocalSteps:
         if self._is_known:
             return {}
         self._begin(None)
-        return held_state({"optimizer": self._optimizer})
+        return held_state({"optimizer": self.optimizer})
 
     def _check_held(self, before: dict[str, str]) -> None:
         """Refuse an optimizer that has more state than `state`: the next worker would find it.
@@ -165,8 +170,8 @@ class LocalSteps:
             torch._foreach_div_(there, weight)
             if self._config.clip_norm is not None:
                 nn.utils.clip_grad_norm_(copies, self._config.clip_norm)
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss
 
     def _check_read(self, gradients: Sequence[Tensor | None]) -> None:
@@ -185,7 +190,7 @@ class LocalSteps:
 
     def _state(self) -> dict[str, Any]:
         indices = {id(copy): str(n) for n, copy in enumerate(self._copies.values())}
-        return {indices[id(p)]: dict(values) for p, values in self._optimizer.state.items()}
+        return {indices[id(p)]: dict(values) for p, values in self.optimizer.state.items()}
 
     def _with_copies(self, function: Callable[[nn.Module], Any]) -> Any:
         """What a function makes of the model while that has the copies for parameters."""

@@ -14,6 +14,7 @@ from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.phases import Phases
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.step.header import STOP_REASONS, Header
@@ -40,6 +41,7 @@ class Apply:
         schedule: Schedule,
         carries: DealtCarries | None,
         tables: Tables | None,
+        local: LocalSteps | None,
     ) -> None:
         """Bind together what a step changes.
 
@@ -52,6 +54,7 @@ class Apply:
             schedule: learning rates of all steps.
             carries: what microbatches carry; None if they carry nothing.
             tables: tables whose rows are dealt out; None if the model has none.
+            local: workers, whose learning rates the schedule is of; None if there are none.
         """
         self._config = config
         self._phases = phases
@@ -61,6 +64,7 @@ class Apply:
         self._schedule = schedule
         self._carries = carries
         self._tables = tables
+        self._local = local
         self.summed: Summed | None = None
 
     @property
@@ -82,7 +86,7 @@ class Apply:
         Args:
             step: number of the step, from 0.
             decays: number of decays of the learning rate so far.
-            factors: what base learning rates are multiplied with.
+            factors: of the schedule, what base learning rates are multiplied with.
             summed: what the step has come to on all ranks.
             norm: norm of the mean gradient; not finite if fp16 skips the step.
             workspace: gradients and slices of this rank.
@@ -101,14 +105,15 @@ class Apply:
             key = 0
             if self._flat_optimizer.may_draw:
                 key = random_key(self._config.seed, Stream.OPTIMIZER, step)
-            self._flat_optimizer.step(factors, key, phase)
+            outer = factors if self._local is None else 1.0
+            self._flat_optimizer.step(outer, key, phase)
             self._commit_buffers(weight, summed.headers, workspace)
         # Before others can overwrite them: an interrupted all-gather may leave anything in place.
         workspace.keep_aside()
         # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,
-            self._flat_optimizer.lr(factors, phase),
+            (self._local or self._flat_optimizer).lr(factors, phase),
             norm,
             # The most urgent reason of all ranks: all see the same headers, so all agree.
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),

@@ -45,6 +45,7 @@ class Needs:
         optimizer: optim.Optimizer,
         has_buddy: bool,
         has_phases: bool = False,
+        inner: optim.Optimizer | None = None,
     ) -> None:
         """Count.
 
@@ -54,6 +55,7 @@ class Needs:
             optimizer: optimizer of the parameters.
             has_buddy: whether ranks keep the slices of others too.
             has_phases: whether a step may have gradients of some parameters only.
+            inner: optimizer of workers (`local.steps`), over copies in the groups of `optimizer`.
         """
         sizes = [s.numel * s.dtype.itemsize for s in flat.segments]
         self.parameters = sum(sizes)
@@ -73,12 +75,15 @@ class Needs:
             # Committed ones, and those that the step makes.
             self._errors = 2 * leaves
         # Parameters of the worker that is computed, and how far it has come.
-        self._worker = 2 * self.parameters if config.local.steps > 1 else 0
+        self._worker = 2 * self.parameters if inner else 0
+        # State of its optimizer: as of the last step, and what this one makes of it.
+        inner_states = _bytes_of_states(flat, inner) if inner else 0
+        self._workers = 2 * inner_states * config.num_microbatches
         self._error_copies = 2 if config.compression.buddy and has_buddy else 1
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        beside = self._worker + self._waiting // num_ranks
+        beside = self._worker + (self._workers + self._waiting) // num_ranks
         return (
             beside
             + self.errors(num_ranks)
@@ -146,6 +151,7 @@ def check_memory(
     num_ranks: int,
     can_regroup: bool,
     has_phases: bool = False,
+    inner: optim.Optimizer | None = None,
 ) -> None:
     """Refuse a run for which a rank's memory cannot suffice, and say what would.
 
@@ -157,6 +163,7 @@ def check_memory(
         num_ranks: number of ranks of the column.
         can_regroup: whether survivors can go on without ranks that die.
         has_phases: whether a step may have gradients of some parameters only.
+        inner: optimizer of workers, if there are any.
 
     Raises:
         ConfigError: a limit of this process (`ulimit -v`, a control group, the host's memory) is
@@ -164,7 +171,8 @@ def check_memory(
     """
     if flat.flats[0].is_cuda:
         return
-    needs = Needs(config, flat, optimizer, config.optimizer.buddy and can_regroup, has_phases)
+    has_buddy = config.optimizer.buddy and can_regroup
+    needs = Needs(config, flat, optimizer, has_buddy, has_phases, inner)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
@@ -179,9 +187,11 @@ def check_memory(
     enough = (n for n in range(num_ranks, _MOST_RANKS) if lean.of(kind, n) <= available)
     number = next(enough, None)
     remedy = "use a smaller model, or give ranks more memory"
-    if config.compression.name != "none":  # does not go with sharding
+    if inner:  # does not go with sharding
+        remedy = f"{remedy}; or have fewer workers (num_microbatches), or more ranks"
+    if config.compression.name != "none":  # neither does this
         remedy = f"{remedy}; compression.error_feedback=false needs {_gib(needed - errors)}"
-    elif number is not None:
+    elif number is not None and not inner:
         remedy = (
             f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
             f"{number} ranks"

@@ -147,6 +147,7 @@ class TrainStep:
             self.schedule,
             self.carries,
             self.tables,
+            compute.local,
         )
 
     def give_up(self) -> None:
@@ -263,8 +264,7 @@ class TrainStep:
             # A task's own schedule may raise an exception: here, where all ranks hear of it.
             factors = self.schedule.factors(step, decays)
             if self._local is not None:
-                # The schedule is that of workers.
-                self._local.factors, factors = factors, [1.0] * len(factors)
+                self._local.factors = factors
             self.places.refresh()
             self._constants.mark(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
