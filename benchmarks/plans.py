@@ -24,7 +24,7 @@ from lockstep.observe import read_events
 from lockstep.planning.layouts import Layout
 from lockstep.planning.network import Network
 from lockstep.planning.plan import Plan, make_plan, read_plan
-from lockstep.planning.prediction import predict
+from lockstep.planning.prediction import Prediction, predict
 from lockstep.planning.profile.profile import read_profile
 from lockstep.planning.profile.sizes import size_text
 from page import Section, command, page, write
@@ -33,14 +33,15 @@ from run import DOCS, machine
 TASK = f"{Path(__file__).with_name('diagnosis_task.py')}:Ill"
 RANKS = (1, 2, 3, 4)
 LAUNCHERS = ("mpi", "local")
-ROUNDS = 2
-"""Of each training, planned or not; the fastest counts."""
+ROUNDS = 3
+"""Of each plan and each training, in turn; the fastest counts."""
 SHAPES = ("1gbit", "100mbit", "20ms")
 _WORST, _MEDIAN, _MEMORY = 0.13, 0.05, 0.05
 _ROWS = 40
 _SECONDS = 3.0
 _NEVER = 1_000_000_000
 _TIMEOUT_S = 900
+_LARGE_BYTES = 4 << 20
 Cost = tuple[float, int]
 """Seconds of a step, and bytes of memory."""
 
@@ -137,9 +138,9 @@ def section_of(pairs: Sequence[Pair]) -> Section:
     """Predicted beside measured, of each task on each number of ranks."""
     section = Section(
         "Predicted steps",
-        f"`lockstep plan --ranks 1,2,3,4 --rounds {ROUNDS}` of each task and launcher; then "
-        f"{ROUNDS} trainings of about {_SECONDS:.0f} s on as many ranks, in turn, of which the "
-        "faster one counts, and the most memory. A step is the median of reports, each a mean "
+        f"{ROUNDS} times in turn: `lockstep plan --ranks 1,2,3,4` of each task and launcher, "
+        f"then a training of about {_SECONDS:.0f} s on as many ranks. The fastest plan and the "
+        "fastest training count, and the most memory. A step is the median of reports, each a mean "
         "of `log_every` (10) steps; memory is the greatest resident set of a rank. Shaped "
         "networks: two network namespaces with a rank each, whose links are slowed "
         "(`benchmarks/lab`); messages as `lockstep comm-profile` measured them there. c/s/w: "
@@ -199,29 +200,38 @@ def _judge(section: Section, pairs: Sequence[Pair]) -> None:
 def _pairs(case: Case, shapes: Sequence[str]) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plans = {launcher: _plan(case, launcher, folder) for launcher in LAUNCHERS}
+        plans: dict[str, list[Plan]] = {launcher: [] for launcher in LAUNCHERS}
         ways = [(launcher, ranks) for launcher in LAUNCHERS for ranks in RANKS]
         ways.remove((LAUNCHERS[1], 1))
         found: dict[tuple[str, int], list[Cost]] = {way: [] for way in ways}
         for number in range(ROUNDS):
+            for launcher in LAUNCHERS:
+                plans[launcher].append(_plan(case, launcher, folder / f"{launcher}-{number}.json"))
             for launcher, ranks in ways:
                 run_dir = folder / f"{launcher}-{ranks}-{number}"
-                found[launcher, ranks].append(
-                    _train(case, plans[launcher], launcher, ranks, run_dir)
-                )
+                plan = plans[launcher][-1]
+                found[launcher, ranks].append(_train(case, plan, launcher, ranks, run_dir))
         for (launcher, ranks), costs in found.items():
-            network = Network(plans[launcher].facts.messages, max(RANKS))
-            yield _compared(case, launcher, plans[launcher], network, ranks, costs)
+            yield _compared(case, launcher, plans[launcher], None, ranks, costs)
         for shape in shapes:
-            yield _shaped(case, plans["mpi"], shape, folder)
+            yield _shaped(case, _fastest(plans["mpi"], 2), shape, folder)
 
 
-def _plan(case: Case, launcher: str, folder: Path) -> Plan:
-    path = folder / f"{launcher}.json"
+def _fastest(plans: Sequence[Plan], ranks: int) -> Plan:
+    """The plan with the shortest step on so many ranks."""
+    return min(plans, key=lambda plan: _way(plan, ranks).step_s)
+
+
+def _way(plan: Plan, ranks: int) -> Prediction:
+    row = plan.find(Layout(ranks))
+    assert row is not None
+    return row.prediction
+
+
+def _plan(case: Case, launcher: str, path: Path) -> Plan:
     argv = [
         *_LOCKSTEP, "plan", case.target, *case.keys, "--ranks", ",".join(map(str, RANKS)),
-        "--launcher", launcher, "--ranks-per-host", str(max(RANKS)), "--rounds", str(ROUNDS),
-        "--seconds", "2",
+        "--launcher", launcher, "--ranks-per-host", str(max(RANKS)), "--seconds", "2",
         "--json", str(path),
     ]  # fmt: skip
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, timeout=_TIMEOUT_S)
@@ -229,9 +239,7 @@ def _plan(case: Case, launcher: str, folder: Path) -> Plan:
 
 
 def _keys(case: Case, plan: Plan, ranks: int) -> list[str]:
-    row = plan.find(Layout(ranks))
-    assert row is not None
-    steps = max(40, int(_SECONDS / row.prediction.step_s) // 10 * 10)
+    steps = max(40, int(_SECONDS / _way(plan, ranks).step_s) // 10 * 10)
     return [*case.keys, f"steps={steps}", f"eval_every={_NEVER}", f"checkpoint.every={steps // 2}"]
 
 
@@ -259,7 +267,8 @@ def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(2, shape))
         said = stack.enter_context((folder / "lab.log").open("w"))
-        argv = ["lockstep", "comm-profile", "--no-torch", "--sizes", sizes, "--seconds", "90"]
+        seconds = "90" if whole > _LARGE_BYTES else "30"
+        argv = ["lockstep", "comm-profile", "--no-torch", "--sizes", sizes, "--seconds", seconds]
         _checked(start_ranks(lab, 1, [*argv, "--json", str(profile)], "mpi", output=said).exit_code)
         network = Network([read_profile(profile)], ranks_per_host=max(RANKS))
         shaped = make_plan(plan.facts, network, RANKS, max(RANKS), plan.hours_between)
@@ -269,7 +278,7 @@ def _shaped(case: Case, plan: Plan, shape: str, folder: Path) -> Pair:
             argv += ["--run-dir", str(run_dir)]
             _checked(start_ranks(lab, 1, argv, "mpi", output=said).exit_code)
             costs.append(_cost(run_dir))
-    return _compared(case, shape, shaped, network, 2, costs)
+    return _compared(case, shape, [shaped], network, 2, costs)
 
 
 def _checked(exit_code: int) -> None:
@@ -278,16 +287,22 @@ def _checked(exit_code: int) -> None:
 
 
 def _compared(
-    case: Case, where: str, plan: Plan, network: Network, ranks: int, costs: Sequence[Cost]
+    case: Case,
+    where: str,
+    plans: Sequence[Plan],
+    shaped: Network | None,
+    ranks: int,
+    costs: Sequence[Cost],
 ) -> Pair:
-    row = plan.find(Layout(ranks))
-    assert row is not None
-    way, is_here = row.prediction, where in LAUNCHERS
+    """A row: what the fastest of the plans said beside what the fastest training took."""
+    plan = _fastest(plans, ranks)
+    network = shaped or Network(plan.facts.messages, max(RANKS))
+    way = _way(plan, ranks)
     parts = (way.compute_s, way.exchange_s, way.waiting_s)
     alone = predict(replace(plan.facts, groups=()), network, Layout(ranks), max(RANKS))
     times = [step_s for step_s, _ in costs]
     # Ranks of several hosts start by themselves, as those do that a plan has measured alone.
-    memory = way.peak_bytes if is_here else alone.peak_bytes
+    memory = alone.peak_bytes if shaped else max(_way(one, ranks).peak_bytes for one in plans)
     pair = Pair(
         case.name, where, ranks, (way.step_s, memory), (min(times), max(peak for _, peak in costs)),
         parts, alone.step_s,
