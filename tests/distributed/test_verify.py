@@ -4,7 +4,9 @@ import pytest
 from rich.console import Console
 from tests.conftest import target
 
-from lockstep.commands import verify
+from lockstep.commands.verify import command as verify
+from lockstep.commands.verify import training
+from lockstep.commands.verify.legs import legs_of, meshes_of
 from lockstep.launching.start import Ended
 
 
@@ -19,17 +21,23 @@ def test_equal(lockstep):
     assert "1, then 2" in done.stdout
 
 
-class Trainings(verify._Training):
+class Trainings(training.Training):
     """Runs that are made up: those in two legs forget something."""
 
     def run(self, legs, stop=0, more=()):
         assert stop == (len(legs) > 1 and 10)
-        return verify.Run(legs, "forgot" if len(legs) > 1 else "kept", 20, 1.0)
+        return training.Run(legs, "forgot" if len(legs) > 1 else "kept", 20, 1.0)
+
+
+def _parting(_, runs):
+    return f"{runs[1].name} {runs[0].half}"
 
 
 def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(verify, "_Training", Trainings)
-    monkeypatch.setattr(verify, "_first_difference", lambda _, runs, half: f"{runs[1].name} {half}")
+    monkeypatch.setattr(verify, "Training", Trainings)
+    monkeypatch.setattr(
+        verify, "first_difference", lambda _, runs: f"{runs[1].name} {runs[0].half}"
+    )
     code = verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
     out = capsys.readouterr().out
     assert code == 1, out
@@ -38,8 +46,8 @@ def test_a_run_that_forgets_something_when_it_is_resumed(monkeypatch, tmp_path, 
 
 
 def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(verify, "_Training", Trainings)
-    monkeypatch.setattr(verify, "_first_difference", lambda *_: "")
+    monkeypatch.setattr(verify, "Training", Trainings)
+    monkeypatch.setattr(verify, "first_difference", lambda *_: "")
     meshes = "1x1x1,2x1x1,1x2x1"
     verify.verify(
         "digits", [], "", "mpi", tmp_path, Console(width=150), meshes=meshes, resumes=5
@@ -52,13 +60,13 @@ def test_several_runs_are_resumed_each_on_other_ranks(monkeypatch, tmp_path, cap
 
 def test_meshes_with_and_without_slices():
     meshes = ["2x3x1", "2x1x2+optimizer", "2x1x1+parameters"]
-    legs = list(verify._legs("mpi", verify._meshes(",".join(meshes))))
+    legs = list(legs_of("mpi", meshes_of(",".join(meshes))))
     assert [leg.mesh for leg in legs] == meshes
     assert [leg.num_ranks for leg in legs] == [6, 4, 2]
     for leg, kind in zip(legs, ("none", "optimizer", "parameters"), strict=True):
         assert leg.overrides[2:] == [f"sharding={kind}", "optimizer.sharded=false"]
     assert legs[1].overrides[:2] == ["mesh.pp=1", "mesh.tp=2"]
-    [alone] = verify._legs("mpi", verify._meshes("2x1x1"))
+    [alone] = legs_of("mpi", meshes_of("2x1x1"))
     assert alone.overrides == ["mesh.pp=1", "mesh.tp=1"]  # the rest is left to the config
 
 
@@ -69,7 +77,7 @@ def test_a_signal_ends_it_all(monkeypatch, tmp_path):
         started.append(command.num_ranks)
         return Ended(130, "ended before a checkpoint was written")
 
-    monkeypatch.setattr(verify, "start", interrupted)
+    monkeypatch.setattr(training, "start", interrupted)
     with pytest.raises(SystemExit) as raised:
         verify.verify("digits", [], "1,2,3", "mpi", tmp_path, Console(width=150))
     assert raised.value.code == 130

@@ -16,7 +16,7 @@ from lockstep.launchers.warm.server import Server
 
 _PRELOADED = (
     "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",
-    "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify",
+    "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify.command",
     "lockstep.commands.chaos.command", "lockstep.commands.doctor.command",
     "lockstep.recipes.digits", "lockstep.recipes.quantum.commands", "lockstep.recipes.ufs.task",
     "lockstep.recipes.ufs.cli", "lockstep.recipes.sketched.conversion",

@@ -34,7 +34,7 @@ def verify(
     with importing(quiet):
         from rich.console import Console
 
-        from lockstep.commands import verify as command
+        from lockstep.commands.verify import command
     console = Console()
     leave(
         command.verify(

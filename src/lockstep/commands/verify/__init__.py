@@ -1,0 +1,1 @@
+"""`lockstep verify`."""
