@@ -113,7 +113,7 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
 
 
 def test_what_workers_keep_is_counted(monkeypatch) -> None:
-    """Two moments for each of 8 workers, those that the step makes, and copies for the neighbour."""
+    """Two moments for each of 8 workers, those that the step makes, and copies of both."""
     model, flat = parts()
     sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
     keys = {"num_microbatches": 8, "batch_size": 64, "local": {"steps": 4}}

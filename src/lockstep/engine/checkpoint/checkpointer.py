@@ -288,7 +288,7 @@ class Checkpointer:
         carries.deal_out(self._parts.places.mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
-        """Have the hint name the best checkpoint, if any: who wrote that may have died just then."""
+        """Have the hint name the best checkpoint, if any: who wrote it may have died just then."""
         if not step:  # what it names is of an evaluation that no longer counts
             listing.remove_hint(self._root, "best")
             return

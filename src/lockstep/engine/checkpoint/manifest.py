@@ -1,4 +1,4 @@
-"""What the manifest of a checkpoint says of the run it is of, and whether this is that run's data."""
+"""What the manifest of a checkpoint says of its run, and whether this one has the same data."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOG = logging.getLogger("torch.autograd.graph")
 
 
 def _if_own(function: Callable[..., None], defined_in: str) -> Callable[..., None] | None:
-    """A function, if it is the one that a file of torch defines; None if others have replaced it."""
+    """A function, if a file of torch defines it; None if others have replaced that one."""
     # A wrapper has the name and module of what it wraps, but not its code.
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename == defined_in else None

@@ -48,8 +48,8 @@ class LocalSteps:
             config: config of the run.
 
         Raises:
-            TaskError: the task's optimizer cannot be that of a worker, or a parameter has what copies
-                would not have.
+            TaskError: the task's optimizer cannot be that of a worker, or a parameter has what
+                copies would not have.
         """
         self._config = config
         self._within = _Within(model)
