@@ -11,7 +11,9 @@ from tests.conftest import result
 from tests.front import longer_tasks
 
 import lockstep as ls
+from lockstep.config import load
 from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 
 FILE = longer_tasks.__file__
@@ -82,6 +84,36 @@ def test_early_stopping_counts_at_what_was_the_last_step(tmp_path: Path) -> None
     assert trained(tmp_path, epochs=2, **keys).reason == "all steps done"
     longer = trained(tmp_path, epochs=3, **keys)
     assert (longer.step, longer.reason[:14]) == (12, "early stopping")
+
+
+def test_no_checkpoint_is_the_best_once_its_evaluation_is_taken_back(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"eval_every": 100}
+    assert trained(tmp_path, **keys).best_checkpoint is not None
+    longer = trained(tmp_path, epochs=6, stop_at_step=13, **keys)
+    assert longer.best_checkpoint is None
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
+def test_a_kill_while_the_new_length_is_written_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "one", eval_every=5)
+    plain = RunDirectory._write
+
+    def killed(directory: RunDirectory, name: str, text: str) -> None:
+        if name == "run.json":
+            raise RunDirectoryError("killed")
+        plain(directory, name, text)
+
+    monkeypatch.setattr(RunDirectory, "_write", killed)
+    with pytest.raises(RunDirectoryError, match="killed"):
+        trained(tmp_path / "one", epochs=4, eval_every=5)
+    monkeypatch.undo()
+    config = load(longer_tasks.LineConfig, tmp_path / "one" / "config.yaml")
+    assert config.epochs == 4
+    ls.train(longer_tasks.Line(config), config, run_dir=tmp_path / "one", resume=True, quiet=True)
+    trained(tmp_path / "other", epochs=4, eval_every=5)
+    assert_same(tmp_path / "one", tmp_path / "other")
 
 
 def test_an_interrupted_run_gets_longer_shorter_and_on(tmp_path: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import Runtime
+from lockstep.engine.turns import Turns
 from lockstep.errors import RankFailure, shared
 from lockstep.nn.cutting import compute_in
 from lockstep.nn.pipeline import Pipeline
@@ -43,6 +41,7 @@ class Places:
         mesh: place of every rank.
         num_shards: number of shards of each layer that is cut.
         stages: range of blocks of each stage; of a model that is no pipeline a single one.
+        turns: has this rank compute its stages one after another.
         in_slices: whether a rank has whole parameters of a block only while it computes it.
         step: number of the step that is computed, for faults.
     """
@@ -60,6 +59,7 @@ class Places:
         self._interleave = config.mesh.num_stages // self._pp
         self._num_columns = self._tp * self._pp
         self.stages = list(stages)
+        self.turns = Turns(model, self._pp)
         self._axes: list[DepthAxis] = []
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
@@ -227,66 +227,11 @@ class Places:
         elif storage is not None:
             ties.skip_refresh(self.stages, self.column // self._tp, storage)
 
-    def in_turn(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, each once for each stage of this rank, which computes that one then.
-
-        While only other ranks have some left, they get what they need of this one. With parameters
-        in slices a collective of the column, between any two batches too.
-        """
-        storage = self._model.storage if isinstance(self._model, Pipeline) else None
-        if storage is None:
-            yield from self._through_stages(batches)
-            return
-        left = iter(batches)
-        counts = [1] * self.storage.size
-        while True:
-            item = next(left, None)
-            own = torch.tensor([item is not None])
-            if not self.storage.gather_host(own, counts).any():
-                return
-            if item is not None:
-                yield item
-                self.finish()
-            else:
-                self.skip_forward()
-
-    def skip_forward(self) -> None:
-        """Give others what they need of this rank in a forward pass of an evaluation."""
-        if isinstance(self._model, Pipeline) and self._model.storage is not None:
-            with torch.no_grad():
-                self._model.storage.skip_forward()
-
-    def _through_stages(self, batches: Iterable[T]) -> Iterator[T]:
-        stages = range(1)
-        if isinstance(self._model, Pipeline) and self._model.axis is not None:
-            stages = self._model.axis.own_stages
-        left = iter(batches)
-        while group := list(islice(left, self._pp if len(stages) > 1 else 1)):
-            for stage in stages:
-                _, is_last = self.enter(stage)
-                for item in group:
-                    # An evaluation may change its batch, and each stage has it from the beginning.
-                    yield item if is_last else copy.deepcopy(item)
-            self.finish()
-
     def passes(self, microbatches: Dealt) -> Sequence[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
         # Of spares too, who do in each of them what others of their stage need.
         place = 0 if self.column == NEW else self.column // self._tp
         return one_forward_one_backward(microbatches, place, self._pp, self._interleave)
-
-    def enter(self, stage: int) -> tuple[bool, bool]:
-        """Compute a stage of this rank; returns whether it is the first, and the last of its."""
-        axis = self._model.axis if isinstance(self._model, Pipeline) else None
-        if axis is None:
-            return True, True
-        axis.enter(stage)
-        return stage == axis.own_stages[0], stage == axis.own_stages[-1]
-
-    def finish(self) -> None:
-        """Return when all that this rank has sent to other stages has been."""
-        if isinstance(self._model, Pipeline) and self._model.axis is not None:
-            self._model.axis.finish()
 
     def give_up(self) -> None:
         """Have the ranks that wait for this one inside of a step notice that it has failed."""

@@ -272,7 +272,9 @@ def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sit
         RunDirectoryError: see `RunDirectory.open`.
     """
     kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
-    identity = Identity(task.name, config.hash, sitting.target or "", kept)
+    identity = Identity(
+        task.name, config.hash, sitting.target or "", kept, config.epochs, config.steps
+    )
     directory.open(config, identity, sitting.resume)
 
 

@@ -29,7 +29,10 @@ CONFIG = TrainConfig(seed=3)
 
 
 def identity(config: TrainConfig = CONFIG, **fields: Any) -> Identity:
-    return replace(Identity("digits", config.hash, "digits.py:Digits", ("seed=3",)), **fields)
+    made = Identity(
+        "digits", config.hash, "digits.py:Digits", ("seed=3",), config.epochs, config.steps
+    )
+    return replace(made, **fields)
 
 
 def opened(path: Path, config: TrainConfig = CONFIG, resume: bool = False) -> RunDirectory:
@@ -137,6 +140,37 @@ def test_another_length_is_written_only_when_it_is_settled(tmp_path: Path) -> No
     directory.close()
     assert directory.identity().config_hash == longer.hash
     assert "steps: 7" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("order", [("config.yaml", "run.json"), ("run.json", "config.yaml")])
+def test_a_run_that_was_killed_while_its_length_was_written_goes_on(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    used(tmp_path)
+    before = {name: (tmp_path / name).read_text() for name in order}
+    longer = override(CONFIG, ["steps=7"])
+    directory = opened(tmp_path, longer, resume=True)
+    directory.settle()
+    directory.close()
+    (tmp_path / order[1]).write_text(before[order[1]])  # as if it had not come to that
+    there = load(TrainConfig, tmp_path / "config.yaml")
+    assert (there == longer) == (order[0] == "config.yaml")
+    for config in (there, longer, CONFIG):
+        again = opened(tmp_path, config, resume=True)
+        again.settle()
+        again.close()
+        assert again.identity() == identity(config)
+        assert load(TrainConfig, tmp_path / "config.yaml") == config
+
+
+def test_a_run_of_a_version_that_did_not_write_the_length_gets_another_one(tmp_path: Path) -> None:
+    used(tmp_path)
+    file = tmp_path / "run.json"
+    kept = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("epochs", "steps")}
+    file.write_text(json.dumps(kept))
+    longer = override(CONFIG, ["steps=7"])
+    assert "steps is None there, 7 here" in refused(tmp_path, longer, resume=False)
+    opened(tmp_path, longer, resume=True).close()
 
 
 def test_another_length_beside_another_key_is_refused(tmp_path: Path) -> None:
@@ -356,6 +390,8 @@ def test_an_identity_is_plain_json(tmp_path: Path) -> None:
         "config_hash": CONFIG.hash,
         "target": "digits.py:Digits",
         "overrides": ["seed=3"],
+        "epochs": CONFIG.epochs,
+        "steps": None,
     }
 
 

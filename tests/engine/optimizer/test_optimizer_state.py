@@ -21,7 +21,7 @@ from lockstep.engine.checkpoint.format import Snapshot, read, write
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, Warned
 from lockstep.engine.optimizer.choice import check_optimizer
-from lockstep.engine.optimizer.optimizer_state import from_json, to_json
+from lockstep.engine.optimizer.optimizer_state import from_json, home_of, to_json
 from lockstep.engine.passes.compute import copied
 from lockstep.engine.recovery.sharded_state import whole_state
 from lockstep.engine.run.loop import Trainer
@@ -543,3 +543,19 @@ def test_fingerprints_follow_cycles_and_notice_changes() -> None:
     assert list(first) == ["slow.weights['a']"]
     slow.advance()
     assert fingerprints({"slow": slow}, frozenset()) != first
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "home"),
+    [
+        ("step", {}, "cpu"),
+        ("step", {"fused": None, "capturable": False}, "cpu"),
+        ("step", {"fused": True}, "meta"),
+        ("step", {"capturable": True}, "meta"),
+        ("exp_avg", {}, "meta"),
+    ],
+)
+def test_numbers_are_where_torchs_optimizers_keep_them(
+    key: str, group: dict[str, Any], home: str
+) -> None:
+    assert home_of(key, group, torch.device("meta")).type == home

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
 import sys
 import types
@@ -117,3 +119,24 @@ def test_whoever_watches_sees_the_pass(watched: list[str], monkeypatch: pytest.M
     monkeypatch.setattr(bare_backward, "_TENSORS_OWN", None)  # as if it had been patched
     bare_backward.backward(loss_of(network))
     assert len(watched) == 5
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Tensor, "Tensor"), (torch.autograd, "autograd")])
+def test_who_watched_before_the_import_is_called(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, plain = [], owner.backward
+
+    @functools.wraps(plain)
+    def counted(*arguments: Any, **keys: Any) -> None:
+        seen.append(name)
+        plain(*arguments, **keys)
+
+    monkeypatch.setattr(owner, "backward", counted)
+    spec = importlib.util.find_spec(bare_backward.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    anew = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(anew)
+    anew.backward(loss_of(model()))
+    assert seen == [name]

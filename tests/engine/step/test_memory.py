@@ -29,8 +29,8 @@ def test_counted_bytes_are_those_of_the_design() -> None:
     model, flat = parts()
     adam = optim.Adam(model.parameters())
     config = TrainConfig(num_microbatches=8)
-    lean = memory.Needs(config, flat, adam, has_buddy=False)
-    buddy = memory.Needs(config, flat, adam, has_buddy=True)
+    lean = memory.Needs(config, flat, adam, can_regroup=False)
+    buddy = memory.Needs(config, flat, adam, can_regroup=True)
     assert lean.parameters == 4 * MIB
     assert lean.of("none", 1) == (1 + 3 + 1 + 2) * 4 * MIB
     assert lean.of("none", 4) == (1 + 1 + 1 + 2) * 4 * MIB
@@ -39,7 +39,7 @@ def test_counted_bytes_are_those_of_the_design() -> None:
     assert lean.of("gradients", 4) == 4 * MIB + MIB + 3 * MIB + 2 * MIB
     assert lean.of("parameters", 4) == MIB + 2 * MIB + 3 * MIB + 2 * MIB
     assert buddy.of("parameters", 4) == 2 * MIB + 2 * MIB + 4 * MIB + 4 * MIB
-    sgd = memory.Needs(config, flat, optim.SGD(model.parameters(), 0.1), has_buddy=False)
+    sgd = memory.Needs(config, flat, optim.SGD(model.parameters(), 0.1), can_regroup=False)
     assert sgd.of("none", 1) == (1 + 3 + 1) * 4 * MIB
 
 
@@ -89,11 +89,16 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
     model, flat = parts()
     sgd = optim.SGD(model.parameters(), 0.1)
     config = TrainConfig(num_microbatches=8, compression={"name": "int8"})
-    needs = memory.Needs(config, flat, sgd, has_buddy=True)
+    needs = memory.Needs(config, flat, sgd, can_regroup=True)
     assert needs.of("none", 1) == (1 + 1 + 1 + 2 * 8) * 4 * MIB
     assert needs.of("none", 4) == (1 + 1 + 1 + 2 * 2) * 4 * MIB
     copied = TrainConfig(num_microbatches=8, compression={"name": "int8", "buddy": True})
     assert memory.Needs(copied, flat, sgd, True).of("none", 4) == (1 + 1 + 1 + 4 * 2) * 4 * MIB
+    for key in ("carry", "optimizer"):  # the second is of slices
+        other = TrainConfig(**copied.model_dump() | {key: {"buddy": False}})
+        num_copies = 1 if key == "carry" else 2
+        found = memory.Needs(other, flat, sgd, True).of("none", 4)
+        assert found == (1 + 1 + 1 + 4 * num_copies) * 4 * MIB
     lost = TrainConfig(num_microbatches=8, compression={"name": "int8", "error_feedback": False})
     assert memory.Needs(lost, flat, sgd, True).of("none", 4) == (1 + 1 + 1) * 4 * MIB
     thin = TrainConfig(num_microbatches=8, compression={"name": "lowrank"})
@@ -108,13 +113,68 @@ def test_what_compression_cuts_off_is_counted(monkeypatch) -> None:
 
 
 def test_what_workers_keep_is_counted(monkeypatch) -> None:
-    """Two moments for each of 8 workers, and those that the step makes."""
+    """Two moments for each of 8 workers, those that the step makes, and copies of both."""
     model, flat = parts()
     sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
-    config = TrainConfig(num_microbatches=8, batch_size=64, local={"steps": 4})
+    keys = {"num_microbatches": 8, "batch_size": 64, "local": {"steps": 4}}
+    config, alone_config = TrainConfig(**keys), TrainConfig(**keys, carry={"buddy": False})
     alone = memory.Needs(config, flat, sgd, True).of("none", 4)
     workers = memory.Needs(config, flat, sgd, True, inner=adam)
-    assert workers.of("none", 4) == alone + (2 + 2 * 2 * 2) * 4 * MIB
+    assert workers.of("none", 4) == alone + (2 + 2 * 2 * 2 * 2) * 4 * MIB
+    for uncopied in (
+        memory.Needs(config, flat, sgd, False, inner=adam),
+        memory.Needs(alone_config, flat, sgd, True, inner=adam),
+    ):
+        assert uncopied.of("none", 4) == alone + (2 + 2 * 2 * 2) * 4 * MIB
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([("ulimit -v 9", 16 * MIB)]))
     with pytest.raises(ConfigError, match=r"or have fewer workers \(num_microbatches\)"):
         memory.check_memory(config, model, flat, sgd, 1, can_regroup=True, inner=adam)
+
+
+@pytest.mark.parametrize(
+    ("compression", "num_copies", "num_errors"),
+    [
+        ({"name": "int8"}, 1, 1),
+        ({"name": "int8", "buddy": True}, 2, 2),
+        ({"name": "int8", "error_feedback": False}, 2, 0),
+        ({"name": "none", "error_feedback": True}, 2, 0),
+    ],
+)
+def test_what_workers_and_compression_keep_is_copied_together(
+    compression: dict, num_copies: int, num_errors: int
+) -> None:
+    model, flat = parts()
+    sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
+    keys = {"num_microbatches": 8, "batch_size": 64, "local": {"steps": 4}}
+    config = TrainConfig(**keys, compression=compression)
+    bare = TrainConfig(**keys, compression=compression | {"error_feedback": False})
+    plain = memory.Needs(bare, flat, sgd, True).of("none", 4)
+    found = memory.Needs(config, flat, sgd, True, inner=adam).of("none", 4)
+    assert found == plain + (2 + 2 * 2 * 2 * num_copies + 2 * 2 * num_errors) * 4 * MIB
+
+
+def refusal(monkeypatch, available: int, **keys) -> str:
+    """What a run of 8 microbatches on two ranks with some MiB is told."""
+    model, flat = parts()
+    sgd, adam = optim.SGD(model.parameters(), 0.1), optim.Adam(model.parameters())
+    config = TrainConfig(num_microbatches=8, batch_size=64, **keys)
+    inner = adam if config.local.steps > 1 else None
+    monkeypatch.setattr(memory, "memory_limits", lambda: iter([("here", available * MIB)]))
+    with pytest.raises(ConfigError) as caught:
+        memory.check_memory(config, model, flat, sgd, 2, can_regroup=True, inner=inner)
+    return str(caught.value)
+
+
+def test_only_keys_that_would_do_are_named(monkeypatch) -> None:
+    """Without what is cut off 12 MiB suffice, of which 4 are there already."""
+    feedback, buddy = "compression.error_feedback=false needs", "carry.buddy=false needs"
+    assert feedback in refusal(monkeypatch, 8, compression={"name": "int8"})
+    assert feedback not in refusal(monkeypatch, 7, compression={"name": "int8"})
+    lost = {"name": "int8", "error_feedback": False}
+    assert feedback not in refusal(monkeypatch, 7, compression=lost)
+    copied = {"name": "int8", "buddy": True}
+    assert buddy in refusal(monkeypatch, 60, compression=copied)
+    workers = refusal(monkeypatch, 100, local={"steps": 4})
+    assert buddy in workers
+    assert feedback not in workers
+    assert buddy not in refusal(monkeypatch, 80, local={"steps": 4}, carry={"buddy": False})

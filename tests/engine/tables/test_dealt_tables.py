@@ -56,9 +56,8 @@ def tables_on(transport, table, buddy=True, is_new=False):
         device=CPU,
         at=lambda moment, step: None,
     )
-    places = SimpleNamespace(
-        world=transport, are_coupled=False, skip_forward=nothing, give_up=nothing
-    )
+    turns = SimpleNamespace(skip_forward=nothing)
+    places = SimpleNamespace(world=transport, are_coupled=False, turns=turns, give_up=nothing)
     config = TrainConfig(num_microbatches=MICROBATCHES, tables={"buddy": buddy})
     tables = Tables(runtime, config, places, {"t": table}, 10)
     tables.use(split(MICROBATCHES, transport.size))

@@ -29,7 +29,8 @@ def exchange(
 ) -> None:
     """Send a part of a tensor to each other rank, and receive one: see `Transport.all_to_all`.
 
-    All ranks of the group call this, with counts of 0 where there is nothing to be said.
+    All ranks of the group call this, with counts of 0 where there is nothing to be said. It
+    is no barrier: a rank waits for those only that it sends to or receives from.
 
     Open MPI's collectives receive before they send. Over TCP a receiver asks for the body of a
     large message on the connection that its own messages leave by; if one of these goes first, the

@@ -29,7 +29,7 @@ def anatomy(kind: type[Task], config: TrainConfig) -> Anatomy:
         trainable_groups(model, optimizer), "parameter", shards, units_of(model),
         by_block=is_pipeline,
     )  # fmt: skip
-    needs = Needs(config, flat, optimizer, has_buddy=False)
+    needs = Needs(config, flat, optimizer, can_regroup=False)
     return Anatomy(
         num_parameters=num_parameters,
         gradient_bytes=needs.parameters,

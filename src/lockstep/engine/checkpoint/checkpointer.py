@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import platform
-import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
-
-import numpy as np
-import torch
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.carry.carries import Held, from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.manifest import check_data, facts_of
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
@@ -29,12 +24,12 @@ from lockstep.engine.snapshot.capture import capture
 from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
 from lockstep.engine.snapshot.longer import stretch
 from lockstep.engine.snapshot.restore import restore
-from lockstep.engine.snapshot.resumable import SamplerMeta, check_meta, check_training_state
+from lockstep.engine.snapshot.resumable import check_meta, check_training_state
 from lockstep.engine.snapshot.streamed import StreamedState
 from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
 from lockstep.engine.snapshot.weights_from import take_over
 from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
-from lockstep.engine.tables.files import StreamedTables, described
+from lockstep.engine.tables.files import StreamedTables
 from lockstep.engine.task.asked import asked_of
 from lockstep.errors import CheckpointError
 
@@ -240,7 +235,7 @@ class Checkpointer:
             parts, where = self._parts, str(folder)
             check_fits(snapshot, parts.model, where)
             _, data = check_meta(snapshot, where)
-            self._check_data(data, where)
+            check_data(data, parts, where)
             assert folder is not None
             said = stretch(snapshot, self._config, parts, folder)
             check_training_state(snapshot, self._config, parts.total_steps, parts.train_step, where)
@@ -293,55 +288,14 @@ class Checkpointer:
         carries.deal_out(self._parts.places.mesh.microbatches)
 
     def _mark_best(self, step: int) -> None:
-        """Have the hint name the best checkpoint: who wrote that may have died right after."""
+        """Have the hint name the best checkpoint, if any: who wrote it may have died just then."""
+        if not step:  # what it names is of an evaluation that no longer counts
+            listing.remove_hint(self._root, "best")
+            return
         best = self._root / listing.folder_name(step)
-        if step and best.is_dir() and listing.read_hint(self._root, "best") != best:
+        if best.is_dir() and listing.read_hint(self._root, "best") != best:
             listing.write_hint(self._root, "best", best.name)
 
-    def _check_data(self, there: SamplerMeta, where: str) -> None:
-        here = self._parts.sampler.num_samples
-        if there.num_samples != here:
-            raise CheckpointError(
-                f"{where}: was trained on {there.num_samples} samples, the dataset has {here} "
-                "now; resume with the same data or start a new run"
-            )
-        if there.data_digest != self._parts.data_digest:
-            raise CheckpointError(
-                f"{where}: was trained on other data: the first microbatch of the dataset has "
-                "changed; resume with the same data or start a new run"
-            )
-        if there.task_digest not in (None, self._parts.task_digest):
-            raise CheckpointError(
-                f"{where}: was trained on other data: some samples have changed; resume with the "
-                "same data or start a new run"
-            )
-
     def _meta(self, progress: Progress) -> dict[str, Any]:
-        config, transport, sampler = self._config, self._transport, self._parts.sampler
-        return {
-            "config": config.model_dump(mode="json"),
-            "config_hash": config.hash,
-            "sampler": {
-                "num_samples": sampler.num_samples,
-                "data_digest": self._parts.data_digest,
-                "task_digest": self._parts.task_digest,
-                "epoch": sampler.epoch(progress.step),
-                "pass_starts": list(self._parts.loader.pass_starts),
-            },
-            "optimizer": self._parts.train_step.flat_optimizer.description,
-            "tables": described(self._parts.compute.lookups.tables),
-            **({} if self._asked is None else {"asked": sorted(self._asked.names)}),
-            "saved_at": time.time(),
-            "layout": {
-                "world_size": transport.size,
-                "pp": self._parts.places.mesh.pp,
-                "tp": self._parts.places.mesh.tp,
-                "transport": transport.name,
-            },
-            "versions": {
-                "lockstep": version("lockstep-train"),
-                "torch": str(torch.__version__),
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
-        }
+        config, transport = self._config, self._transport
+        return facts_of(config, transport, self._parts, self._asked, progress.step)

@@ -66,6 +66,11 @@ def write_hint(root: Path, name: str, folder: str) -> None:
         file.write(folder + "\n")
 
 
+def remove_hint(root: Path, name: str) -> None:
+    """Have no `root/name`."""
+    (root / name).unlink(missing_ok=True)
+
+
 def read_hint(root: Path, name: str) -> Path | None:
     """The folder that `root/name` names, if both exist."""
     folder = _hinted(root, name)

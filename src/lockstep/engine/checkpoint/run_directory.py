@@ -34,12 +34,22 @@ class Identity:
         config_hash: hash of the config, 16 hexadecimal digits.
         target: name of a recipe, or file and class, that the task is loaded from; empty if unknown.
         overrides: `key=value` items that a script was started with.
+        epochs: that of the config, which a resumed run may change; None in files of versions that
+            did not write it.
+        steps: like `epochs`.
     """
 
     task: str
     config_hash: str
     target: str
     overrides: tuple[str, ...] = ()
+    epochs: int | None = None
+    steps: int | None = None
+
+    @property
+    def length(self) -> dict[str, int | None]:
+        """`epochs` and `steps`, if they are known."""
+        return {} if self.epochs is None else {"epochs": self.epochs, "steps": self.steps}
 
 
 class RunDirectory:
@@ -160,9 +170,10 @@ class RunDirectory:
                 )
             is_other = known.config_hash != identity.config_hash
             if is_other and not (resume and self._is_of_other_length(known, config)):
+                differences = self._differences(known, config)
                 raise RunDirectoryError(
-                    f"{self.path}: holds a run with another config: {self._differences(config)}; "
-                    "choose another with --run-dir"
+                    f"{self.path}: holds a run with another config: {differences}; choose another "
+                    "with --run-dir"
                 )
         try:
             listing.bring_back(self.checkpoints)
@@ -225,19 +236,21 @@ class RunDirectory:
         Whether it may is seen when its newest checkpoint is read, see `snapshot.longer`.
         """
         try:
-            there = parse_yaml(read_text(self.path / "config.yaml"))
+            # config.yaml may say what the run was about to become, if it was killed in `settle`.
+            there = known.length or parse_yaml(read_text(self.path / "config.yaml"))
             length = {key: there[key] for key in ("epochs", "steps")}
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return config.model_copy(update=length).hash == known.config_hash
 
-    def _differences(self, config: TrainConfig) -> str:
-        """The keys of the hash with other values than those in the folder's config.yaml."""
+    def _differences(self, known: Identity, config: TrainConfig) -> str:
+        """The keys of the hash with other values than the run's in the folder."""
         try:
             there = parse_yaml(read_text(self.path / "config.yaml"))
         except (OSError, ValueError):
             return "its config.yaml cannot be read"
-        old, new = flattened(there), flattened(config.model_dump(mode="json"))
+        old = flattened(there) | known.length
+        new = flattened(config.model_dump(mode="json"))
         harmless = new.keys() - flattened(outcome(config)).keys()
         keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
         return ", ".join(

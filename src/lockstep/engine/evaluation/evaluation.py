@@ -89,7 +89,7 @@ class Evaluation:
             places.refresh()
             if tables is not None:
                 return self._computed(mine, model, compute, beat, tables)
-            return self._computed(places.in_turn(mine), model, compute, beat)
+            return self._computed(places.turns.of(mine, places.storage), model, compute, beat)
 
         together = compute_leaves
         if places is not None:

@@ -26,6 +26,7 @@ from lockstep.engine.optimizer.optimizer_state import (
     SharedState,
     describe,
     from_json,
+    home_of,
     to_json,
 )
 from lockstep.engine.optimizer.stepped import Stepped
@@ -259,11 +260,8 @@ class FlatOptimizer:
         self, state: OptimizerState, part: Stepped, name: str, key: str, value: Any
     ) -> Any:
         if value != TENSOR:
-            home = part.tensor.device
             group = self._optimizer.param_groups[part.group]
-            if key == "step" and not (group.get("fused") or group.get("capturable")):
-                home = torch.device("cpu")  # where torch's optimizers count, but for these
-            return from_json(value, home)
+            return from_json(value, home_of(key, group, part.tensor.device))
         if self.elementwise:
             first, last = part.range
             return state.flats[name][part.segment][first:last].clone()

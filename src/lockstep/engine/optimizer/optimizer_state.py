@@ -127,6 +127,19 @@ def from_json(value: Any, home: torch.device) -> Any:
     )
 
 
+def home_of(key: str, group: Mapping[str, Any], device: torch.device) -> torch.device:
+    """Where an optimizer keeps a number that belongs to a parameter.
+
+    Args:
+        key: name of the number.
+        group: group of the parameter.
+        device: device of the parameter.
+    """
+    is_counted_there = key != "step" or group.get("fused") or group.get("capturable")
+    # Where torch's optimizers count steps, but for these.
+    return device if is_counted_there else torch.device("cpu")
+
+
 def describe(optimizers: Mapping[str, optim.Optimizer], names: Mapping[int, str]) -> dict[str, Any]:
     """What a run's result depends on, by words for people: classes, hyperparameters, groups.
 

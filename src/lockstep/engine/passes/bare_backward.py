@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,20 @@ from torch.autograd import Variable
 from torch.overrides import has_torch_function
 
 _COMPILER = "torch._dynamo"
-_TENSORS_OWN, _TORCHS_OWN = Tensor.backward, torch.autograd.backward
 _LOG = logging.getLogger("torch.autograd.graph")
 """Where torch logs each node of a graph as it is computed, if it is told to."""
+
+
+def _if_own(function: Callable[..., None], defined_in: str) -> Callable[..., None] | None:
+    """A function, if a file of torch defines it; None if others have replaced that one."""
+    # A wrapper has the name and module of what it wraps, but not its code.
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename == defined_in else None
+
+
+_TENSORS_OWN = _if_own(Tensor.backward, torch._tensor.__file__)
+_TORCHS_OWN = _if_own(torch.autograd.backward, torch.autograd.__file__)
+"""None where others had replaced it before this module was imported: then they are called."""
 
 
 def backward(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:

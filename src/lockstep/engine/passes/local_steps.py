@@ -19,9 +19,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.carry.tree import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.optimizer.optimizer_state import home_of
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import TaskError
+from lockstep.nn.sharded.refusals import has_gradient_hook
 from lockstep.parallel.layout import split
 
 LossOf = Callable[[Any, Any], Loss]
@@ -45,21 +48,24 @@ class LocalSteps:
             config: config of the run.
 
         Raises:
-            TaskError: the task's optimizer cannot be that of a worker.
+            TaskError: the task's optimizer cannot be that of a worker, or a parameter has what
+                copies would not have.
         """
         self._config = config
         self._within = _Within(model)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._copies: dict[str, Tensor] = {
-            n: nn.Parameter(p.detach().clone()) for n, p in named.items()
-        }
+        _check_copied(named, config)
+        self._copies: dict[str, Tensor] = {n: _copy_of(p) for n, p in named.items()}
         self._lent = _by_place(model, named, self._copies)
         self.optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
-        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in stepped}
+        _check_copied(self._copies, config)  # which the task has just been given
+        of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in of}
+        self._groups = [of[id(copy)] for copy in self._copies.values()]
         self._parameters: list[Tensor] = [named[name] for name in self._copies]
         self._lent = _by_place(model, named, self._copies)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._first = Carry.of(self._state(), "build_optimizer: state of a parameter")
         self._is_known = False
         self.factors: Sequence[float] = [1.0] * len(self._base_lrs)
 
@@ -68,7 +74,7 @@ class LocalSteps:
         about = self._config.local
         of_copy = {id(c): p for c, p in zip(self._copies.values(), self._parameters, strict=True)}
         groups = [
-            {"params": [of_copy[id(c)] for c in group["params"]]}
+            {"params": [of_copy[id(c)] for c in group["params"] if id(c) in of_copy]}
             for group in self.optimizer.param_groups
         ]
         momentum = about.outer_momentum
@@ -100,7 +106,7 @@ class LocalSteps:
         with torch.no_grad():
             come = torch._foreach_sub(self._parameters, list(self._copies.values()))
             torch._foreach_mul_(come, weight)
-        value = torch.stack([loss.sum.detach() for loss in losses]).sum()
+        value = torch.stack([loss.sum.detach().double() for loss in losses]).sum()
         pairs = {
             name: (
                 sum(_number(loss.metrics[name][0]) for loss in losses),
@@ -115,14 +121,16 @@ class LocalSteps:
 
     def _begin(self, state: Any) -> None:
         """Begin where all workers do, with the state of one."""
+        copies = list(self._copies.values())
         with torch.no_grad():
-            torch._foreach_copy_(list(self._copies.values()), self._parameters)
+            torch._foreach_copy_(copies, self._parameters)
         self.optimizer.state.clear()
-        for index, values in (state or {}).items():
-            copy = list(self._copies.values())[int(index)]
-            # Counters of steps are on the CPU, wherever the parameters are.
+        for index, values in (self._first.tree if state is None else state).items():
+            copy, group = copies[int(index)], self._groups[int(index)]
             self.optimizer.state[copy] = {
-                k: v.cpu() if isinstance(v, Tensor) and not v.dim() else v
+                k: v.to(home_of(k, group, copy.device))
+                if isinstance(v, Tensor) and not v.dim()
+                else v
                 for k, v in values.items()
             }
         pairs = zip(self.optimizer.param_groups, self._base_lrs, self.factors, strict=True)
@@ -130,7 +138,7 @@ class LocalSteps:
             group["lr"] = lr * factor
 
     def _held(self) -> dict[str, str]:
-        """What there is in the optimizer without any state; once only, for that takes long."""
+        """What there is in the optimizer as it begins; once only, for that takes long."""
         if self._is_known:
             return {}
         self._begin(None)
@@ -190,12 +198,47 @@ class LocalSteps:
 
     def _state(self) -> dict[str, Any]:
         indices = {id(copy): str(n) for n, copy in enumerate(self._copies.values())}
-        return {indices[id(p)]: dict(values) for p, values in self.optimizer.state.items()}
+        for key in self.optimizer.state:
+            if isinstance(key, str):
+                raise TaskError(
+                    f"build_optimizer: keeps state[{key!r}], and a worker has state of parameters "
+                    "only; keep it there, or set local.steps=1"
+                )
+        state = self.optimizer.state.items()
+        return {indices[id(p)]: dict(values) for p, values in state if id(p) in indices}
 
     def _with_copies(self, function: Callable[[nn.Module], Any]) -> Any:
         """What a function makes of the model while that has the copies for parameters."""
         # By each place once: `tie_weights` leaves a module that is at two places with the copies.
         return functional_call(self._within, self._lent, (function,), tie_weights=False)
+
+
+def _check_copied(named: Mapping[str, Tensor], config: TrainConfig) -> None:
+    """Refuse parameters that have what copies of them would not have.
+
+    Raises:
+        TaskError: naming one.
+    """
+    begin = f"local.steps={config.local.steps}: parameter"
+    for name, parameter in named.items():
+        if type(parameter) is not nn.Parameter:
+            raise TaskError(
+                f"{begin} {name} is a {type(parameter).__name__}, and workers step copies of "
+                "parameters, which are plain ones; make it an nn.Parameter, or set local.steps=1"
+            )
+        if has_gradient_hook(parameter):
+            raise TaskError(
+                f"{begin} {name} has a hook on its gradient (register_hook or "
+                "register_post_accumulate_grad_hook), which gradients of workers pass by; remove "
+                "the hook, or set local.steps=1"
+            )
+
+
+def _copy_of(parameter: Tensor) -> Tensor:
+    """A parameter of the same values, with the marks that a task has made on it."""
+    copy = nn.Parameter(parameter.detach().clone())
+    copy.__dict__.update(parameter.__dict__)
+    return copy
 
 
 def _by_place(

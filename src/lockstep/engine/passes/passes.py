@@ -132,7 +132,7 @@ class Passes:
                 assert isinstance(sums, Rounds)
                 self._stand_by(kind, sums)
                 continue
-            is_first, is_last = self._places.enter(stage)
+            is_first, is_last = self._places.turns.enter(stage)
             if kind == "forward":
                 batch = self.fetched(step, microbatch, batches) if is_first else copies[microbatch]
                 if is_last:
@@ -146,7 +146,7 @@ class Passes:
             watch.compute_s += watch.lap()
             self._runtime.pulse.beat()
             self._runtime.at("compute", step)
-        self._places.finish()
+        self._places.turns.finish()
 
     def fetched(self, step: int, microbatch: int, batches: Iterator[Any]) -> Any:
         """The next batch, which must be this one; None if there is nothing in it."""

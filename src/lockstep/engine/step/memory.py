@@ -12,7 +12,7 @@ import torch
 from torch import optim
 
 from lockstep.cgroups import control_groups
-from lockstep.config import TrainConfig
+from lockstep.config import TrainConfig, override
 from lockstep.config.train_config import Sharding
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.named_optimizers import parts_of
@@ -43,7 +43,7 @@ class Needs:
         config: TrainConfig,
         flat: FlatTensors,
         optimizer: optim.Optimizer,
-        has_buddy: bool,
+        can_regroup: bool,
         has_phases: bool = False,
         inner: optim.Optimizer | None = None,
     ) -> None:
@@ -53,7 +53,8 @@ class Needs:
             config: config of the run.
             flat: trainable parameters of this rank's column.
             optimizer: optimizer of the parameters.
-            has_buddy: whether ranks keep the slices of others too.
+            can_regroup: whether ranks keep slices and carries of others too, where the config says
+                so.
             has_phases: whether a step may have gradients of some parameters only.
             inner: optimizer of workers (`local.steps`), over copies in the groups of `optimizer`.
         """
@@ -63,30 +64,33 @@ class Needs:
         self.states = _bytes_of_states(flat, optimizer)
         # A microbatch's gradient; there may be one of a few parameters only.
         self._gradient = 0 if has_phases else self.parameters
-        self._copies = 2 if has_buddy else 1
+        self._copies = 2 if can_regroup and config.optimizer.buddy else 1
         # What is compressed is summed without rows of a tree.
         is_compressed = config.compression.name != "none"
+        feeds_back = is_compressed and config.compression.error_feedback
         self._num_microbatches = 1 if is_compressed else config.num_microbatches
         leaves = self.parameters * config.num_microbatches
-        # Gradients of low rank are needed until the second sum, and then become errors.
+        # Gradients of low rank are needed until the second sum.
         self._waiting = leaves if config.compression.name == "lowrank" else 0
-        self._errors = 0
-        if is_compressed and config.compression.error_feedback:
-            # Committed ones, and those that the step makes.
-            self._errors = 2 * leaves
+        # Committed ones, and those that the step makes.
+        self._errors = 2 * leaves if feeds_back else 0
         # Parameters of the worker that is computed, and how far it has come.
         self._worker = 2 * self.parameters if inner else 0
         # State of its optimizer: as of the last step, and what this one makes of it.
         inner_states = _bytes_of_states(flat, inner) if inner else 0
         self._workers = 2 * inner_states * config.num_microbatches
-        self._error_copies = 2 if config.compression.buddy and has_buddy else 1
+        # Both are carries, which all are copied or none (`CompressedCarries.are_copied`).
+        is_copied = config.carry.buddy and (config.compression.buddy or not feeds_back)
+        self._carried = 2 if can_regroup and is_copied else 1
 
     def of(self, sharding: Sharding, num_ranks: int) -> int:
         """Bytes of each of some ranks that share out microbatches and slices."""
-        beside = self._worker + (self._workers + self._waiting) // num_ranks
+        carries = (self._workers + self._errors) * min(self._carried, num_ranks)
+        # Waiting gradients become errors.
+        waiting = 0 if self._errors else self._waiting
         return (
-            beside
-            + self.errors(num_ranks)
+            self._worker
+            + (carries + waiting) // num_ranks
             + kept_bytes(
                 sharding,
                 num_ranks,
@@ -98,13 +102,6 @@ class Needs:
                 copies=self._copies,
             )
         )
-
-    def errors(self, num_ranks: int) -> int:
-        """Bytes that only error feedback of compression takes, on each of some ranks."""
-        if not self._errors:
-            return 0
-        both = self._errors * min(self._error_copies, num_ranks)
-        return (both - self._waiting) // num_ranks
 
 
 def kept_bytes(
@@ -171,12 +168,11 @@ def check_memory(
     """
     if flat.flats[0].is_cuda:
         return
-    has_buddy = config.optimizer.buddy and can_regroup
-    needs = Needs(config, flat, optimizer, has_buddy, has_phases, inner)
+    needs = Needs(config, flat, optimizer, can_regroup, has_phases, inner)
     sharding: Sharding = config.sharding
     if sharding == "none" and config.optimizer.sharded:
         sharding = "optimizer"
-    needed, errors = needs.of(sharding, num_ranks), needs.errors(num_ranks)
+    needed = needs.of(sharding, num_ranks)
     # The parameters are there already.
     limit, available = min(memory_limits(), key=lambda pair: pair[1])
     available += needs.parameters
@@ -189,13 +185,18 @@ def check_memory(
     remedy = "use a smaller model, or give ranks more memory"
     if inner:  # does not go with sharding
         remedy = f"{remedy}; or have fewer workers (num_microbatches), or more ranks"
-    if config.compression.name != "none":  # neither does this
-        remedy = f"{remedy}; compression.error_feedback=false needs {_gib(needed - errors)}"
-    elif number is not None and not inner:
+    elif config.compression.name == "none" and number is not None:  # nor does compression
         remedy = (
             f"sharding={kind} optimizer.buddy=false needs {_gib(lean.of(kind, number))} on each of "
             f"{number} ranks"
         )
+    for key in ("carry.buddy", "compression.error_feedback"):
+        thin = Needs(
+            override(config, [f"{key}=false"]), flat, optimizer, can_regroup, has_phases, inner
+        )
+        less = thin.of(sharding, num_ranks)
+        if less <= available:
+            remedy = f"{remedy}; {key}=false needs {_gib(less)}"
     raise ConfigError(
         f"memory: a rank needs at least {_gib(needed)} for parameters, gradients and optimizer "
         f"state (sharding={sharding}, world size {num_ranks}), and has {_gib(available)} "

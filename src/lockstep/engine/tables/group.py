@@ -196,7 +196,7 @@ class Tables(HeldTables):
                 if found is not None:
                     use(*found[0], lent[0])
                 else:
-                    self._places.skip_forward()
+                    self._places.turns.skip_forward()
             except (Exception, SystemExit) as caught:
                 if self._places.are_coupled and not self._runtime.transport.can_regroup:
                     raise  # others wait for this rank, and only its end wakes them

@@ -40,10 +40,8 @@ def check_layer(module: nn.Module, keys: Iterable[str], name: str, num_shards: i
                 "spectral_norm and pruning do; leave the layer out of the plan of "
                 "lockstep.nn.shard, or that out of the layer"
             )
-        parameter: Any = module._parameters[key]
-        if parameter is not None and (
-            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        ):
+        parameter = module._parameters[key]
+        if parameter is not None and has_gradient_hook(parameter):
             raise ConfigError(
                 f"{begin}.{key} has a hook on its gradient (register_hook or "
                 "register_post_accumulate_grad_hook), which would be lost when it is cut; remove "
@@ -81,6 +79,11 @@ class _Refusal:
                     "remove the hook, or leave the layers that cut out of the plan of "
                     "lockstep.nn.shard"
                 )
+
+
+def has_gradient_hook(parameter: Any) -> bool:
+    """Whether code of others sees the gradient of a parameter, and may change it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -86,7 +86,7 @@ class NodesByHost(Exchange):
         message, heard = self._nothing, self._nothing
         if first is not None:
             message, heard = first.message, first.heard
-        # Of all ranks, though most have nothing to say: a loss anywhere is heard here first.
+        # Called by all ranks, though most have nothing to say; these wait for nobody over MPI.
         zeros = [0] * self._transport.size
         self._transport.all_to_all(message, self._bytes_to, zeros, heard, self._bytes_from)
         if first is not None:
