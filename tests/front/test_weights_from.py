@@ -142,12 +142,12 @@ def test_only_what_a_run_has_begun_with_is_taken_for_what_is_asked_for(
 
 
 def test_job_scripts_say_which_weights(here: Any, tmp_path: Path, source: Path) -> None:
-    found = f"weights_from.path=\"{source.resolve()}/checkpoints/step_00000005\""
+    found = f'weights_from.path="{source.resolve()}/checkpoints/step_00000005"'
     words = (f"weights_from.path={source}", "--time", "5")
     for target, name in ((TARGET, "Line"), (str(longer_tasks.__file__), "longer_tasks")):
         done = here("slurm", target, *words)
         assert done.returncode == 0, done.stderr
-        text = (tmp_path / f"{name}.sbatch").read_text().replace("\\\"", "\"")
+        text = (tmp_path / f"{name}.sbatch").read_text().replace('\\"', '"')
         assert found in text
         assert "weights_from.sha256=" in text
     (tmp_path / "job.yaml").write_text("time: '5'\n")

@@ -49,7 +49,7 @@ def test_what_is_not_passed_through(option: str, message: str) -> None:
 def test_no_option_comes_twice_in_a_source() -> None:
     with pytest.raises(LaunchError, match="--qos: comes twice"):
         checked(given("--qos=a", "--qos=b"))
-    with pytest.raises(LaunchError, match="^site, line 3: --qos: comes twice"):
+    with pytest.raises(LaunchError, match=r"^site, line 3: --qos: comes twice"):
         checked([Given("--qos=a"), Given("--qos=b", "site, line 3")])
 
 

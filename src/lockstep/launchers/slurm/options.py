@@ -84,9 +84,7 @@ def _lines(source: Sequence[Given], is_sweep: bool) -> dict[str, str]:
 def _refuse_own(name: str, given: Given, is_sweep: bool) -> None:
     """Refuse what lockstep sets, also if it is abbreviated, as sbatch would take it."""
     if is_sweep and "array".startswith(name):
-        raise given.error(
-            f"--{name}: is set by lockstep sweep: use --jobs for how many at a time"
-        )
+        raise given.error(f"--{name}: is set by lockstep sweep: use --jobs for how many at a time")
     for own, means in _OWN.items():
         if own.startswith(name):
             raise given.error(f"{shown(given.text)}: is set by lockstep slurm: use {means}")
