@@ -129,16 +129,25 @@ def default_config(kind: type[Task], config_file: Path | None = None) -> TrainCo
 
 
 def configured(
-    target: str, overrides: Sequence[str], config_file: Path | None = None
+    target: str,
+    overrides: Sequence[str],
+    config_file: Path | None = None,
+    run_dir: Path | None = None,
 ) -> tuple[type[Task], TrainConfig]:
     """Task class and config of a target, with overrides applied.
+
+    Args:
+        target: what is trained.
+        overrides: `key=value` items.
+        config_file: path of a YAML file with the config, if there is one.
+        run_dir: directory of the run, if it is gone on with where it is there.
 
     Raises:
         ConfigError: the target or an override does not work.
         CheckpointError: there are no weights where the config says that the run starts from them.
     """
     kind = task_class(target)
-    return kind, settled(override(default_config(kind, config_file), overrides))
+    return kind, settled(override(default_config(kind, config_file), overrides), run_dir)
 
 
 def _import(path: Path) -> ModuleType:

@@ -184,6 +184,22 @@ def test_options_are_passed_through_and_a_site_adds_its_lines(here, tmp_path, mo
     assert (done.returncode, "use --nodes" in done.stderr) == (2, True)
 
 
+def test_a_sites_options_are_defaults(here, tmp_path):
+    (tmp_path / "site.sh").write_text("#SBATCH --qos=low\n#SBATCH --exclusive\n")
+    (tmp_path / "job.yaml").write_text("sbatch: [--mem=1G, --qos=middle]\nsetup: ./site.sh\n")
+    done = here(*GIVEN, "--job", "job.yaml", "--", "--qos=high")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "digits.sbatch").read_text()
+    assert "#SBATCH --qos=high\n#SBATCH --exclusive\n#SBATCH --mem=1G\n" in text
+    assert text.count("--qos") == 1
+    (tmp_path / "site.sh").write_text("a=1\n#SBATCH --nodes=3\n")
+    done = here(*GIVEN, "--setup", "./site.sh")
+    assert "error: site.sh, line 2: '--nodes=3': is set by lockstep slurm: use" in done.stderr
+    (tmp_path / "job.yaml").write_text("sbatch: [--mem=1G, --mem=2G]\n")
+    done = here(*GIVEN, "--job", "job.yaml")
+    assert "error: sbatch of the job file: --mem: comes twice" in done.stderr
+
+
 def test_threads_follow_the_cores_of_a_rank_but_for_a_run_that_has_begun(here, tmp_path):
     assert here(*GIVEN, "--cpus-per-task", "2", "--run-dir", "run").returncode == 0
     text = (tmp_path / "digits.sbatch").read_text()

@@ -104,14 +104,17 @@ def test_a_folder_of_another_sweep_or_of_a_run_is_refused(here: Any, tmp_path: P
 
 
 def test_a_job_array_has_a_point_for_each_task(here: Any, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text('time: "5"\ncpus_per_task: 2\n')
+    (tmp_path / "job.yaml").write_text(
+        'time: "5"\ncpus_per_task: 2\nsbatch: ["--mem=2G"]\nsetup: ./site.sh\n'
+    )
+    (tmp_path / "site.sh").write_text("#SBATCH --gres=a\n")
     options = ("--dir", "s", "--slurm", "job.yaml", "-j", "3", "--", "--mem=1G")
     done = here("sweep", TASK, "lr=1,2", "how='it,s','$(touch owned)'", *options)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "s" / "sweep.sbatch"
     text = path.read_text()
     assert "#SBATCH --array=0-3%3\n" in text
-    assert "#SBATCH --mem=1G\n" in text
+    assert "#SBATCH --gres=a\n#SBATCH --mem=1G\n" in text
     assert text.count("threads=2) ;;") == 4
     words = "import sys; print(sys.argv[1:])"
     fake = text.replace("@@", "")
@@ -129,3 +132,19 @@ def test_a_job_array_has_a_point_for_each_task(here: Any, tmp_path: Path) -> Non
     assert "is a script" in script.stderr
     done = here("sweep", TASK, "lr=1,2", "--dir", "u", *options[2:-1], "--array=1-2")
     assert "--array: is set by lockstep sweep" in done.stderr
+    (tmp_path / "site.sh").write_text("a=1\n#SBATCH --arra=0-1\n")
+    done = here("sweep", TASK, "lr=1,2", "--dir", "u", *options[2:-2])
+    assert "site.sh, line 2: --arra: is set by lockstep sweep" in done.stderr
+    assert not (tmp_path / "u").exists()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "limit"), [((), ""), (("-j", "1"), "%1"), (("--jobs", "2"), "%2")]
+)
+def test_at_most_so_many_tasks_run_at_a_time(
+    here: Any, tmp_path: Path, jobs: tuple[str, ...], limit: str
+) -> None:
+    (tmp_path / "job.yaml").write_text("time: '5'\n")
+    done = here("sweep", TASK, "lr=1,2", "--dir", "s", "--slurm", "job.yaml", *jobs)
+    assert done.returncode == 0, done.stderr
+    assert f"#SBATCH --array=0-1{limit}\n" in (tmp_path / "s" / "sweep.sbatch").read_text()

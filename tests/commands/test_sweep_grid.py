@@ -84,3 +84,11 @@ def test_names_are_of_one_folder_and_differ(texts: list[str]) -> None:
 def test_a_point_keeps_its_name_when_the_grid_grows() -> None:
     small, large = grid(["lr=1,2"]), grid(["lr=0,1,2,3"])
     assert {p.name for p in small.points} < {p.name for p in large.points}
+
+
+def test_a_long_name_fits_into_a_folder_in_bytes() -> None:
+    for long in ("a" * 300, "や" * 100):
+        names = [point.name for point in grid([f"key={long},b"]).points]
+        assert names[1] == "key=b"
+        assert len(f"{names[0]}.log".encode()) <= 255
+        assert names[0].startswith("key=" + long[:30])

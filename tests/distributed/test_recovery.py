@@ -125,6 +125,7 @@ def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
     assert again == ["step 7 is done again", "step 9 is done again"]
     [recovered] = [r for r in rows if r["event"] == "Recovered"]
     assert recovered["seconds"] < 2
+    assert recovered["microbatches"] == [8]
 
 
 @ALWAYS
@@ -132,7 +133,8 @@ def test_loader_workers_and_their_rank_are_killed(train, tmp_path, reference):
 def test_rank_0_is_killed_while_it_writes_a_checkpoint(train, tmp_path, reference):
     done = train(tmp_path / "run", 3, faults=[PlannedFault(0, 10, "checkpoint")])
     assert done.returncode == 0, done.stderr
-    check(tmp_path / "run", reference, num_left=2, num_lost=1)
+    rows = check(tmp_path / "run", reference, num_left=2, num_lost=1)
+    assert [r["microbatches"] for r in rows if r["event"] == "Recovered"] == [[4, 4]]
 
 
 @pytest.mark.slow

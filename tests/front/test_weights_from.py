@@ -97,6 +97,67 @@ def test_same_bits_on_any_ranks_interrupted_and_without_the_source(
     assert result(tmp_path / "ranks")["params_sha256"] == alone.params_sha256
 
 
+@pytest.mark.parametrize(
+    ("words", "is_gone"),
+    [
+        (("weights_from.path=copy",), True),
+        (("weights_from.path=copy/latest",), False),
+        (("--from", "copy"), True),
+        (("--from", "copy/latest"), False),
+    ],
+)
+def test_what_has_begun_goes_on_whatever_becomes_of_the_source(
+    here: Any, tmp_path: Path, source: Path, words: tuple[str, ...], is_gone: bool
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    alone = train(tmp_path / "alone", from_run=copy / "latest")  # the best too
+    command = ("train", TARGET, "steps=4", *words, "--run-dir", "run", "--resume", "-q")
+    done = here(*command, "stop_at_step=2")
+    assert done.returncode == 0, done.stderr
+    if is_gone:
+        shutil.rmtree(copy)
+    else:
+        longer = LineConfig(steps=9, checkpoint={"every": 2})
+        ls.train(Line(longer), longer, run_dir=copy, quiet=True, resume=True)
+    done = here(*command)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "run")["params_sha256"] == alone.params_sha256
+
+
+def test_only_what_a_run_has_begun_with_is_taken_for_what_is_asked_for(
+    tmp_path: Path, source: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    train(tmp_path / "run", from_run=copy)
+    shutil.rmtree(copy)
+    for path in (copy, copy / "5", copy / "best", copy / "checkpoints" / "step_00000005"):
+        assert train(tmp_path / "run", from_run=path, resume=True).step == 4
+    for path, only in ((copy / "4", []), (tmp_path / "other", []), (copy, ["*"])):
+        with pytest.raises(CheckpointError, match="is no run directory"):
+            train(tmp_path / "run", from_run=path, from_only=only, resume=True)
+    with pytest.raises(CheckpointError, match="is no run directory"):
+        train(tmp_path / "new", from_run=copy, resume=True)
+
+
+def test_job_scripts_say_which_weights(here: Any, tmp_path: Path, source: Path) -> None:
+    found = f'weights_from.path="{source.resolve()}/checkpoints/step_00000005"'
+    words = (f"weights_from.path={source}", "--time", "5")
+    for target, name in ((TARGET, "Line"), (str(longer_tasks.__file__), "longer_tasks")):
+        done = here("slurm", target, *words)
+        assert done.returncode == 0, done.stderr
+        text = (tmp_path / f"{name}.sbatch").read_text().replace('\\"', '"')
+        assert found in text
+        assert "weights_from.sha256=" in text
+    (tmp_path / "job.yaml").write_text("time: '5'\n")
+    options = ("--dir", "s", "--slurm", "job.yaml")
+    done = here("sweep", TARGET, "lr=1,2", words[0], *options)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "s" / "sweep.sbatch").read_text()
+    assert (text.count(found), text.count("weights_from.sha256=")) == (2, 2)
+
+
 def test_by_pattern(tmp_path: Path, source: Path) -> None:
     there = ls.load(source, task=Line).model.state_dict()
     done = train(tmp_path / "one", Encoded, lr=0.0, from_run=source, from_only=["0.*"])
@@ -148,6 +209,8 @@ def test_damaged_and_exchanged_weights(tmp_path: Path, source: Path) -> None:
 def test_what_makes_no_sense(tmp_path: Path, source: Path, here: Any) -> None:
     with pytest.raises(ConfigError, match="from_only: names tensors of from_run"):
         train(tmp_path / "one", from_only=["a"])
+    with pytest.raises(ConfigError, match=r"must be a list of patterns: \['encoder\.\*'\]"):
+        train(tmp_path / "one", from_run=source, from_only="encoder.*")
     config = LineConfig(weights_from={"path": str(source)})
     with pytest.raises(ConfigError, match="names a run too"):
         ls.train(Line(config), config, from_run=source)

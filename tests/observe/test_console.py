@@ -61,6 +61,27 @@ def test_the_banner_counts_the_samples_of_each_rank() -> None:
     assert shown.lines[4] == "samples     of a step: rank 0 5; rank 1 0"
 
 
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([0, 0], "ranks 0 to 1, together 64"),
+        ([0, 0, 1, 1], "ranks 0 to 3, each 2 together 32"),
+        ([0, 0, 0, 1, 1, 1, None], "ranks 0 to 5, each 3 together 32; rank 6 0"),
+    ],
+)
+def test_the_banner_counts_the_samples_of_a_replica_once(
+    shares: list[int | None], said: str
+) -> None:
+    num = max(share for share in shares if share is not None) + 1
+    size = 8 // num
+    processes = [
+        joined(rank, microbatches=(8, 8) if s is None else (s * size, (s + 1) * size))
+        for rank, s in enumerate(shares)
+    ]
+    shown = Shown()(run_started(world_size=len(shares)), *processes)
+    assert shown.lines[4] == f"samples     of a step: {said}"
+
+
 def test_the_banner_does_not_wait_for_ever_for_ranks() -> None:
     shown = Shown()(run_started(step=120), joined(0), Warned(step=120, message="a rank is late"))
     assert shown.lines[4] == "plan        500 steps, 25 an epoch, going on from step 120"

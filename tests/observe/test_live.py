@@ -186,7 +186,7 @@ def test_what_is_worth_keeping_stays_above_the_area() -> None:
         Resumed(step=0, path="c/5"),
         Warned(step=1, message="mind"),
         RankLost(step=2, slot=1, rank=1),
-        Recovered(step=2, world_size=3, seconds=0.0027, copied=False),
+        Recovered(step=2, world_size=3, seconds=0.0027, copied=False, microbatches=(3, 3, 2)),
         joined(3, "spare", step=3),
     ]
     begin = [run_started(world_size=1), joined(0)]
@@ -198,7 +198,8 @@ def test_what_is_worth_keeping_stays_above_the_area() -> None:
         "step 0: resumed from c/5",
         "step 1: warning: mind",
         "step 2: rank 1 (slot 1) is lost",
-        "step 2: going on with 3 ranks, 2.7 ms after the loss was noticed",
+        "step 2: going on with 3 ranks, 2.7 ms after the loss was noticed; microbatches of each "
+        "rank: 3, 3, 2",
         "step 3: rank 3 joined from spare (pid 1003)",
     ]
 

@@ -1,11 +1,17 @@
 """Dealing out items by speed."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.config import TrainConfig
 from lockstep.engine.recovery.balance import Balancer, better
+from lockstep.engine.run.microbatches import Microbatches
+from lockstep.engine.run.progress import Progress
 from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Range, share, split
+from lockstep.parallel.mesh import Mesh
 
 SPEEDS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
@@ -66,3 +72,21 @@ def test_proposals_come_every_so_many_steps():
     found = [balancer.propose([Times(s), Times(3.0 * s)]) for s in range(8)]
     assert [f is not None for f in found] == [False, False, False, True, False, False, True, False]
     assert Balancer(0, [Range(0, 4), Range(4, 8)]).propose([Times(), Times(9.0)]) is None
+
+
+def test_replicas_are_balanced_and_what_is_said_is_of_ranks():
+    """Of five ranks, two replicas of two and a spare; the second replica is slow."""
+    mesh = Mesh.of(8, 5, tp=2)
+    step = SimpleNamespace(carries=None, deal_out=lambda ranges, state: dealt.append(ranges))
+    loader = SimpleNamespace(stream=lambda *_: (_ for _ in ()))
+    parts = SimpleNamespace(
+        places=SimpleNamespace(mesh=mesh), train_step=step, loader=loader, total_steps=9
+    )
+    runtime = SimpleNamespace(transport=SimpleNamespace(rank=0))
+    dealt = []
+    shared = Microbatches(TrainConfig(balance_every=1), runtime, parts, Progress())
+    assert shared.balance(0, [Times()] * 5) is None
+    found = shared.balance(1, [Times(s) for s in (1.0, 1.0, 3.0, 3.0, 0.0)])
+    assert found.slowest == 2
+    assert [len(r) for r in found.ranges] == [6, 6, 2, 2, 0]
+    assert dealt == [found.ranges]

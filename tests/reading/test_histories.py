@@ -130,6 +130,15 @@ def test_work_is_counted_in_microbatches_of_the_steps_that_a_process_took_part_i
     assert [p.num_computed for p in read_run(tmp_path).processes] == [11, 12, 13]
 
 
+def test_who_computes_which_microbatches_after_a_loss(tmp_path):
+    lost = {"event": "RankLost", "slot": 1, "rank": 1, "step": 1}
+    recovered = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False, "step": 1,
+                 "microbatches": [5, 3]}  # fmt: skip
+    written(tmp_path, [*map(joined, range(3)), PLAN, done(1, 3.0), lost, recovered])
+    living = [(p.joined.slot, p.num_microbatches) for p in read_run(tmp_path).living]
+    assert living == [(0, 5), (2, 3)]
+
+
 def test_a_row_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.reading.follow.MAX_TEXT_BYTES", 2000)
     reader = RunReader(tmp_path)

@@ -84,7 +84,7 @@ def train(
     with importing(quiet):
         from lockstep.commands import train as command
     steps = command.steps_to_profile(profile, profile_steps)
-    start = command.start_items(from_run, from_only or [])
+    start = command.start_items(from_run, from_only or [], run_dir if resume else None)
     leave(
         command.train(
             target,
@@ -182,11 +182,15 @@ def sweep(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="The folder with all runs; sweeps/TASK.")
     ] = None,
-    jobs: Annotated[int, typer.Option("-j", "--jobs", help="Runs at a time.")] = 1,
+    jobs: Annotated[
+        int | None,
+        typer.Option("-j", "--jobs", help="Runs at a time; 1, or with --slurm as many as can."),
+    ] = None,
     ranks: Ranks = None,
     launcher: LauncherOption = None,
     metric: Annotated[
-        str | None, typer.Option("--metric", help="Sort by this; by `watch` if left out.")
+        str | None,
+        typer.Option("--metric", help="Sort by this, downwards behind a -; `watch` if left out."),
     ] = None,
     slurm: Annotated[
         Path | None,

@@ -15,12 +15,13 @@ from typing import Any
 
 from lockstep.comm.mpi.collectives import without_hierarchy
 from lockstep.config import Count, Positive, Section, TrainConfig, load, override
+from lockstep.engine.checkpoint.origin import items, settled
 from lockstep.errors import LaunchError
 from lockstep.files import read_text, replacing
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.job.commands import mpirun_command
-from lockstep.launchers.slurm.options import checked, split_setup
+from lockstep.launchers.slurm.options import Given, checked, split_setup
 from lockstep.launchers.slurm.resources import Resources
 from lockstep.launchers.slurm.script import FIRST_COMMENT, POINT, RUN_DIR, BatchJob, script
 from lockstep.reading.listing import read_config
@@ -100,14 +101,16 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
             sbatch, or it refused the script, which was written.
     """
     job = request.job
-    options = [*job.sbatch, *(item for item in overrides if item.startswith("-"))]
+    options = [item for item in overrides if item.startswith("-")]
     overrides = [*job.overrides, *(item for item in overrides if not item.startswith("-"))]
     is_doctor = target == DOCTOR
     where = target if is_doctor else absolute(target)
     threads = 1
     if not is_doctor:
         overrides = with_threads(overrides, job.cpus_per_task, request.run_dir)
-        threads = _threads(where, overrides)
+        config = _config(where, overrides, request.run_dir)
+        threads = config.threads
+        overrides = [*overrides, *_weights(config)]
     if is_doctor and overrides:
         raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
     if is_doctor and job.replace:
@@ -139,9 +142,17 @@ def resources_of(job: JobFile, cpus: int, threads: int) -> Resources:
 def with_options(batch: BatchJob, job: JobFile, options: Sequence[str]) -> BatchJob:
     """A job with further options for sbatch, and with its site's lines.
 
+    Options of the command line come before those of the job file, and these before the site's.
+
+    Args:
+        batch: the job.
+        job: options of the job.
+        options: options for sbatch of the command line.
+
     Raises:
         LaunchError: an option does not fit, or the file with the lines is not there.
     """
+    site: list[Given] = []
     setup = ""
     if job.setup is not None:
         path = _setup_file(job.setup)
@@ -149,9 +160,11 @@ def with_options(batch: BatchJob, job: JobFile, options: Sequence[str]) -> Batch
             text = read_text(path, follow_links=True)
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(f"--setup {path}: cannot be read: {error}") from None
-        more, setup = split_setup(text, str(path))
-        options = [*more, *options]
-    return replace(batch, options=checked(options), setup=setup)
+        site, setup = split_setup(text, str(path))
+    of_file = [Given(option, "sbatch of the job file") for option in job.sbatch]
+    own = [Given(option) for option in options]
+    lines = checked(site, of_file, own, is_sweep=bool(batch.points))
+    return replace(batch, options=lines, setup=setup)
 
 
 def _setup_file(name: str) -> Path:
@@ -217,9 +230,7 @@ def array(
         raise LaunchError(
             f"{target}: is a script; a sweep on SLURM needs its Task, {target}:NAME, for its keys"
         )
-    if any(option.startswith("--array") for option in (*job.sbatch, *options)):
-        raise LaunchError("--array: is set by lockstep sweep: use --jobs for how many at a time")
-    threads = max(_threads(target, items) for _, items in points)
+    threads = max(_config(target, words, path).threads for path, words in points)
     cpus = threads if job.cpus_per_task is None else job.cpus_per_task
     resources = resources_of(job, cpus, threads)
     batch = _job(name, target, (POINT,), threads, resources, job.replace, None, folder / "x")
@@ -276,16 +287,29 @@ def _job(
     )
 
 
-def _threads(target: str, overrides: Sequence[str]) -> int:
-    """Threads of each rank; checks what can be checked of the overrides."""
+def _config(target: str, overrides: Sequence[str], run_dir: Path | None) -> TrainConfig:
+    """The config of a job; of a script's, only what a job script has to know of it."""
     if not is_script(target):
-        return configured(target, overrides)[1].threads
+        return configured(target, overrides, run_dir=run_dir)[1]
     for item in overrides:
         key, equals, _ = item.partition("=")
         if not equals or not key:
             raise LaunchError(f"{item!r} is not of the form key=value")
     # A script's own config is known only when it runs; it sets its own number of threads then.
-    return override(TrainConfig(), [o for o in overrides if o.startswith("threads=")]).threads
+    known = [o for o in overrides if o.startswith("threads=")]
+    if any(o.startswith("weights_from.path=") for o in overrides):
+        known += [o for o in overrides if o.startswith("weights_from.")]
+    return settled(override(TrainConfig(), known), run_dir)
+
+
+def _weights(config: TrainConfig) -> list[str]:
+    """The items that say which weights of another run a job starts from, if it does.
+
+    What becomes of that run before the job starts, or is requeued, then does not matter.
+    """
+    # Patterns are said already: by the overrides, the task or the script.
+    found = items(config.weights_from)
+    return [item for item in found if not item.startswith("weights_from.only=")]
 
 
 def _name(target: str) -> str:

@@ -107,7 +107,7 @@ def train(
             path = run_dir or new_run_dir(Path(target).stem)
             sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
             return _start(start((), replacements), sitting, threads=1)
-        kind, config = configured(target, overrides, config_file)
+        kind, config = configured(target, overrides, config_file, sitting.resumed)
         task = make_task(kind, config)
         foretold(config, num_ranks)  # so that what is wrong with its file is said at once
         sitting = replace(sitting, run_dir=str(run_dir or new_run_dir(task.name)))
@@ -159,8 +159,15 @@ def resume(
     )  # fmt: skip
 
 
-def start_items(from_run: Path | None, only: Sequence[str]) -> list[str]:
+def start_items(
+    from_run: Path | None, only: Sequence[str], run_dir: Path | None = None
+) -> list[str]:
     """The `key=value` items of what `--from` and `--from-only` ask for.
+
+    Args:
+        from_run: the run to start from, if there is one.
+        only: patterns of the names of its tensors.
+        run_dir: directory of the run, if it goes on where it is there.
 
     Raises:
         LockstepError: there is no such checkpoint, or only the second option is given.
@@ -169,7 +176,7 @@ def start_items(from_run: Path | None, only: Sequence[str]) -> list[str]:
         if only:
             raise ConfigError(f"--from-only {only[0]}: give the run with --from too")
         return []
-    return asked_items(from_run, only)
+    return asked_items(from_run, only, run_dir)
 
 
 def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:
@@ -202,7 +209,7 @@ def _train_here(
     target: str, overrides: Sequence[str], sitting: Sitting, config_file: Path | None
 ) -> int:
     """Be a rank, or the only process."""
-    kind, config = configured(target, overrides, config_file)
+    kind, config = configured(target, overrides, config_file, sitting.resumed)
     try:
         run(make_task(kind, watched(config, Asked())), config, sitting)
     except LockstepError as error:

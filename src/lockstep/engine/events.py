@@ -223,6 +223,8 @@ class Recovered(Event):
     """From the first sign of the loss, on rank 0, to going on."""
     copied: bool
     """Whether some ranks were a step behind and got the state from another one."""
+    microbatches: tuple[int, ...] = ()
+    """Number of microbatches that each rank computes from now on; empty in older files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +244,7 @@ class Rebalanced(Event):
     microbatches: tuple[int, ...]
     """Number of microbatches that each rank computes."""
     slowest: int
-    """The rank that took longest for one microbatch."""
+    """The rank that took longest for one microbatch; of a replica of several, its first."""
     slowdown: float
     """Time of the slowest rank as a multiple of that of the fastest."""
 

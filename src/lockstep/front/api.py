@@ -14,6 +14,7 @@ from lockstep.front.rank import run
 from lockstep.front.result import Result
 from lockstep.front.sitting import Sitting
 from lockstep.launchers.rank.output import tell
+from lockstep.parsing import shown
 
 _training = threading.RLock()
 """Held while a thread trains."""
@@ -105,8 +106,11 @@ def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[s
     """A config with the run whose weights are to be taken over.
 
     Raises:
-        ConfigError: it names one already, or only the names of tensors are given.
+        ConfigError: it names one already, or only the names of tensors are given, or these are no
+            list.
     """
+    if isinstance(only, str):
+        raise ConfigError(f"from_only={shown(only)}: must be a list of patterns: [{shown(only)}]")
     if from_run is None:
         if only:
             raise ConfigError("from_only: names tensors of from_run; give that too")

@@ -60,7 +60,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
     skip_last_collection()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        config = settled(override(config, sitting.overrides))
+        config = settled(override(config, sitting.overrides), sitting.resumed)
         task = observed(task, config)
         stack.enter_context(whole_lines())
         environment = detect(os.environ)

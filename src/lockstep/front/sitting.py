@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from lockstep.errors import EnvironError
 from lockstep.parsing import as_type, parse_object
@@ -40,6 +41,11 @@ class Sitting:
     profile: tuple[int, int] | None = None
     search_path: tuple[str, ...] = ()
     per_rank: bool = False
+
+    @property
+    def resumed(self) -> Path | None:
+        """The run directory, if the run is gone on with where it is there."""
+        return Path(self.run_dir) if self.resume and self.run_dir else None
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""

@@ -86,7 +86,7 @@ def launch(
     chosen = _check(task, num_ranks, launcher, replacements)
     config = task.config if config is None else config
     check_config(type(task), config)
-    config = settled(config)
+    config = settled(config, Path(run_dir) if resume and run_dir else None)
     task = with_config(task, config)
     if chosen == "local":  # mpirun may have several hosts
         # Said here, since ranks fail before they can write down the kind of their error.

@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import groupby
 
 from rich.cells import cell_len
 
@@ -30,37 +29,9 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe.layout import Item
-from lockstep.parallel.layout import split
 
 Pairs = list[tuple[str, str]]
 """A name and a text for each line of a block."""
-
-
-def banner(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
-    """What a run is about to do, and on which ranks."""
-    return [
-        (
-            "task",
-            f"{plan.task}, {count(plan.num_parameters, 'parameter')}, "
-            + (count(plan.num_samples, "sample") if plan.num_samples else "a stream of samples"),
-        ),
-        ("ranks", f"{_who(plan, joined)} ({plan.launcher}, {plan.transport})"),
-        ("device", f"{plan.device}, {count(plan.threads, 'thread')} a rank"),
-        (
-            "batch",
-            f"{count(plan.batch_size, 'sample')} in "
-            f"{count(plan.num_microbatches, 'microbatch', 'microbatches')}"
-            f"{_share(joined)}",
-        ),
-        *_samples(plan, joined),
-        (
-            "plan",
-            count(plan.total_steps, "step")
-            + (f", {plan.steps_per_epoch:,} an epoch" if plan.steps_per_epoch else "")
-            + (f", going on from step {plan.step:,}" if plan.step else ""),
-        ),
-        ("run", f"{plan.run_dir} (config {plan.config_hash})"),
-    ]
 
 
 def summary(
@@ -224,9 +195,11 @@ def line(event: Event) -> str:
         why = event.reason.partition(";")[0]
         return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
     if isinstance(event, Recovered):
+        dealt = _dealt(event.microbatches)
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
+            + (f"; microbatches of each rank: {dealt}" if len(event.microbatches) > 1 else "")
         )
     if isinstance(event, ExchangeChosen):
         if event.way == "hierarchical":
@@ -236,7 +209,7 @@ def line(event: Event) -> str:
     if isinstance(event, Rebalanced):
         return (
             f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "
-            f"microbatches of each rank from now on: {', '.join(map(str, event.microbatches))}"
+            f"microbatches of each rank from now on: {_dealt(event.microbatches)}"
         )
     # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
@@ -289,30 +262,12 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
-def _who(plan: RunStarted, joined: Sequence[Joined]) -> str:
-    ranks = count(plan.world_size, "rank")
-    if not joined:
-        return ranks
-    return f"{ranks} on {count(len({process.host for process in joined}), 'host')}"
+_MOST_RANKS = 16
+"""Ranks that are listed one by one."""
 
 
-def _samples(plan: RunStarted, joined: Sequence[Joined]) -> Pairs:
-    """The samples of a step that each of several ranks computes; like neighbours as one."""
-    if len(joined) < 2:
-        return []
-    sizes = [len(part) for part in split(plan.batch_size, plan.num_microbatches)]
-    own = {process.rank: sum(sizes[i] for i in range(*process.microbatches)) for process in joined}
-    parts = []
-    for num, alike in groupby(sorted(own), key=own.__getitem__):
-        first, *others = alike
-        ranks = f"ranks {first} to {others[-1]}, each" if others else f"rank {first}"
-        parts.append(f"{ranks} {num:,}")
-    return [("samples", f"of a step: {'; '.join(parts)}")]
-
-
-def _share(joined: Sequence[Joined]) -> str:
-    shares = [len(range(*process.microbatches)) for process in joined]
-    if not shares:
-        return ""
-    least, most = min(shares), max(shares)
-    return f", {most} a rank" if least == most else f", {least} to {most} a rank"
+def _dealt(microbatches: Sequence[int]) -> str:
+    """How many microbatches each rank computes; of many ranks, from how few to how many."""
+    if len(microbatches) > _MOST_RANKS:
+        return f"{min(microbatches)} to {max(microbatches)}"
+    return ", ".join(map(str, microbatches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,10 +177,9 @@ class History:
                 self._lose(event, time)
             case Recovered():
                 self._number_anew(event.world_size)
+                self._deal_out(event.microbatches)
             case Rebalanced():
-                for process in self.living:
-                    if process.rank < len(event.microbatches):
-                        process.num_microbatches = event.microbatches[process.rank]
+                self._deal_out(event.microbatches)
             case Finished() | Failed():
                 self.end = event
             case Evaluated():
@@ -258,8 +257,13 @@ class History:
         free = (rank for rank in range(world_size) if rank not in taken)
         for process, rank in zip(survivors, free, strict=False):
             process.rank = rank
-        for process in living:  # nobody says who computes which of them now
+        for process in living:  # files of earlier versions do not say who computes which
             process.num_microbatches = self.plan.num_microbatches / world_size if self.plan else 0.0
+
+    def _deal_out(self, microbatches: Sequence[int]) -> None:
+        for process in self.living:
+            if 0 <= process.rank < len(microbatches):
+                process.num_microbatches = microbatches[process.rank]
 
 
 def step_values(done: StepDone) -> dict[str, float]:

@@ -16,6 +16,9 @@ from lockstep.launchers.slurm.script import RUN_DIR, BatchJob, script
 
 NASTY = "a 'b' \"$(touch owned)\" `touch owned` $HOME; \\"
 
+STRICT = "set -euo pipefail -o noclobber\nIFS=$'\\n\\t'\ntrap 'exit 9' ERR"
+"""Lines of a site whose commands must not fail."""
+
 
 def job(folder: Path, *command: str, run_dir: Path | None = None, **env: str) -> BatchJob:
     return BatchJob(
@@ -130,6 +133,11 @@ def test_a_preempted_run_is_requeued(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == "requeue 9\n"
 
 
+def test_lines_of_a_site_that_fail_end_the_job(tmp_path: Path) -> None:
+    done = bash(replace(job(tmp_path, "echo", "trained"), setup=f"{STRICT}\nfalse"))
+    assert (done.returncode, done.stdout) == (9, "")
+
+
 def test_without_scontrol_the_script_says_what_to_do(tmp_path: Path) -> None:
     run = tmp_path / "run"
     ranks = job(tmp_path, "bash", "-c", ending(run, "preempted", 143), run_dir=run)
@@ -139,11 +147,12 @@ def test_without_scontrol_the_script_says_what_to_do(tmp_path: Path) -> None:
     assert f"'lockstep resume {run}'" in done.stdout
 
 
-def test_a_notice_reaches_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", ["", STRICT])
+def test_a_notice_reaches_the_ranks(tmp_path: Path, setup: str) -> None:
     run = tmp_path / "run"
     wait = "trap 'got=1' USR1; kill -USR1 $PPID; while [ -z \"$got\" ]; do sleep 0.1; done; "
     ranks = job(tmp_path, "bash", "-c", ending(run, "preempted", 143, wait), run_dir=run)
-    done = bash(ranks, SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
+    done = bash(replace(ranks, setup=setup), SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
     assert "notice of the end" in done.stdout
     assert (tmp_path / "asked").read_text() == "requeue 9\n"
 
@@ -160,12 +169,13 @@ def test_ranks_that_do_not_stop_in_time_are_ended(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text() == "requeue 9\n"
 
 
-def test_a_start_that_is_too_slow_is_requeued_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", ["", STRICT])
+def test_a_start_that_is_too_slow_is_requeued_once(tmp_path: Path, setup: str) -> None:
     """A job that is told to stop before each first checkpoint would be requeued for ever."""
     run = tmp_path / "run"
     steps = f"[ -e {tmp_path}/fast ] && mkdir -p {run}/checkpoints/step_00000005; "
     code = f"{steps}trap 'exit 138' USR1; kill -USR1 $PPID; while :; do sleep 0.1; done"
-    ranks = job(tmp_path, "bash", "-c", code, run_dir=run)
+    ranks = replace(job(tmp_path, "bash", "-c", code, run_dir=run), setup=setup)
 
     def requeued() -> bool:
         (tmp_path / "asked").unlink(missing_ok=True)
@@ -180,11 +190,12 @@ def test_a_start_that_is_too_slow_is_requeued_once(tmp_path: Path) -> None:
     assert [requeued(), requeued(), requeued()] == [True, True, False]
 
 
-def test_a_cancelled_run_is_not_requeued(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setup", ["", STRICT])
+def test_a_cancelled_run_is_not_requeued(tmp_path: Path, setup: str) -> None:
     run = tmp_path / "run"
     wait = "trap 'got=1' USR2; kill -TERM $PPID; while [ -z \"$got\" ]; do sleep 0.1; done; "
     ranks = job(tmp_path, "bash", "-c", ending(run, "interrupted", 130, wait), run_dir=run)
-    done = bash(ranks, SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
+    done = bash(replace(ranks, setup=setup), SLURM_JOB_ID="9", PATH=scontrol(tmp_path))
     assert done.returncode == 130
     assert not (tmp_path / "asked").exists()
 

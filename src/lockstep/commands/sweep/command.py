@@ -6,14 +6,16 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.commands.slurm import JobFile, array, deliver, with_threads
 from lockstep.commands.sweep.grid import Grid, Point, grid
-from lockstep.commands.sweep.outcome import print_outcome, try_to_draw
+from lockstep.commands.sweep.outcome import ordered_by, print_outcome, try_to_draw, unknown
 from lockstep.commands.sweep.pool import Job, run_jobs
+from lockstep.commands.sweep.standing import state_of
 from lockstep.config import TrainConfig
+from lockstep.engine.checkpoint.origin import items as items_of
 from lockstep.errors import ConfigError, LaunchError, RunDirectoryError
 from lockstep.files import read_text, replacing
 from lockstep.launching.start import choose_launcher
@@ -22,7 +24,6 @@ from lockstep.reading.listing import Summary, is_run, summarise
 from lockstep.targets import absolute, configured, is_script
 
 _FILE = "sweep.json"
-_DEFAULT_METRIC = "val/loss"
 
 _NOTHING_TO_DO = ("completed", "failed", "running")
 """States of runs that are not trained on: over, waiting for `--retry`, or in use."""
@@ -36,10 +37,10 @@ class Options:
         folder: path of the folder with all runs; None for `sweeps/TASK`.
         ranks: number of ranks of each run; None for one in a process.
         launcher: name of the launcher of each run; None chooses.
-        at_once: greatest number of runs at a time.
+        at_once: greatest number of runs at a time; None for one here, and all of an array's.
         retry: whether runs that have failed are tried again.
         dry_run: whether to say what would be done only.
-        metric: key that runs are sorted by; None for the config's `watch`.
+        metric: key that runs are sorted by, descending behind a `-`; None for what they watch.
         job: options of a SLURM job array that is to train; None trains here.
         submit: whether to hand its script to SLURM.
     """
@@ -47,7 +48,7 @@ class Options:
     folder: Path | None = None
     ranks: int | None = None
     launcher: str | None = None
-    at_once: int = 1
+    at_once: int | None = None
     retry: bool = False
     dry_run: bool = False
     metric: str | None = None
@@ -84,19 +85,26 @@ def plan(target: str, items: Sequence[str], folder: Path | None) -> Plan:
             another target's sweep.
     """
     where = absolute(target)
+    name = re.sub(r"[^\w.-]", "_", Path(target.rpartition(":")[2]).stem, flags=re.ASCII)
+    folder = folder or Path("sweeps") / name
     points = grid(items)
     configs: list[TrainConfig] = []
     if not is_script(target):
         for point in points.points:
-            config = configured(where, point.items)[1]
+            config = configured(where, point.items, run_dir=folder / point.name)[1]
             if config in configs:
                 other = points.points[configs.index(config)].name
                 raise ConfigError(f"{point.name}: is the same config as {other}; leave one out")
             configs.append(config)
-    name = re.sub(r"[^\w.-]", "_", Path(target.rpartition(":")[2]).stem, flags=re.ASCII)
-    made = Plan(where, points, tuple(configs), folder or Path("sweeps") / name)
+        points = replace(points, points=tuple(map(_settled, points.points, configs)))
+    made = Plan(where, points, tuple(configs), folder)
     _check_folder(made)
     return made
+
+
+def _settled(point: Point, config: TrainConfig) -> Point:
+    """A point that says which weights of another run exactly it starts from, if it does."""
+    return replace(point, items=(*point.items, *items_of(config.weights_from)))
 
 
 def sweep(target: str, items: Sequence[str], options: Options) -> int:
@@ -116,13 +124,12 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
         raise LaunchError(f"{sbatch[0]}: options for sbatch need --slurm")
     if options.submit and options.job is None:
         raise LaunchError("--submit: needs --slurm")
-    if options.at_once < 1:
+    if options.at_once is not None and options.at_once < 1:
         raise LaunchError(f"--jobs {options.at_once}: must be at least 1")
     choose_launcher(options.launcher, 1 if options.ranks is None else options.ranks)
     made = plan(target, items, options.folder)
     left: list[Point] = []
-    for number, point in enumerate(made.grid.points):
-        state = _state(made, number)
+    for point, state in zip(made.grid.points, _states(made), strict=True):
         is_left = state not in _NOTHING_TO_DO or (state == "failed" and options.retry)
         if is_left:
             left.append(point)
@@ -142,7 +149,7 @@ def sweep(target: str, items: Sequence[str], options: Options) -> int:
 
     jobs = [_job(made, point, options) for point in left]
     is_whole = run_jobs(
-        jobs, options.at_once, lambda job: print(f"training: {job.name}", flush=True), on_end
+        jobs, options.at_once or 1, lambda job: print(f"training: {job.name}", flush=True), on_end
     )
     runs = show(made, options.metric)
     if not is_whole:
@@ -163,8 +170,7 @@ def _as_array(
         return 0
     folder = made.folder.absolute()
     points = [(folder / point.name, point.items) for point in left]
-    at_once = options.at_once if options.at_once > 1 else None
-    batch = array(folder.name, made.target, points, job, sbatch, folder, at_once)
+    batch = array(folder.name, made.target, points, job, sbatch, folder, options.at_once)
     begin(made)
     deliver(batch, folder / "sweep.sbatch", options.submit)
     return 0
@@ -174,10 +180,10 @@ def show(made: Plan, metric: str | None) -> list[Summary]:
     """Print the runs of a sweep that there are, the best first, and draw them."""
     there = [path for path in map(made.run_dir, made.grid.points) if is_run(path)]
     runs = [summarise(path) for path in there]
-    chosen, is_more_better = _metric(made, metric)
-    print_outcome(runs, made.grid, chosen, is_more_better, made.folder)
-    said = try_to_draw(runs, made.grid, chosen, made.folder / "sweep.png")
-    if said:
+    key, is_more_better = ordered_by(runs, metric)
+    print_outcome(runs, made.grid, key, is_more_better, made.folder)
+    picture = try_to_draw(runs, made.grid, key, made.folder / "sweep.png")
+    for said in filter(None, (unknown(runs, key), picture)):
         print(said, flush=True)
     return runs
 
@@ -217,15 +223,15 @@ def _check_folder(made: Plan) -> None:
         )
 
 
-def _state(made: Plan, number: int) -> str:
-    """The state of a point's run; `new` if there is none."""
-    path = made.run_dir(made.grid.points[number])
-    if not is_run(path):
-        return "new"
-    run = summarise(path)
-    if made.configs and run.state == "completed" and run.config_hash != made.configs[number].hash:
-        return "of another config"  # such as of fewer epochs, with which it may go on
-    return run.state
+def _states(made: Plan) -> list[str]:
+    """The state of each point's run.
+
+    Raises:
+        RunDirectoryError: a run has trained with other values than its point has.
+    """
+    configs: Sequence[TrainConfig | None] = made.configs or [None] * len(made.grid.points)
+    pairs = zip(made.grid.points, configs, strict=True)
+    return [state_of(made.run_dir(point), point.items, config) for point, config in pairs]
 
 
 def _job(made: Plan, point: Point, options: Options) -> Job:
@@ -241,13 +247,3 @@ def _job(made: Plan, point: Point, options: Options) -> Job:
 def log_of(made: Plan, point: Point) -> Path:
     """The file that gets the output of a point's training, beside its run directory."""
     return made.folder / f"{point.name}.log"
-
-
-def _metric(made: Plan, metric: str | None) -> tuple[str, bool]:
-    """The key that runs are sorted by, and whether more of it is better."""
-    if not made.configs:
-        return metric or _DEFAULT_METRIC, False
-    config = made.configs[0]
-    watched = config.watch if "/" in config.watch else f"val/{config.watch}"
-    is_more_better = config.watch_mode == "max" and metric in (None, watched)
-    return metric or watched, is_more_better

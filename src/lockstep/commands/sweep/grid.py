@@ -15,7 +15,7 @@ from lockstep.parsing import parse_yaml, shown
 MOST_POINTS = 10_000
 _RANGE = re.compile(r"(-?\d{1,9})\.\.(-?\d{1,9})", re.ASCII)
 _UNSAFE = re.compile(r"[^\w.,=+-]")
-_MOST_CHARS = 120
+_MOST_BYTES = 120
 _CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -146,7 +146,8 @@ def _name(varied: Sequence[str]) -> str:
     """A folder's name for the values of the keys that vary."""
     text = ",".join(varied) or "run"
     name = _UNSAFE.sub("_", text)
-    if name == text and len(name) <= _MOST_CHARS:
-        return name
+    short = name.encode()[:_MOST_BYTES].decode(errors="ignore")
+    if short == text:
+        return text
     digest = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:10]
-    return f"{name[:_MOST_CHARS]}-{digest}"
+    return f"{short}-{digest}"

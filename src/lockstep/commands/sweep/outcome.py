@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.commands.runs.table import print_table
 from lockstep.commands.sweep.grid import Grid
@@ -17,8 +18,42 @@ from lockstep.recipes.pictures import new_figure, save
 _WIDTH, _HEIGHT = 4.0, 3.4
 """Inches of a panel."""
 _MOST_PANELS = 6
+_MOST_NAMES = 20
+"""Metrics that are named where none of them was chosen."""
 _LOG_RATIO = 20.0
 """Ratio of the greatest to the least value from which an axis is logarithmic."""
+
+
+def ordered_by(runs: Sequence[Summary], metric: str | None) -> tuple[str, bool]:
+    """The key that runs are sorted by, and whether more of it is better.
+
+    Args:
+        runs: runs of a sweep, of which the first says what they watch.
+        metric: a key, descending behind a `-`, or the plain name of a metric of `val`; None for the
+            one that the runs watch.
+    """
+    config: Mapping[str, Any] = next((run.config for run in runs if run.config), {})
+    watch = str(config.get("watch", "loss"))
+    watched = watch if "/" in watch else f"val/{watch}"
+    key = (metric or watched).removeprefix("-")
+    of_val = f"val/{key}"
+    if "/" not in key and (_has(runs, of_val) or not _has(runs, key)):
+        key = of_val
+    is_most_best = key == watched and config.get("watch_mode") == "max"
+    return key, is_most_best or (metric or "").startswith("-")
+
+
+def unknown(runs: Sequence[Summary], key: str) -> str:
+    """What to say if no run has the metric that they are to be sorted by; else empty."""
+    names = sorted({name for run in runs for name in run.metrics})
+    if not names or _has(runs, key):
+        return ""
+    said = ", ".join(map(printable, names[:_MOST_NAMES]))
+    return f"no run has {printable(key)}: choose another --metric: {said}"
+
+
+def _has(runs: Sequence[Summary], key: str) -> bool:
+    return any(run.value(key) is not None for run in runs)
 
 
 def print_outcome(

@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lockstep.config import TrainConfig, WeightsConfig
+from lockstep.config import TrainConfig, WeightsConfig, build
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.tables.lookups import tables_of
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.parsing import shown
+from lockstep.files import read_text
+from lockstep.parsing import parse_yaml, shown
 
 Config = TypeVar("Config", bound=TrainConfig)
 
@@ -24,8 +25,13 @@ _MOST_NAMES = 5
 """Names of tensors that a message lists."""
 
 
-def settled(config: Config) -> Config:
+def settled(config: Config, run_dir: Path | None = None) -> Config:
     """A config that says which weights exactly its run starts from, if from another's.
+
+    Args:
+        config: config of the run.
+        run_dir: the run directory, if the run is gone on with where it is there: it keeps the
+            weights that it has begun with, whatever has become of the other run since.
 
     Raises:
         ConfigError: there is a pattern, and no other run.
@@ -41,10 +47,32 @@ def settled(config: Config) -> Config:
         return config
     if start.sha256:
         return config
+    begun = _begun_with(run_dir, start) if run_dir is not None else None
+    if begun is not None:
+        return config.model_copy(update={"weights_from": begun})
     folder = _folder(Path(start.path)).resolve()
     manifest = checkpoint.read_manifest(folder)
     found = {"path": str(folder), "step": manifest["step"], "sha256": _digest(manifest)}
     return config.model_copy(update={"weights_from": start.model_copy(update=found)})
+
+
+def _begun_with(run_dir: Path, start: WeightsConfig) -> WeightsConfig | None:
+    """The weights that a run has begun with, if it is those that are asked for."""
+    try:
+        there = parse_yaml(read_text(run_dir / "config.yaml"))["weights_from"]
+        begun = build(WeightsConfig, there, str(run_dir))
+        is_meant = bool(begun.sha256) and _may_mean(Path(start.path), Path(begun.path))
+    except (OSError, ValueError, LookupError, TypeError, ConfigError):
+        return None
+    return begun if is_meant and begun.only == start.only else None
+
+
+def _may_mean(asked: Path, folder: Path) -> bool:
+    """Whether a path could mean a checkpoint's folder when `_folder` was asked; it may be gone."""
+    asked, run = asked.resolve(), folder.parent.parent
+    which = listing.folder_name(int(asked.name)) if asked.name.isdecimal() else asked.name
+    of_run = asked.parent == run and which in ("best", "latest", folder.name)
+    return asked == folder or (folder.parent.name == "checkpoints" and (asked == run or of_run))
 
 
 def items(start: WeightsConfig) -> list[str]:
@@ -55,14 +83,19 @@ def items(start: WeightsConfig) -> list[str]:
     return [f"weights_from.{k}={json.dumps(v, ensure_ascii=False)}" for k, v in values.items()]
 
 
-def asked_items(path: Path, only: Sequence[str]) -> list[str]:
+def asked_items(path: Path, only: Sequence[str], run_dir: Path | None = None) -> list[str]:
     """The `key=value` items for what `--from` and `--from-only` ask for.
+
+    Args:
+        path: what `--from` names.
+        only: what `--from-only` names.
+        run_dir: see `settled`.
 
     Raises:
         LockstepError: see `settled`.
     """
     start = WeightsConfig(path=str(path), only=tuple(only))
-    return items(settled(TrainConfig(weights_from=start)).weights_from)
+    return items(settled(TrainConfig(weights_from=start), run_dir).weights_from)
 
 
 def weights(start: WeightsConfig, model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.engine.timing import Times
-from lockstep.parallel.layout import Dealt, Range, share
+from lockstep.parallel.layout import Dealt, share
 
 _LEAST_GAIN = 0.1
 """Part of a step's time that new ranges must save: less may be noise, and moving has its price."""
@@ -15,7 +15,7 @@ _LEAST_GAIN = 0.1
 class Proposal(NamedTuple):
     """Ranges of microbatches, and why."""
 
-    ranges: list[Range]
+    ranges: Sequence[Dealt]
     slowest: int
     """The rank that takes longest for one microbatch."""
     slowdown: float

@@ -52,7 +52,7 @@ class Microbatches:
         self._deal_out(self._balancer.ranges, step, state)
 
     def balance(self, step: int, times: Sequence[Times]) -> Proposal | None:
-        """Deal microbatches out by measured speed, if that gains enough; what was done then.
+        """Deal microbatches out by measured speed, if that gains enough; what each rank then gets.
 
         Args:
             step: number of the next step, from 0.
@@ -61,14 +61,16 @@ class Microbatches:
         if self._balancer.is_idle:
             return None
         # A replica's ranks wait for one another inside a microbatch: any of them tells its speed.
-        of_replicas = [times[ranks[0]] for ranks in self._parts.places.mesh.replicas]
-        proposal = self._balancer.propose(of_replicas)
-        if proposal is not None:
-            carries = self._parts.train_step.carries
-            if carries is not None:
-                carries.deal_out(self._parts.places.mesh.of_ranks(proposal.ranges))
-            self._deal_out(proposal.ranges, step)
-        return proposal
+        mesh = self._parts.places.mesh
+        proposal = self._balancer.propose([times[ranks[0]] for ranks in mesh.replicas])
+        if proposal is None:
+            return None
+        of_ranks = mesh.of_ranks(proposal.ranges)
+        carries = self._parts.train_step.carries
+        if carries is not None:
+            carries.deal_out(of_ranks)
+        self._deal_out(proposal.ranges, step)
+        return Proposal(of_ranks, mesh.replicas[proposal.slowest][0], proposal.slowdown)
 
     def fetch_anew(self, step: int) -> None:
         """Fetch from a step on, with other worker processes if there are any."""

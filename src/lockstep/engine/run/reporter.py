@@ -117,7 +117,16 @@ class Reporter:
         self._slots = slots
         self._times = [Times() if r == NOWHERE else self._times[r] for r in origin.former]
         self._way = None  # to be said of the new group, too
-        emit(Recovered(step=step, world_size=len(slots), seconds=seconds, copied=copied))
+        dealt = tuple(map(len, self._parts.places.mesh.microbatches))
+        emit(
+            Recovered(
+                step=step,
+                world_size=len(slots),
+                seconds=seconds,
+                copied=copied,
+                microbatches=dealt,
+            )
+        )
 
     def keep_calls(self, step: int) -> None:
         """Write down this process's newest calls, if one of them has failed.

@@ -83,7 +83,7 @@ def script(job: BatchJob) -> str:
         f"{FIRST_COMMENT}: {job.name} on {ranks} rank{'s'[: ranks > 1]}. Submit it with sbatch.",
         *_directives(job),
         "",
-        *([job.setup, ""] if job.setup else []),
+        *([job.setup, "", *_AS_USUAL, ""] if job.setup else []),
         *_setting(job),
         "",
         _filled(
@@ -100,6 +100,15 @@ def script(job: BatchJob) -> str:
         return "\n".join([*parts, f"{command} </dev/null", ""])
     patience = job.resources.patience_s
     return "\n".join([*parts, _filled("training.sh.in", command=command, patience=patience)])
+
+
+_AS_USUAL = (
+    "# As bash is by default: the lines below expect commands that fail and unset variables.",
+    "set +o errexit +o nounset +o pipefail +o noclobber",
+    "trap - ERR DEBUG RETURN",
+    "unset IFS",
+)
+"""The lines that undo what a site's lines have set for themselves, such as `set -euo pipefail`."""
 
 
 def _directives(job: BatchJob) -> list[str]:

@@ -28,6 +28,7 @@ from lockstep.engine.events import (
 from lockstep.observe import text
 from lockstep.observe.costs import Measured, Predicted, step_time
 from lockstep.observe.layout import Item, fitted, printable, row, wrapped
+from lockstep.observe.showing.banner import banner
 from lockstep.observe.showing.held import HeldLine
 from lockstep.observe.showing.live import Display, LiveArea
 from lockstep.observe.showing.pace import Pace
@@ -154,11 +155,11 @@ class ConsoleView(Sink):
         """Show the banner, once all ranks or any other event have come."""
         if self._announced or not self._plan:
             return
-        banner = text.banner(self._plan, self._joined)
+        lines = banner(self._plan, self._joined)
         self._announced, self._joined = True, []
         if self._live:
             self._live.refresh()  # the bar in place of the spinner
-        self._print_block(banner)
+        self._print_block(lines)
         self._start_live()
 
     def _start_live(self) -> None:
