@@ -359,11 +359,11 @@ OTHER_MODELS = {
 def test_a_model_is_not_taken_for_another_one(here: Any, files: Path, tmp_path: Path) -> None:
     given = (f"history={files}/iceh.*.nc", *SMALL, "inputs=[sst, sss]", "steps=1")
     assert here("train", "ufs", *given, "--run-dir", "run").returncode == 0
-    for command in (("eval", "run"), ("export", "run", "out")):
-        for override, message in OTHER_MODELS.items():
-            done = here(*command, override)
-            assert done.returncode == 2
-            assert re.search(message, done.stderr), done.stderr
+    for override, message in OTHER_MODELS.items():
+        command = ("export", "run", "out") if override == "squash=false" else ("eval", "run")
+        done = here(*command, override)
+        assert done.returncode == 2
+        assert re.search(message, done.stderr), done.stderr
     assert not (tmp_path / "out").exists()
     done = here("export", "run", "out", "inputs=[sst, sss]", "mask_mode=both", "level=5")
     assert done.returncode == 0, done.stderr
@@ -399,6 +399,6 @@ def test_the_last_times_are_the_latest_whatever_the_files_are_called(
 def test_cells_that_are_left_out_are_counted(files: Path) -> None:
     whole = sum(map(len, ufs(files).rows_by_split.values()))
     assert ufs(files, max_patterns=whole).data_remarks() == []
-    assert ufs(files, max_patterns=1200).data_remarks() == [
-        f"1,200 of {whole:,} chosen cells are kept (max_patterns)"
+    assert ufs(files, max_patterns=500).data_remarks() == [
+        f"500 of {whole:,} chosen cells are kept (max_patterns)"
     ]

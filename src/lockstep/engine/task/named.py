@@ -1,4 +1,4 @@
-"""What a task names by texts: values that batches may change, buffers that are set from the data."""
+"""What a task names by texts: values that batches may change, buffers set from the data."""
 
 from __future__ import annotations
 
