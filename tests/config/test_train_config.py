@@ -10,9 +10,18 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from lockstep.config import Section, TrainConfig, build, load, outcome, override
+from lockstep.config import (
+    OF_MODEL,
+    Section,
+    TrainConfig,
+    build,
+    load,
+    outcome,
+    override,
+    override_data,
+)
 from lockstep.errors import ConfigError, LockstepError
 
 NO_OUTCOME = {
@@ -384,6 +393,23 @@ def test_a_recipe_adds_keys_and_changes_defaults() -> None:
     assert config.hash != override(Recipe(), ["kind=large", "batch_size=32"]).hash
     assert "did you mean depth.layers?" in refused("depth.layer=3", kind=Recipe)
     assert "depth.layers='deep'" in refused("depth.layers=deep", kind=Recipe)
+
+
+class OfModel(TrainConfig):
+    """A config with a key that says what the model is."""
+
+    names: tuple[str, ...] = Field(default=("a",), json_schema_extra=OF_MODEL)
+    box: int = 0
+
+
+def test_a_trained_model_sees_other_data_and_is_no_other() -> None:
+    config = OfModel(names=("a", "b"))
+    assert override_data(config, ["names=[a, b]", "box=3"]) == OfModel(names=("a", "b"), box=3)
+    with pytest.raises(ConfigError) as caught:
+        override_data(config, ["box=3", "names=[b, a]"])
+    assert str(caught.value).startswith(
+        "command line: names=['b', 'a']: the model was trained with names=['a', 'b']"
+    )
 
 
 def test_a_recipes_config_survives_yaml(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.engine.checkpoint import format as checkpoint
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 
 TARGET = f"{longer_tasks.__file__}:Line"
 
@@ -31,6 +31,24 @@ class Encoded(Line):
     def loss(self, model: Any, batch: Any) -> ls.Loss:
         x, y = batch
         return ls.Loss((model["head"](model["0"](x)) - y).square().sum(), len(x))
+
+
+class Centred(Line):
+    """Its model holds the mean of its data."""
+
+    data_buffers: ClassVar[Any] = ("me*",)
+    mean: ClassVar[tuple[float, ...]] = (1.0, 2.0)
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("mean", torch.tensor(self.mean))
+        return model
+
+
+class CentredElsewhere(Centred):
+    """With other data."""
+
+    mean = (3.0,)
 
 
 class Tabled(Line):
@@ -181,6 +199,33 @@ def test_what_does_not_fit_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
         train(tmp_path / "one", Encoded, from_run=source, **options)
+
+
+def test_buffers_that_are_set_from_the_data_stay(tmp_path: Path) -> None:
+    train(tmp_path / "there", Centred)
+    there = ls.load(tmp_path / "there", "latest", task=Centred).model.state_dict()
+    done = train(
+        tmp_path / "here", CentredElsewhere, lr=0.0, from_run=tmp_path / "there" / "latest"
+    )
+    here = done.model.state_dict()
+    assert (there.pop("mean").tolist(), here.pop("mean").tolist()) == ([1.0, 2.0], [3.0])
+    for name, tensor in here.items():
+        assert torch.equal(tensor, there[name])
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("mean", r"must be a tuple of names, is 'mean'; write `data_buffers = \('mean',\)`"),
+        (("means",), r"'means' is the name of no buffer of the model; it has mean"),
+    ],
+)
+def test_data_buffers_that_are_none(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, named: Any, message: str
+) -> None:
+    monkeypatch.setattr(Centred, "data_buffers", named)
+    with pytest.raises(TaskError, match=rf"Centred\.data_buffers: {message}"):
+        train(tmp_path / "one", Centred, from_run=source)
 
 
 @pytest.mark.parametrize("which", ["", "best", "7", "x\0y", "checkpoints", "a" * 300])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.config import load, override
+from lockstep.config import load, override_data
 from lockstep.engine.assembly import evaluations
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.format import Snapshot
@@ -45,11 +45,12 @@ def evaluate(
         others, and what the report has.
 
     Raises:
-        LockstepError: there is no such run, checkpoint or split.
+        LockstepError: there is no such run, checkpoint or split, or the overrides are of another
+            model.
     """
     directory = RunDirectory(run_dir)
     kind = task_class(trusted_target(directory))
-    config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
+    config = override_data(load(kind.Config, run_dir / "config.yaml"), overrides)
     environment = detect(os.environ)
     with num_threads(config.threads, environment):
         device = choose_device(config.device, environment)

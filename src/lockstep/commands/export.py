@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lockstep.commands.evaluate import made
-from lockstep.config import load, override
+from lockstep.config import load, override_data
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import ConfigError
@@ -42,8 +42,8 @@ def export(
 
     Raises:
         LockstepError: there is no such run or checkpoint, no format is given and its task has no
-            forms of its own, data are given that it cannot predict on, or the path cannot be
-            written.
+            forms of its own, data are given that it cannot predict on, the overrides are of
+            another model, or the path cannot be written.
     """
     directory = RunDirectory(run_dir)
     target = trusted_target(directory)
@@ -51,9 +51,11 @@ def export(
     if is_file and not overrides:
         return [export_model(run_dir, path, format=format, which=which).described]
     kind = task_class(target)
-    config = override(load(kind.Config, run_dir / "config.yaml"), overrides)
-    task = make_task(kind, config)
-    if overrides and (is_file or not isinstance(task, Applies)):
+    own = load(kind.Config, run_dir / "config.yaml")
+    config = override_data(own, overrides)
+    # What is exported is the run's, whatever data it then predicts on.
+    task, applied = make_task(kind, own), make_task(kind, config)
+    if overrides and (is_file or not isinstance(applied, Applies)):
         raise ConfigError(
             f"{overrides[0]}: {f'{path}: a file' if is_file else task.name} is exported without "
             "data; leave the key out"
@@ -64,11 +66,11 @@ def export(
             f"{', '.join(SUFFIXES.values())}, or give --format"
         )
     snapshot = find_snapshot(directory.checkpoints, which)
-    if not overrides or not isinstance(task, Applies):
+    if not overrides or not isinstance(applied, Applies):
         return task.export(snapshot.model, made(path, "export to"))
     # The data first: what is wrong with them is known before anything is written.
     device = torch.device("cpu")
-    model = restored(task, config, snapshot, device, str(directory.checkpoints))
-    task.data_digest()
+    model = restored(applied, config, snapshot, device, str(directory.checkpoints))
+    applied.data_digest()
     lines = task.export(snapshot.model, made(path, "export to"))
-    return [*lines, *task.apply(model.eval(), path)]
+    return [*lines, *applied.apply(model.eval(), path)]

@@ -6,9 +6,10 @@ A recipe adds its own keys by subclassing `TrainConfig`. Keys that cannot change
 key is its description in `lockstep config` and in docs/configuration.md.
 """
 
-from lockstep.config.reading import Config, build, load, override
+from lockstep.config.reading import Config, build, load, override, override_data
 from lockstep.config.section import (
     NO_OUTCOME,
+    OF_MODEL,
     Beta,
     Count,
     NonNegativeFloat,
@@ -34,6 +35,7 @@ from lockstep.config.train_config import TrainConfig
 
 __all__ = [
     "NO_OUTCOME",
+    "OF_MODEL",
     "Beta",
     "CheckpointConfig",
     "CompressionConfig",
@@ -57,4 +59,5 @@ __all__ = [
     "load",
     "outcome",
     "override",
+    "override_data",
 ]

@@ -47,6 +47,26 @@ def override(config: Config, overrides: Iterable[str], source: str = "command li
     return build(type(config), data, source)
 
 
+def override_data(config: Config, overrides: Iterable[str]) -> Config:
+    """As `override`, for the config of a trained model: it may see other data, but is the same.
+
+    Raises:
+        ConfigError: as `override`, or a key that is marked `OF_MODEL` has another value.
+    """
+    changed = override(config, overrides)
+    here, there = changed.model_dump(mode="json"), config.model_dump(mode="json")
+    for name, field in type(config).model_fields.items():
+        extra = field.json_schema_extra
+        is_of_model = isinstance(extra, dict) and extra.get("of_model") is True
+        if is_of_model and here[name] != there[name]:
+            raise ConfigError(
+                f"command line: {name}={shown(here[name])}: the model was trained with "
+                f"{name}={shown(there[name])}, which says what it is; leave the key out, or train "
+                "another model with it"
+            )
+    return changed
+
+
 def load(kind: type[AnySection], path: Path) -> AnySection:
     """The config in a YAML file.
 

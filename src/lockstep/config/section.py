@@ -21,6 +21,10 @@ else:
 NO_OUTCOME: JsonDict = {"outcome": False}
 """Marks a field that cannot change the final parameters; it is left out of the hash."""
 
+OF_MODEL: JsonDict = {"of_model": True}
+"""Marks a field, outside sections, that says what a model is or what its inputs and outputs mean.
+A trained model is not evaluated or exported with another value of it."""
+
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]

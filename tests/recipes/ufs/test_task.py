@@ -235,7 +235,7 @@ def test_eval_takes_other_files_on_purpose(here: Any, files: Path, data: Path) -
     assert errors[2] == pytest.approx(np.average(errors[:2], weights=counts), rel=1e-4)
     done = here("eval", "run", "hidden=[4]")
     assert done.returncode == 2
-    assert "is of another model" in done.stderr
+    assert "hidden=[4]: the model was trained with hidden=[8]" in done.stderr
 
 
 def test_clipped_values_are_counted_where_people_look(
@@ -278,3 +278,127 @@ def test_a_run_does_not_go_on_with_other_test_rows(here: Any, data: Path) -> Non
     done = here("train", "ufs", given, *SMALL, "--run-dir", "run", "--resume")
     assert done.returncode == 2, done.stdout
     assert "was trained on other data" in done.stderr
+
+
+def test_a_run_from_anothers_weights_keeps_the_statistics_of_its_own_rows(
+    here: Any, files: Path, tmp_path: Path
+) -> None:
+    given = (f"history={files}/iceh.*.nc", *SMALL)
+    assert here("train", "ufs", *given, "region=arctic", "--run-dir", "north").returncode == 0
+    keys = ("region=antarctic", "steps=1", "lr=0", "--from", "north/latest", "--run-dir", "south")
+    done = here("train", "ufs", *given, *keys)
+    assert done.returncode == 0, done.stderr
+    north, south = (
+        load_file(tmp_path / run / "checkpoints" / f"step_{step:08}" / "model.safetensors")
+        for run, step in (("north", 12), ("south", 1))
+    )
+    mean = ufs(files, region="antarctic").scale.mean.astype(np.float32)
+    assert np.array_equal(south["input_mean"].numpy(), mean[:14])
+    assert not torch.equal(south["input_mean"], north["input_mean"])
+    assert torch.equal(south["layers.0.weight"], north["layers.0.weight"])
+    events = [*map(json.loads, (tmp_path / "south" / "events.jsonl").read_text().splitlines())]
+    evaluated = [e for e in events if e["event"] == "Evaluated" and e["split"] == "val"]
+    trained = evaluated[-1]["metrics"]
+    again = here("eval", "south", "--split", "val", "--checkpoint", "latest")
+    found = float(re.findall(r"mse_aice +(\S+)", again.stdout)[0])
+    assert found == pytest.approx(trained["mse_aice"], rel=1e-5)
+
+
+class OwnConfig(UfsConfig):
+    mine: int = 0
+
+
+class Own(Ufs):
+    """A task with a key of its own."""
+
+    Config = OwnConfig
+
+
+def test_the_climatology_is_of_the_rows_of_the_training(
+    here: Any, files: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = f"history={data}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
+    with (tmp_path / "run" / "config.yaml").open("a") as file:
+        file.write("mine: 1\n")
+    reported: dict[str, Any] = {}
+
+    class Seen:
+        def __init__(self, *arguments: Any) -> None:
+            reported.update(arguments[-1])
+
+        def write(self, *_: Any) -> list[str]:
+            return []
+
+    monkeypatch.setattr("lockstep.recipes.ufs.task.Report", Seen)
+
+    def remark() -> str:
+        task = Own(OwnConfig(history=f"{files}/iceh.*.nc"))
+        task.report(task.build_model(), "test", tmp_path, tmp_path / "run")
+        told: str = reported["climatology"].remark
+        return told
+
+    assert "rows have none: no other field of the training" in remark()
+    assert np.isfinite(reported["climatology"].values).any()
+    shutil.copy(files / "iceh.002.nc", data)
+    gone = "the files of the training have other rows now"
+    assert remark() == gone
+    assert np.isnan(reported["climatology"].values).all()
+    (tmp_path / "run" / "config.yaml").write_text("mine: text\n")
+    assert remark().startswith("the rows of the training cannot be read: ")
+
+
+OTHER_MODELS = {
+    "squash=false": r"squash=False: the model was trained with squash=True",
+    "hidden=[4]": r"hidden=\[4\]: the model was trained with hidden=\[8\]",
+    "inputs=[sss, sst]": r"inputs=\['sss', 'sst'\]: the model .* inputs=\['sst', 'sss'\]",
+    "outputs=[hi]": r"outputs=\['hi'\]: the model was trained with outputs=\['aice'\]",
+}
+
+
+def test_a_model_is_not_taken_for_another_one(here: Any, files: Path, tmp_path: Path) -> None:
+    given = (f"history={files}/iceh.*.nc", *SMALL, "inputs=[sst, sss]", "steps=1")
+    assert here("train", "ufs", *given, "--run-dir", "run").returncode == 0
+    for override, message in OTHER_MODELS.items():
+        command = ("export", "run", "out") if override == "squash=false" else ("eval", "run")
+        done = here(*command, override)
+        assert done.returncode == 2
+        assert re.search(message, done.stderr), done.stderr
+    assert not (tmp_path / "out").exists()
+    done = here("export", "run", "out", "inputs=[sst, sss]", "mask_mode=both", "level=5")
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    config = config_module.load(UfsConfig, tmp_path / "run" / "config.yaml")
+    assert said["config_hash"] == config.hash
+
+
+def test_the_last_times_are_the_latest_whatever_the_files_are_called(
+    files: Path, tmp_path: Path
+) -> None:
+    for number, name in enumerate("bca"):
+        shutil.copy(files / f"iceh.{number:03}.nc", tmp_path / f"{name}.nc")
+    keys = {"split": "time", "history": f"{tmp_path}/?.nc"}
+    task = ufs(files, **keys)
+    times = {name: {*rows.time.tolist()} for name, rows in task.rows_by_split.items()}
+    assert times == {"train": {1}, "test": {2}, "val": {0}}  # b is the first, a the last
+    assert task.data_remarks() == []
+    for name in "abc":
+        with netCDF4.Dataset(tmp_path / f"{name}.nc", "a") as data:
+            data["time"].units = "furlongs"
+    undated = ufs(files, **keys)
+    times = {name: {*rows.time.tolist()} for name, rows in undated.rows_by_split.items()}
+    assert times == {"train": {0}, "test": {1}, "val": {2}}
+    assert undated.data_remarks() == [
+        "the files do not date all of their times, so split=time holds out the last ones in the "
+        "order of the files' names"
+    ]
+    whole = {**keys, "val_fraction": 0, "test_fraction": 0}
+    assert ufs(files, **whole).data_remarks() == []
+
+
+def test_cells_that_are_left_out_are_counted(files: Path) -> None:
+    whole = sum(map(len, ufs(files).rows_by_split.values()))
+    assert ufs(files, max_patterns=whole).data_remarks() == []
+    assert ufs(files, max_patterns=500).data_remarks() == [
+        f"500 of {whole:,} chosen cells are kept (max_patterns)"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,8 +98,13 @@ def asked_items(path: Path, only: Sequence[str], run_dir: Path | None = None) ->
     return items(settled(TrainConfig(weights_from=start), run_dir).weights_from)
 
 
-def weights(start: WeightsConfig, model: nn.Module) -> dict[str, Tensor]:
+def weights(start: WeightsConfig, model: nn.Module, own: Collection[str]) -> dict[str, Tensor]:
     """The tensors that a model is to start with, by name, read from disk.
+
+    Args:
+        start: which weights.
+        model: the model, as the task has built it.
+        own: names of buffers that it keeps as they are.
 
     Raises:
         CheckpointError: they are not there, are damaged, are others than the run began with, or do
@@ -119,7 +124,9 @@ def weights(start: WeightsConfig, model: nn.Module) -> dict[str, Tensor]:
             f"{where}: the model has tables (SparseEmbedding), whose rows lie elsewhere, and a run "
             "cannot start from another's; train it from its own start"
         )
-    return _chosen(there, model.state_dict(), start.only, where)
+    here = {name: tensor for name, tensor in model.state_dict().items() if name not in own}
+    there = {name: tensor for name, tensor in there.items() if name not in own}
+    return _chosen(there, here, start.only, where)
 
 
 def _chosen(

@@ -11,6 +11,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.runtime import on_first
 from lockstep.engine.snapshot.restore import receive_model
 from lockstep.engine.step.train_step import TrainStep
+from lockstep.engine.task import data_buffers
 from lockstep.errors import ConfigError
 from lockstep.nn.cutting import load_held
 
@@ -20,7 +21,8 @@ def take_over(
 ) -> None:
     """Bring the weights that a run starts from, which rank 0 reads, to all ranks; a collective.
 
-    Optimizer, step, random state and the task's own state are those of a new run.
+    Optimizer, step, random state, the task's own state and buffers that are set from the data are
+    those of a new run.
 
     Raises:
         LockstepError: they are not there or do not fit; on all ranks.
@@ -35,7 +37,8 @@ def take_over(
                 "starts from all weights of another run or from none; leave it out, or set both "
                 "to 1"
             )
-        snapshot.model = origin.weights(start, model)
+        own = data_buffers(train_step.task_state.task, model)
+        snapshot.model = origin.weights(start, model, own)
 
     with train_step.parameters.whole():
         on_first(transport, read)

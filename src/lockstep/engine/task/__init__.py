@@ -2,13 +2,15 @@
 
 from lockstep.engine.task.anew import made_anew, observed, with_config
 from lockstep.engine.task.loss import Loss, Number, Phase
-from lockstep.engine.task.task import Task, has_carry, has_lookups, is_scratch, own_collate
+from lockstep.engine.task.named import data_buffers, is_scratch
+from lockstep.engine.task.task import Task, has_carry, has_lookups, own_collate
 
 __all__ = [
     "Loss",
     "Number",
     "Phase",
     "Task",
+    "data_buffers",
     "has_carry",
     "has_lookups",
     "is_scratch",

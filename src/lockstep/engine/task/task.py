@@ -36,6 +36,9 @@ class Task(ABC):
         scratch: paths of values that batches may change since no result depends on them, such as
             timers: `scratch = ("task.calls",)`; a path includes what lies below it. All others must
             stay as they are between steps.
+        data_buffers: names of the model's buffers, or patterns (`scale.*`), that `build_model` sets
+            from the data and the config, such as the mean with which `dataset` normalises. A run
+            that starts from another's weights (`--from`) keeps its own.
         splits: names of the splits that are evaluated: while training goes on if they begin with
             `val`, at its end if they begin with `test`. Only those count for which `dataset` gives
             one.
@@ -43,6 +46,7 @@ class Task(ABC):
 
     Config: ClassVar[type[TrainConfig]] = TrainConfig
     scratch: ClassVar[tuple[str, ...]] = ()
+    data_buffers: ClassVar[tuple[str, ...]] = ()
     splits: ClassVar[tuple[str, ...]] = ("val", "test")
 
     def __init__(self, config: TrainConfig | None = None) -> None:
@@ -286,22 +290,6 @@ def check_config(kind: type[Task], config: TrainConfig) -> None:
         raise TaskError(
             f"{kind.__name__}: needs a {kind.Config.__name__}, got a {type(config).__name__}"
         )
-
-
-def is_scratch(task: Task, path: str) -> bool:
-    """Whether a value may change between steps, since the task names it or what it is part of.
-
-    Raises:
-        TaskError: `scratch` is no tuple of texts.
-    """
-    scratch: object = task.scratch
-    if not isinstance(scratch, tuple) or not all(isinstance(one, str) for one in scratch):
-        hint = (scratch,) if isinstance(scratch, str) else ("task.calls",)
-        raise TaskError(
-            f"{type(task).__name__}.scratch: must be a tuple of paths, is {scratch!r}; write "
-            f"`scratch = {hint!r}`"
-        )
-    return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in scratch)
 
 
 def own_collate(task: Task) -> Callable[[list[Any]], Any] | None:

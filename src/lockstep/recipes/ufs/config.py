@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lockstep.config import (
     NO_OUTCOME,
+    OF_MODEL,
     CheckpointConfig,
     Count,
     NonNegativeFloat,
@@ -64,9 +65,9 @@ class UfsConfig(TrainConfig):
     level: int | None = None
     """Number of the model level of upper-air fields; the lowest in height without it."""
 
-    inputs: Names = DEFAULT_INPUTS
+    inputs: Names = Field(default=DEFAULT_INPUTS, json_schema_extra=OF_MODEL)
     """Input variables."""
-    outputs: Names = ("aice",)
+    outputs: Names = Field(default=("aice",), json_schema_extra=OF_MODEL)
     """Output variables."""
     mask_mode: Literal["sea_ice", "ocean", "both"] = "sea_ice"
     """Which ocean cells: those with more ice than `min_ice_concentration`, the others, or both."""
@@ -80,7 +81,8 @@ class UfsConfig(TrainConfig):
     max_patterns: Positive = 400_000
     """Most cells that are kept, drawn from all files together."""
     split: Literal["blocks", "time"] = "blocks"
-    """Whether validation and test rows are blocks of the grid or the last times."""
+    """Whether validation and test rows are blocks of the grid or the last times (the last
+    in the order of file names, where files date not all of theirs)."""
     split_block_cells: Positive = 8
     """Rows and columns of a block."""
     val_fraction: Fraction = 0.1
@@ -88,9 +90,11 @@ class UfsConfig(TrainConfig):
     test_fraction: Fraction = 0.1
     """Part of the rows held out for testing."""
 
-    hidden: Annotated[tuple[Positive, ...], Field(min_length=1)] = (64, 64, 64)
+    hidden: Annotated[tuple[Positive, ...], Field(min_length=1)] = Field(
+        default=(64, 64, 64), json_schema_extra=OF_MODEL
+    )
     """Widths of the hidden layers."""
-    squash: bool = True
+    squash: bool = Field(default=True, json_schema_extra=OF_MODEL)
     """Keep outputs that have bounds (aice) within them, by a logistic function."""
     loss: Literal["mse", "mae", "huber"] = "mse"
     """Of normalised outputs: squared, absolute or Huber error."""

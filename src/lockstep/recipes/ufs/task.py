@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config import load
-from lockstep.engine.checkpoint.format import newest_valid, read
-from lockstep.engine.checkpoint.listing import read_hint
+from lockstep.engine.checkpoint.format import newest_valid, read, read_manifest
+from lockstep.engine.checkpoint.listing import folders, read_hint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
 from lockstep.engine.snapshot.fits import check_fits
@@ -36,10 +36,12 @@ from lockstep.recipes.ufs.fields.rows import (
     first_spread,
     gather,
     joined,
+    num_rows,
     scale_of,
     split,
 )
 from lockstep.recipes.ufs.fields.sources import Source, find_sources
+from lockstep.recipes.ufs.fields.times import Moment, are_dated, in_time
 from lockstep.recipes.ufs.fields.variables import VARIABLES
 from lockstep.recipes.ufs.model import SeaIceNet
 from lockstep.recipes.ufs.report.baselines import Period, climatology, persistence
@@ -52,11 +54,28 @@ _LOSSES: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
+class _Data(NamedTuple):
+    """What is known of the rows.
+
+    Attributes:
+        splits: the rows of each split.
+        digest: SHA-256 of all.
+        num_chosen: number of rows that there are, of which `max_patterns` are kept.
+        clipped: how many values of which variables were clipped.
+    """
+
+    splits: dict[str, Rows]
+    digest: str
+    num_chosen: int
+    clipped: dict[str, int]
+
+
 class Ufs(Task):
     """Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out."""
 
     Config = UfsConfig
     config: UfsConfig
+    data_buffers = ("*",)  # statistics of the rows, and the bounds of the outputs
 
     def build_model(self) -> SeaIceNet:
         """The network, with the statistics of the training rows.
@@ -120,7 +139,7 @@ class Ufs(Task):
         scene = self._sources[rows.time[0]].open()
         land, areas, when = scene.land(), scene.areas(), scene.moment.text
         scene.close()
-        period = Period(self._sources, moments_of(self._sources))
+        period = Period(self._sources, self._moments)
         months = np.array([moment.month or 0 for moment in period.moments])
         names = model.outputs
         baselines = {
@@ -133,13 +152,15 @@ class Ufs(Task):
 
     def _training_period(self, run_dir: Path) -> Period | str:
         """The scenes that a run was trained on, or why they cannot be had."""
-        trained = type(self)(load(UfsConfig, run_dir / "config.yaml"))
         try:
+            trained = type(self)(load(type(self).Config, run_dir / "config.yaml"))
+            if trained.data_digest() != _rows_digest(run_dir):
+                return "the files of the training have other rows now"
             times = np.unique(trained.rows_by_split["train"].time)
             sources = [trained._sources[time] for time in times]
-            return Period(sources, moments_of(sources))
+            return Period(sources, [trained._moments[time] for time in times])
         except LockstepError as error:
-            return f"the files of the training cannot be read: {error}"
+            return f"the rows of the training cannot be read: {error}"
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
         """TorchScript, torch.export and a C++ program; needs no data."""
@@ -156,29 +177,39 @@ class Ufs(Task):
         assert isinstance(model, SeaIceNet)
         rows = joined([*self.rows_by_split.values()])
         path = folder / "predicted.nc"
-        moments = moments_of(self._sources)
         exported = load_script(folder / TORCHSCRIPT)
-        write_predictions(path, model, exported, rows, self._sources, moments)
+        write_predictions(path, model, exported, rows, self._sources, self._moments)
         remarks = [f"warning: {remark}" for remark in self.data_remarks()]
         return [*remarks, f"wrote {path}: {len(rows):,} cells at {len(set(rows.time))} times"]
 
     @property
     def rows_by_split(self) -> dict[str, Rows]:
         """The rows of each split there is; those whose Jacobians are tracked come first."""
-        return self._data[0]
+        return self._data.splits
 
     def data_digest(self) -> str:
         """SHA-256 of all rows, however they are split."""
-        return self._data[1]
+        return self._data.digest
 
     def data_remarks(self) -> list[str]:
-        """How many values were a little out of range."""
-        return [
+        """Values that were a little out of range, cells that are left out, times in no order."""
+        data = self._data
+        remarks = [
             f"{count:,} values of {name} were up to {VARIABLES[name].slack:g} "
             f"{'' if VARIABLES[name].unit == '1' else VARIABLES[name].unit + ' '}outside "
             f"{VARIABLES[name].low:g} to {VARIABLES[name].high:g} and are clipped"
-            for name, count in self._data[2].items()
+            for name, count in data.clipped.items()
         ]
+        kept = sum(map(len, data.splits.values()))
+        if kept < data.num_chosen:
+            remarks.append(f"{kept:,} of {data.num_chosen:,} chosen cells are kept (max_patterns)")
+        is_held_out = self.config.split == "time" and len(data.splits) > 1
+        if is_held_out and not are_dated(self._moments):
+            remarks.append(
+                "the files do not date all of their times, so split=time holds out the last ones "
+                "in the order of the files' names"
+            )
+        return remarks
 
     def adopt(self, model: nn.Module) -> None:
         """Normalise with the statistics of a trained model, whatever those of the rows are."""
@@ -191,8 +222,8 @@ class Ufs(Task):
             self.scale = trained
 
     @cached_property
-    def _data(self) -> tuple[dict[str, Rows], str, dict[str, int]]:
-        """The rows of each split, the digest of all, and how many values were clipped."""
+    def _data(self) -> _Data:
+        """The rows, read and split."""
         config = self.config
         sources = self._sources
         selection = Selection(
@@ -204,16 +235,19 @@ class Ufs(Task):
         )
         bands = keep_bands(sources, selection, self.cache)
         rows = gather(bands, config.max_patterns)
-        first = sources[0].open()
-        num_columns = first.shape[1]
-        first.close()
-        group = blocks(rows, num_columns, config.split_block_cells)
+        if config.split == "time":
+            group = in_time(self._moments)[rows.time]
+        else:
+            first = sources[0].open()
+            num_columns = first.shape[1]
+            first.close()
+            group = blocks(rows, num_columns, config.split_block_cells)
         parts = split(rows, group, config.split, config.val_fraction, config.test_fraction)
         spread = {
             name: part if name == "train" else first_spread(part, config.jacobian_samples)
             for name, part in parts.items()
         }
-        return spread, digest(rows), clipped(bands, selection.names)
+        return _Data(spread, digest(rows), num_rows(bands), clipped(bands, selection.names))
 
     @cached_property
     def scale(self) -> Scale:
@@ -240,6 +274,20 @@ class Ufs(Task):
         if self.is_synthetic:
             history = tuple(map(str, embedded_files(self.cache)))
         return find_sources(history, config.atmosphere, config.ocean, config.level)
+
+    @cached_property
+    def _moments(self) -> list[Moment]:
+        """The time of each scene."""
+        return moments_of(self._sources)
+
+
+def _rows_digest(run_dir: Path) -> str | None:
+    """What the newest checkpoint of a run says of all rows: their SHA-256."""
+    root = RunDirectory(run_dir).checkpoints
+    for folder in folders(root):
+        known: str | None = read_manifest(folder)["sampler"].get("task_digest")
+        return known
+    raise CheckpointError(f"{root}: holds no checkpoint")
 
 
 def _start_from(run_dir: Path, net: SeaIceNet) -> None:

@@ -12,13 +12,14 @@ import netCDF4
 import numpy as np
 import pytest
 from tests.recipes.ufs.conftest import NUM_LATITUDES, NUM_LONGITUDES, NUM_TIMES
+from tests.recipes.ufs.making import good
 
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes.ufs.fields import bands
 from lockstep.recipes.ufs.fields.bands import Band, Selection, keep_bands
 from lockstep.recipes.ufs.fields.rows import Rows, gather
 from lockstep.recipes.ufs.fields.scenes import Scene
-from lockstep.recipes.ufs.fields.sources import Source, find_sources
+from lockstep.recipes.ufs.fields.sources import Source, check_sources, find_sources
 from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS
 from lockstep.recipes.ufs.synthetic import write
 from lockstep.recipes.ufs.synthetic.fields import fields, grid, land
@@ -493,3 +494,18 @@ def test_the_command_refuses_what_it_cannot_do(here: Any, tmp_path: Path) -> Non
     (tmp_path / "out").touch()
     done = here("data", "ufs-synthetic", "out")
     assert (done.returncode, done.stderr) == (2, "error: out: cannot be written: File exists\n")
+
+
+def test_times_without_a_known_unit_differ_in_any_digit(tmp_path: Path) -> None:
+    path = tmp_path / "times.nc"
+    good(path, "grid")
+    source = find_sources([str(path)], [], [], None)
+    for times, is_fine in (([20240101.0625, 20240101.06251], True), ([20240101.0625] * 2, False)):
+        with netCDF4.Dataset(path, "a") as data:
+            data["time"].units = "day as %Y%m%d.%f"
+            data["time"][:] = times
+        if is_fine:
+            check_sources(source, ["aice"]).close()
+        else:
+            with pytest.raises(DataError, match=r"20240101\.06 day .* give each time once"):
+                check_sources(source, ["aice"])

@@ -27,7 +27,7 @@ def made(count: int, times: int = 4) -> Rows:
 @given(st.integers(50, 900), st.sampled_from(["blocks", "time"]), st.floats(0, 0.3))
 def test_splits_are_disjoint_and_whole(count: int, by: str, val: float) -> None:
     rows = made(count)
-    group = blocks(rows, COLUMNS, 4)
+    group = blocks(rows, COLUMNS, 4) if by == "blocks" else rows.time
     found = split(rows, group, by, val, 0.1)
     assert sum(map(len, found.values())) == count
     assert ("val" in found) == (val > 0)
@@ -41,8 +41,10 @@ def test_splits_are_disjoint_and_whole(count: int, by: str, val: float) -> None:
 
 def test_times_are_split_in_order() -> None:
     rows = made(800)
-    found = split(rows, blocks(rows, COLUMNS, 4), "time", 0.2, 0.2)
+    found = split(rows, rows.time, "time", 0.2, 0.2)
     assert found["train"].time.max() < found["test"].time.min() < found["val"].time.min()
+    backwards = split(rows, 3 - rows.time, "time", 0.2, 0.2)
+    assert backwards["train"].time.min() > backwards["test"].time.max()
 
 
 def test_a_block_is_square() -> None:
@@ -59,7 +61,7 @@ def test_nothing_left_to_train_on() -> None:
         split(rows, blocks(rows, COLUMNS, 20), "blocks", 0.1, 0.0)
     one = rows.take(rows.time == 0)
     with pytest.raises(DataError, match="are of 1 times"):
-        split(one, one.cell, "time", 0.1, 0.0)
+        split(one, one.time, "time", 0.1, 0.0)
 
 
 @given(st.integers(1, 200), st.integers(0, 250))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lockstep.recipes.ufs.fields.cells import moments_of
 from lockstep.recipes.ufs.fields.rows import Rows
 from lockstep.recipes.ufs.fields.sources import Source, find_sources
 from lockstep.recipes.ufs.report.baselines import Period, climatology, persistence
-from lockstep.recipes.ufs.report.skill import by_region_and_season, lines, skill
+from lockstep.recipes.ufs.report.skill import bars, by_region_and_season, lines, skill
 from lockstep.recipes.ufs.synthetic.write import write_history
 
 SHAPE = (6, 5)
@@ -147,6 +148,14 @@ def test_skill_is_of_the_rows_that_the_baseline_has() -> None:
     }  # fmt: skip
     assert table["arctic"]["DJF"]["persistence"]["skill"] == 0.5
     assert table["antarctic"]["JJA"]["persistence"] is None
+    nan = pytest.approx(math.nan, nan_ok=True)
+    assert bars(table["antarctic"], ["persistence"]) == {
+        "emulator": [9.0, 9.0],
+        "persistence": [nan, nan],
+        "emulator, rows of persistence": [nan, nan],
+    }
+    arctic = bars(table["arctic"], ["persistence"])
+    assert arctic["emulator, rows of persistence"] == [1.0, 1.0, 1.0]
     said = [*lines("aice", table, ["persistence"])]
     assert said[0].startswith("aice global all: 4 points")
     assert said[0].endswith("skill 0.500 against persistence (2 points)")
@@ -193,7 +202,7 @@ def test_other_years_regions_and_grids(here: Any, tmp_path: Path) -> None:
         assert np.abs(data["aice_predicted"][0] - data["aice_true"][0]).mean() < 0.3
     for keys, message in {
         ("history=none.nc",): "none.nc: there is no such file",
-        ("inputs=[sst]", *fine): "is of another model",
+        ("inputs=[sst]", *fine): "inputs=['sst']: the model was trained with inputs=",
     }.items():
         done = here("export", "run", "bad", *keys)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

@@ -48,6 +48,11 @@ class Rows:
         return Rows(**{name: array[chosen] for name, array in vars(self).items()})
 
 
+def num_rows(paths: Sequence[Path]) -> int:
+    """How many rows all bands, from `keep_bands`, have together."""
+    return sum(int(load(path, "counts")[0][-1]) for path in paths)
+
+
 def gather(paths: Sequence[Path], most: int) -> Rows:
     """At most `most` rows of all bands: those that `draw` gives the least numbers.
 
@@ -106,8 +111,9 @@ def split(
 
     Args:
         rows: all rows, N of them.
-        group: number of each row's block, [N], int64; used by `blocks`.
-        by: `blocks` takes whole blocks in an order that looks random, `time` the last scenes.
+        group: number of each row's block, or its scene's place in time, [N], int64.
+        by: what groups are: `blocks` takes whole blocks in an order that looks random, `time` the
+            last scenes.
         val: part of the rows for validation, 0 for none.
         test: part of the rows for testing, 0 for none.
 
@@ -117,9 +123,7 @@ def split(
     Raises:
         DataError: there are too few blocks or scenes.
     """
-    units, index, counts = np.unique(
-        group if by == "blocks" else rows.time, return_inverse=True, return_counts=True
-    )
+    units, index, counts = np.unique(group, return_inverse=True, return_counts=True)
     order = (
         np.argsort(draw(units.astype(np.int64), -1))
         if by == "blocks"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.recipes.ufs.fields.netcdf.file import NetcdfFile, netcdf4
@@ -22,20 +23,23 @@ class Moment:
     """The time of a field.
 
     Attributes:
-        text: number and unit as the file has them; empty if it says nothing.
+        text: number, to ten digits, and unit as the file has them; empty if it says nothing.
         date: the same as a date; None if the unit is no `… since …` that is understood.
         month: number of the calendar month, from 1, that the field is of; None without a date. Of
             a mean over an interval, which files may date at its end, the month of its middle.
+        number: all digits of the number; None if there is none, or it is NaN.
     """
 
     text: str = ""
     date: Date | None = None
     month: int | None = None
+    number: float | None = None
 
     @property
-    def key(self) -> Date | str | None:
+    def key(self) -> Date | tuple[float | None, str] | None:
         """What equal times have in common; None if the file says nothing."""
-        return self.date or self.text or None
+        numbered = (self.number, self.text) if self.text else None
+        return self.date or numbered
 
 
 def moments(file: NetcdfFile, first: int, count: int) -> list[Moment]:
@@ -64,7 +68,8 @@ def moments(file: NetcdfFile, first: int, count: int) -> list[Moment]:
             found.append(Moment())
             continue
         text = f"{float(value):.10g} {unit}".rstrip()
-        found.append(Moment(text, date, (middle or date or (0, None))[1]))
+        number = None if np.isnan(value) else value.item()
+        found.append(Moment(text, date, (middle or date or (0, None))[1], number))
     return found
 
 
@@ -94,6 +99,23 @@ def _date(value: Any, unit: str, calendar: str) -> Date | None:
     except (ValueError, OverflowError, TypeError):
         return None
     return date.year, date.month, date.day, date.hour, date.minute, date.second
+
+
+def in_time(times: Sequence[Moment]) -> npt.NDArray[np.int64]:
+    """The place in time of each moment, from 0: [moments].
+
+    Where not all have dates, they count as in order.
+    """
+    order = list(range(len(times)))
+    if are_dated(times):
+        order.sort(key=lambda number: times[number].date or ())
+    places: npt.NDArray[np.int64] = np.argsort(order)  # the permutation the other way round
+    return places
+
+
+def are_dated(times: Iterable[Moment]) -> bool:
+    """Whether the files give all of some moments as dates."""
+    return all(moment.date is not None for moment in times)
 
 
 def check_differ(times: Iterable[tuple[Path, int, Moment]]) -> None:

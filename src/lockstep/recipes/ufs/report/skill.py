@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -112,6 +113,27 @@ def lines(
                 yield f"{name} {region} {season}: " + "  ".join([what, *shown])
 
 
+def bars(
+    by_season: Mapping[str, Mapping[str, Any]], baselines: Sequence[str]
+) -> dict[str, list[float]]:
+    """RMSE by season of the emulator and, for each baseline, of both over the baseline's rows.
+
+    Args:
+        by_season: what `by_region_and_season` says of a region.
+        baselines: names of the baselines.
+
+    Returns:
+        By what they are of, a number for each season, NaN where a baseline has no row.
+    """
+    entries = by_season.values()
+    found = {"emulator": [float(entry["rmse"]) for entry in entries]}
+    for baseline in baselines:
+        against = [entry[baseline] or {} for entry in entries]
+        for label, key in ((baseline, "rmse"), (f"emulator, rows of {baseline}", "rmse_emulator")):
+            found[label] = [float(one.get(key, math.nan)) for one in against]
+    return found
+
+
 def draw_skill(
     path: Path,
     name: str,
@@ -132,14 +154,14 @@ def draw_skill(
     panels = np.atleast_1d(figure.subplots(1, len(table), sharey=True))
     for axes, (region, by_season) in zip(panels, table.items(), strict=True):
         place = np.arange(len(by_season))
-        width = 0.8 / (1 + len(baselines))
-        for number, label in enumerate(("emulator", *baselines)):
-            heights = [
-                entry["rmse"] if label == "emulator" else (entry[label] or {}).get("rmse", 0.0)
-                for entry in by_season.values()
-            ]
-            axes.bar(place + number * width, heights, width, label=label)
-        axes.set_xticks(place + width * len(baselines) / 2, list(by_season))
+        series = bars(by_season, [*baselines])
+        width = 0.8 / len(series)
+        for number, (label, heights) in enumerate(series.items()):
+            style: dict[str, Any] = {}
+            if label not in ("emulator", *baselines):
+                style = {"color": "C0", "alpha": 0.5, "hatch": "//"}
+            axes.bar(place + number * width, heights, width, label=label, **style)
+        axes.set_xticks(place + width * (len(series) - 1) / 2, list(by_season))
         axes.set(title=region)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("RMSE" if unit == "1" else f"RMSE, {unit}")
