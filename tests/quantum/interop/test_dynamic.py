@@ -130,7 +130,9 @@ def test_conditions_of_single_instructions_are_read(monkeypatch: pytest.MonkeyPa
 
 
 def test_weights_that_are_0_but_for_rounding_are_written() -> None:
-    circuit = DynamicCircuit(1, [gate("ry", 0, angle=0.4), channel("ResetError", 0, p0=0.9, p1=0.1)])
+    circuit = DynamicCircuit(
+        1, [gate("ry", 0, angle=0.4), channel("ResetError", 0, p0=0.9, p1=0.1)]
+    )
     expected = DensitySimulator(circuit).run().density
     again = dynamic_from_qiskit(dynamic_to_qiskit(circuit))
     assert (DensitySimulator(again).run().density - expected).abs().max() < 1e-12

@@ -21,7 +21,6 @@ from lockstep.quantum.simulation.memory import check_memory
 from lockstep.quantum.simulation.shift import shifted
 from lockstep.quantum.simulation.statevector import Simulator, statevector
 
-
 KEPT_BYTES = "lockstep.quantum.simulation.statevector.KEPT_BYTES"
 
 
@@ -312,7 +311,7 @@ def test_rows_are_compared_under_transforms_too() -> None:
     ones = torch.ones_like(rows)
     assert (jvp(simulator.state, (rows,), (ones,))[0] - expected).abs().max() < 1e-14
     rows[1, 2, 3] += 1e-9
-    differs = pytest.raises(ConfigError, match="^parameter 3 differs")
+    differs = pytest.raises(ConfigError, match=r"^parameter 3 differs")
     with differs:
         vmap(simulator.state)(rows)
     with differs:
