@@ -82,8 +82,9 @@ def test_lbfgs_goes_on_from_saved_state() -> None:
 def test_natural_gradient_divides_by_the_metric() -> None:
     x = nn.Parameter(torch.zeros(2, 1, dtype=torch.float64))
     metric = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
-    optimizer = NaturalGradient(x, metric.clone, lr=0.5, damping=0.25)
+    optimizer = NaturalGradient(x, lambda: metric, lr=0.5, damping=0.25)
     x.grad = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     optimizer.step()
+    assert metric.tolist() == [[2.0, 1.0], [1.0, 3.0]]
     expected = -0.5 * torch.linalg.solve(metric + 0.25 * torch.eye(2), x.grad)
     assert torch.allclose(x.detach(), expected)

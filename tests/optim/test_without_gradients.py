@@ -129,6 +129,14 @@ def test_an_angle_without_effect_stays() -> None:
     assert torch.equal(model.layer.weights, before)
 
 
+@pytest.mark.parametrize("scale", [2.0, 3.0, 5.0, 0.5])
+def test_a_wrong_frequency_is_found(scale: float) -> None:
+    model = Energy(ansatz(scale))
+    model.sweep = Sweep("layer.weights", 1.0)
+    with pytest.raises(ConfigError, match=r"no sinusoid of angle 0 .* and the frequency right"):
+        model.sweep(model, energy)
+
+
 def test_frequencies_are_those_of_the_shift_rule() -> None:
     gates = [gate("rx", 0, angle=parameter(0, -2.0)), gate("cp", 0, 1, angle=parameter(1, 0.5))]
     circuit = Circuit(2, [*gates, gate("rzz", 0, 1, angle=parameter(3))])

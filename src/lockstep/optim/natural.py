@@ -39,7 +39,7 @@ class NaturalGradient(Optimizer):
         (parameter,) = group["params"]
         if parameter.grad is None:
             return
-        metric = self._metric().to(parameter.dtype)
+        metric = self._metric().to(parameter.dtype, copy=True)
         metric.diagonal().add_(group["damping"])
         solved = torch.cholesky_solve(parameter.grad.reshape(-1, 1), torch.linalg.cholesky(metric))
         parameter.sub_(solved.view_as(parameter), alpha=group["lr"])

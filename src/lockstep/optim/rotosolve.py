@@ -91,7 +91,7 @@ class Sweep(nn.Module):
         with torch.no_grad():
             high, low = at(quarter), at(-quarter)
             if self.check and self.found[0] < angles.numel():
-                _check(number, here.detach(), high, low, at(2 * quarter))
+                _check(number, here.detach(), high, low, at(1 / frequency))
             facts = torch.stack([0 * here, high - low, 2 * here - high - low]).to(self.found)
         message = ((self.found - self.found.detach()) * facts).sum()
         return here + message.to(here) + 0 * angles.sum()
@@ -102,9 +102,13 @@ class Sweep(nn.Module):
         return number, self.frequencies[number % len(self.frequencies)]
 
 
-def _check(number: int, here: Tensor, high: Tensor, low: Tensor, opposite: Tensor) -> None:
-    size = max(abs(value.item()) for value in (here, high, low, opposite))
-    gap = abs((high + low - here - opposite).item())
+def _check(number: int, here: Tensor, high: Tensor, low: Tensor, fourth: Tensor) -> None:
+    """Check by a fourth value, at a phase of 1 rad: there, multiples of the frequency differ."""
+    values = [value.item() for value in (here, high, low, fourth)]
+    size = max(map(abs, values))
+    mean, odd = (values[1] + values[2]) / 2, (values[1] - values[2]) / 2
+    expected = mean + (values[0] - mean) * math.cos(1) + odd * math.sin(1)
+    gap = abs(expected - values[3])
     if gap > _TOLERANCE * max(size, 1e-30):
         raise ConfigError(
             f"Rotosolve: the loss is no sinusoid of angle {number} (off by {gap:.1e}): it must be "

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from lockstep.quantum.interop.qiskit_writer import bound, drawing, to_qiskit
     from lockstep.quantum.layers.layer import Layer
     from lockstep.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
-    from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
+    from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset
     from lockstep.quantum.noise.density import DensitySimulator, DensityState
+    from lockstep.quantum.noise.readout import misread
     from lockstep.quantum.noise.trajectories import Trajectories, TrajectorySimulator
     from lockstep.quantum.simulation.distributed import expectation, retried
     from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
@@ -130,8 +131,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "interop.qiskit_writer": ("bound", "drawing", "to_qiskit"),
         "layers.layer": ("Layer",),
         "noise.channels": ("Channel", "channel", "pauli_error", "qubit_channel"),
-        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
+        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset"),
         "noise.density": ("DensitySimulator", "DensityState"),
+        "noise.readout": ("misread",),
         "noise.trajectories": ("Trajectories", "TrajectorySimulator"),
         "simulation.distributed": ("expectation", "retried"),
         "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),

@@ -125,6 +125,7 @@ def test_text_of_openfermion() -> None:
         assert operator.terms["".join(string)] == value
     assert PauliOperator.parse(operator.text(), 13).terms == operator.terms
     assert PauliOperator.parse("[X0] + [X0] - 2 [X0]").terms == {}
+    assert PauliOperator.parse("0.5*[X0]-(2j)*[Z0]").terms == {"X": 0.5, "Z": -2j}
     sparse = PauliOperator.from_sparse([("XY", (0, 3), 0.5), ("", (), 1), ("YX", (3, 0), 1)], 4)
     assert sparse.terms == {"YIIX": 1.5, "IIII": 1}
 
@@ -290,6 +291,7 @@ PAULI = PauliOperator({"ZZ": 1.0})
         (lambda: PauliOperator.parse(3), "must be a string, not int"),
         (lambda: PauliOperator.parse(""), "there are no terms"),
         (lambda: PauliOperator.parse("0.5 X0"), r"expected a term .* at '0.5 X0'"),
+        (lambda: PauliOperator.parse("* [X0]"), r"expected a term .* at '\* \[X0\]'"),
         (lambda: PauliOperator.parse("0.5 [X0] 0.5 [X1]"), r"expected a term .* '0.5 \[X1\]'"),
         (lambda: PauliOperator.parse("a [X0]"), "'a' is no number"),
         (lambda: PauliOperator.parse("1 [A0]"), "'A0' is no factor such as X0"),

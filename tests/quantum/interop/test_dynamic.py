@@ -112,6 +112,32 @@ def test_qiskits_conditions_are_read() -> None:
     assert (DensitySimulator(found).run().branches - expected).abs().max() < 1e-12
 
 
+def test_conditions_of_single_instructions_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Qiskit has them before version 2: in an attribute."""
+    circuit = qiskit.QuantumCircuit(1, 2)
+    circuit.measure(0, 1)
+    circuit.reset(0)
+    circuit.x(0)
+    for kind, value in ((qiskit.circuit.Measure, 0), (qiskit.circuit.Reset, 1)):
+        condition = (circuit.clbits[0], value)
+        monkeypatch.setattr(kind, "condition", condition, raising=False)
+    register = (circuit.cregs[0], 2)
+    monkeypatch.setattr(qiskit.circuit.library.XGate, "condition", register, raising=False)
+    measure, reset, flip = dynamic_from_qiskit(circuit).operations
+    assert measure == If((0,), 0, (Measure(0, 1),))
+    assert reset == If((0,), 1, (Reset(0),))
+    assert (flip.bits, flip.value, flip.then[0].name) == ((0, 1), 2, "x")
+
+
+def test_weights_that_are_0_but_for_rounding_are_written() -> None:
+    circuit = DynamicCircuit(
+        1, [gate("ry", 0, angle=0.4), channel("ResetError", 0, p0=0.9, p1=0.1)]
+    )
+    expected = DensitySimulator(circuit).run().density
+    again = dynamic_from_qiskit(dynamic_to_qiskit(circuit))
+    assert (DensitySimulator(again).run().density - expected).abs().max() < 1e-12
+
+
 def test_an_instruction_with_measurements_is_taken_apart() -> None:
     from qiskit.circuit import QuantumCircuit
 

@@ -171,6 +171,29 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other_is() -> None:
         assert torch.equal(found[[0, 2, 3, 4]].isfinite(), torch.ones(4, 3, dtype=torch.bool))
 
 
+def test_numbers_as_angles_do_not_depend_on_what_is_in_the_first_row() -> None:
+    angles = (parameter(0), 0.3, 0.4)
+    gates = [gate("ry", qubit, angle=angle) for qubit, angle in enumerate(angles)]
+    model = Layer(Circuit(3, gates), "ZZZ", [0], dtype=torch.float64)
+    found = model(torch.tensor([[math.nan], [0.1]], dtype=torch.float64))
+    assert found[0].isnan()
+    assert found[1].item() == pytest.approx(math.cos(0.1) * math.cos(0.3) * math.cos(0.4))
+
+
+def test_formulas_of_weights_may_be_rounded_otherwise_in_some_rows() -> None:
+    x, one, two = (parameter(i) for i in range(3))
+    angles = (x, one**two, one / two)
+    gates = [gate("ry", qubit, angle=angle) for qubit, angle in enumerate(angles)]
+    model = Layer(Circuit(3, gates), "ZZZ", [0], dtype=torch.float64)
+    rows = some_parameters(35, 1)  # more than a vector unit takes at once, and a rest
+    for seed in range(50):
+        torch.manual_seed(seed)
+        model.reset_parameters()
+        w = model.weights.detach()
+        expected = rows.cos() * (w[0] ** w[1]).cos() * (w[0] / w[1]).cos()
+        assert (model(rows) - expected).abs().max() < 1e-9
+
+
 def test_initial_weights_follow_the_seed_and_the_rule() -> None:
     one, two = layer(), layer()
     assert torch.equal(one.weights, two.weights)
@@ -193,6 +216,9 @@ def test_probabilities_of_some_qubits() -> None:
     states = model.simulator.state(model.parameters_of(ROWS))
     assert model.num_outputs == 4
     assert torch.equal(model(ROWS), probabilities(states, [2, 0]))
+    wide = Circuit(40, [gate("ry", 39, angle=parameter(0))])
+    # Its state would not fit into memory, and is not needed yet.
+    assert Layer(wide, measure="probabilities", qubits=[39, 0]).num_outputs == 4
 
 
 def test_many_strings_are_measured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +252,9 @@ def test_squares_of_pauli_sums() -> None:
         (lambda: Layer(CIRCUIT, "ZZZ", measure="probabilities"), "needs no observables"),
         (lambda: Layer(CIRCUIT, "ZZZ", qubits=[0]), "qubits: are for measure='probabilities'"),
         (lambda: Layer(CIRCUIT, measure="probabilities", qubits=[3]), "different ones of 3"),
+        (lambda: Layer(CIRCUIT, measure="probabilities", qubits=0), "numbers of qubits, not 0"),
+        (lambda: layer(init=torch.zeros_like), "init: must fill all weights in place with finite"),
+        (lambda: layer(init=lambda w: w[1:].zero_()), "init: must fill all weights in place"),
         (lambda: layer(dtype=torch.float16), "must|torch.float16: a layer is of torch.float32"),
         (lambda: layer().bfloat16()(ROWS), "torch.bfloat16: a layer is of torch.float32"),
         (lambda: layer()(), r"must be a real floating-point tensor \[..., 2\], not NoneType"),

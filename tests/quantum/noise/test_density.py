@@ -196,6 +196,16 @@ def test_misread_outcomes_are_those_of_measurements() -> None:
     assert (misread(likely, confusion) - found).abs().max() < 1e-14
 
 
+def test_confusion_may_be_rounded() -> None:
+    rows = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
+    kept = Measure(0, 0, rows).confusion  # type: ignore[arg-type]
+    assert kept is not None
+    for row, given in zip(kept, rows.tolist(), strict=True):
+        assert sum(row) == pytest.approx(1, abs=1e-15)
+        assert row == pytest.approx(given, abs=1e-7)
+    assert Measure(0, 0, ((0.7, 0.3), (0.35, 0.65))).confusion == ((0.7, 0.3), (0.35, 0.65))
+
+
 def test_the_value_of_a_channel_may_be_a_formula():
     x, y = parameter(0), parameter(1)
     rate = (x * y).sin() ** 2

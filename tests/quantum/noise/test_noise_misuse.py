@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jvp
 
 from lockstep.errors import ConfigError
 from lockstep.quantum import (
@@ -42,6 +44,16 @@ def circuit(*operations: Any, qubits: int = 1, **keys: Any) -> DynamicCircuit:
 TRAINED = circuit(channel("BitFlip", 0, p=parameter(0)))
 DAMPED = circuit(gate("h", 0), channel("AmplitudeDamping", 0, gamma=parameter(0)))
 ONE = torch.ones(1, dtype=torch.float64)
+
+
+def forward(run: Callable[[torch.Tensor], Any]) -> Any:
+    """A run with a tangent, in forward mode."""
+    with forward_ad.dual_level():
+        return run(forward_ad.make_dual(ONE, ONE))
+
+
+def of_trained(at: torch.Tensor) -> torch.Tensor:
+    return TrajectorySimulator(TRAINED).run(at).expectation(PauliSum({"Z": 1})).sum()
 
 
 @pytest.mark.parametrize(
@@ -101,6 +113,7 @@ ONE = torch.ones(1, dtype=torch.float64)
         (lambda: circuit(*TRAINED.operations, num_parameters=0), "parameter 0 in a circuit of 0"),
         (lambda: DensitySimulator(Circuit(1, [])), "noise needs a DynamicCircuit, not Circuit"),
         (lambda: DensitySimulator(circuit(), torch.float64), "must be torch.complex64 or"),
+        (lambda: DensitySimulator(circuit(), device="nope"), "device 'nope': there is no such"),
         (lambda: DensitySimulator(TRAINED).run(), "the circuit needs 1 parameters"),
         (lambda: DensitySimulator(TRAINED).run(torch.ones(2)), "2 parameters for a circuit of 1"),
         (lambda: DensitySimulator(TRAINED).run(2 * ONE), "BitFlip: p=2 must be from 0 to 1"),
@@ -111,6 +124,10 @@ ONE = torch.ones(1, dtype=torch.float64)
             lambda: DensitySimulator(DAMPED).run(ONE.clone().requires_grad_()),
             "a trained gamma of 1 has no finite gradient",
         ),
+        (lambda: forward(DensitySimulator(DAMPED).run), "a trained gamma of 1 has no finite"),
+        (lambda: forward(of_trained), "torch.func and forward-mode tangents do not go through"),
+        (lambda: jvp(of_trained, (ONE,), (ONE,)), "torch.func and forward-mode tangents"),
+        (lambda: grad(of_trained)(ONE), "torch.func and forward-mode tangents do not go through"),
         (
             lambda: DensitySimulator(circuit()).run().expectation(PauliSum({"ZZ": 1})),
             "Pauli strings of 2 letters for a density matrix of 1 qubits",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.quantum.circuits import some_parameters
@@ -23,6 +24,7 @@ from lockstep.quantum import (
     gate,
     parameter,
 )
+from lockstep.quantum.noise.random import uniform
 
 TASK = f"{Path(__file__).parent / 'task.py'}:Noisy"
 THETA = some_parameters(NUM_PARAMETERS).sigmoid()
@@ -80,6 +82,13 @@ def test_a_shot_depends_on_key_row_and_its_number_only() -> None:
     other = simulator.run(thetas, 50, key=4)
     assert not torch.equal(other.bits, whole.bits)
     assert not torch.equal(whole.bits[0], simulator.run(thetas[[0, 0]], 50, key=3).bits[1])
+
+
+@pytest.mark.parametrize("key", [5, (1 << 63) + 5, (1 << 64) - 1])
+def test_all_bits_of_a_key_count(key: int) -> None:
+    bits = np.random.Philox(key=key | 3 << 64)
+    expected = np.random.Generator(bits).random(6)
+    assert uniform(key, 3, 0, 2, 3).flatten().tolist() == expected.tolist()
 
 
 def test_without_a_key_torchs_generator_gives_one() -> None:
@@ -140,6 +149,27 @@ def test_a_biased_gradient_is_refused(name: str, end: float) -> None:
     assert len(simulator.run(at, 3).bits) == 3
     with pytest.raises(ConfigError, match=f"{name}: a trained value makes an operator's weight 0"):
         simulator.run(at.requires_grad_(), 3)
+
+
+def test_an_operator_that_is_never_there_leaves_gradients_alone() -> None:
+    """At temperature 0 nothing goes up, whatever gamma is."""
+    operations = [
+        gate("ry", 0, angle=1.1),
+        channel("GeneralizedAmplitudeDamping", 0, gamma=parameter(0), p=0.0),
+    ]
+    circuit = DynamicCircuit(1, operations)
+    energy = PauliSum({"Z": 1.0, "X": 0.5})
+    at = torch.tensor([0.4], dtype=torch.float64, requires_grad=True)
+    exact = DensitySimulator(circuit).run(at).expectation(energy)
+    (slope,) = torch.autograd.grad(exact, at)
+    simulator = TrajectorySimulator(circuit)
+    found = simulator.run(at, 4000, key=1).expectation(energy)
+    (mean,) = torch.autograd.grad(found.mean(), at)
+    assert mean.item() == pytest.approx(slope.item(), abs=0.05)
+    trained = channel("GeneralizedAmplitudeDamping", 0, gamma=0.4, p=parameter(0))
+    simulator = TrajectorySimulator(DynamicCircuit(1, [gate("ry", 0, angle=1.1), trained]))
+    with pytest.raises(ConfigError, match="a trained value makes an operator's weight 0"):
+        simulator.run(torch.zeros(1, dtype=torch.float64, requires_grad=True))
 
 
 @pytest.mark.parametrize("name", ["BitFlip", "AmplitudeDamping", "PhaseDamping"])

@@ -97,21 +97,35 @@ def test_ranks_that_do_not_fit(size: int, circuit: Circuit, message: str) -> Non
 @given(circuits(most_qubits=7))
 @settings(max_examples=10, deadline=None)
 def test_the_bits_depend_on_the_parts_only(circuit: Circuit) -> None:
-    circuit = Circuit(7, circuit.gates, 3)
-    thetas = some_parameters(2, 3)
+    check_bits(Circuit(7, circuit.gates, 3))
+
+
+@pytest.mark.parametrize("kept", [0, 8192])
+def test_ranks_of_more_and_of_fewer_parts_keep_the_same_states(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr("lockstep.quantum.simulation.statevector.KEPT_BYTES", kept)
+    check_bits(ring(7, 3))
+
+
+def check_bits(circuit: Circuit) -> None:
+    """Four parts have the same bits and make the same calls on any ranks."""
+    thetas = some_parameters(2, circuit.num_parameters)
     exact = PauliSum(TERMS).expectation(Simulator(circuit).state(thetas))
 
-    def body(transport: ThreadTransport | None) -> tuple[torch.Tensor, ...]:
+    def body(transport: ThreadTransport | None) -> tuple[list[str], list[torch.Tensor]]:
         simulator = Simulator(circuit, max_targets=3, transport=transport, parts=4)
         at = thetas.clone().requires_grad_()
         found = expectation(simulator, simulator.state(at), TERMS)
         assert found.shape == (2,)
-        return found.detach(), *torch.autograd.grad(found.square().sum(), at)
+        slopes = torch.autograd.grad(found.square().sum(), at)
+        return [] if transport is None else transport.calls, [found.detach(), *slopes]
 
-    alone = body(None)
+    _, alone = body(None)
     assert (alone[0] - exact).abs().max() < 1e-13
     for size in (1, 2, 3, 4):
-        for found in on_ranks(size, body):
+        for calls, found in (results := on_ranks(size, body)):
+            assert calls == results[0][0]
             assert all(torch.equal(own, other) for own, other in zip(found, alone, strict=True))
 
 

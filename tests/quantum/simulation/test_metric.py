@@ -138,6 +138,8 @@ def test_wrong_arguments_are_one_clear_message() -> None:
         metric_tensor(ring(2, 1), theta)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="there are parameters 0 to 5"):
         metric_tensor(simulator, theta, [6])
+    with pytest.raises(ConfigError, match=r"only \[0, 0\]: must be different"):
+        metric_tensor(simulator, theta, [0, 0])
     with pytest.raises(ConfigError, match="5 parameters for a circuit of 6"):
         metric_tensor(simulator, theta[:5])
     with pytest.raises(ConfigError, match=r"approximation='half': must be one of full"):

@@ -9,15 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.quantum.circuits import by_definition, circuits, ring, some_parameters
+from torch.autograd import forward_ad
+from torch.func import jvp, vmap
 
 from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import Circuit, Gate, gate, parameter, unitary
 from lockstep.quantum.circuits.fusion import plan
-from lockstep.quantum.simulation import adjoint, evolution
+from lockstep.quantum.simulation import evolution
 from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
 from lockstep.quantum.simulation.memory import check_memory
 from lockstep.quantum.simulation.shift import shifted
 from lockstep.quantum.simulation.statevector import Simulator, statevector
+
+KEPT_BYTES = "lockstep.quantum.simulation.statevector.KEPT_BYTES"
 
 
 @pytest.mark.parametrize("large", [1, 1 << 13])
@@ -95,7 +99,7 @@ def test_qubits_that_nothing_has_touched_take_part_from_the_start_or_not_at_all(
     found = []
     for initial in (None, zero):
         parameters = some_parameters(2, 3).requires_grad_()
-        with mock.patch.object(adjoint, "KEPT_BYTES", kept):
+        with mock.patch(KEPT_BYTES, kept):
             state = Simulator(circuit).state(parameters, initial)
             (probabilities(state) @ weights).sum().backward()
         found.append((state.detach(), parameters.grad))
@@ -122,14 +126,18 @@ def test_what_is_kept_for_the_backward_pass_does_not_change_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     circuit = ring(7, 3)
-    gradients = []
+    gradients, undone = [], []
+    undo = evolution.Moving.undo
     for kept in (0, 3 * 16 << 7, 1 << 30):
-        monkeypatch.setattr(adjoint, "KEPT_BYTES", kept)
+        monkeypatch.setattr(KEPT_BYTES, kept)
         parameters = some_parameters(circuit.num_parameters).requires_grad_()
-        probabilities(statevector(circuit, parameters))[5].backward()
+        with mock.patch.object(evolution.Moving, "undo", autospec=True, side_effect=undo) as calls:
+            probabilities(statevector(circuit, parameters))[5].backward()
         gradients.append(parameters.grad)
+        undone.append(calls.call_count)
     assert (gradients[0] - gradients[1]).abs().max() < 1e-15
     assert (gradients[0] - gradients[2]).abs().max() < 1e-15
+    assert undone[0] > undone[1] > undone[2]
 
 
 MEMORY = """
@@ -288,5 +296,25 @@ def test_parameters_that_do_not_vary_must_be_the_same_in_all_rows() -> None:
     assert (found.grad[:, [0, 4]] - expected.grad[:, [0, 4]]).abs().max() < 1e-13
     assert (found.grad.sum(0) - expected.grad.sum(0)).abs().max() < 1e-13
     rows[2, 3] += 1e-9
-    with pytest.raises(ConfigError, match=r"the angle of gate 3 .* none of its parameters is in"):
+    with pytest.raises(ConfigError, match=r"^parameter 3 differs .* no parameter in `varying`"):
         simulator.state(rows)
+    with pytest.raises(ConfigError, match=r"^the angle of gate 3 differs .* in `varying`"):
+        simulator.state_at(simulator.circuit.angles(rows))
+
+
+def test_rows_are_compared_under_transforms_too() -> None:
+    simulator = Simulator(ring(3, 1), varying=[0, 4])
+    rows = some_parameters(9).repeat(2, 4, 1)
+    rows[..., [0, 4]] = some_parameters(2, 4, 2)
+    expected = simulator.state(rows)
+    assert (vmap(simulator.state)(rows) - expected).abs().max() < 1e-14
+    ones = torch.ones_like(rows)
+    assert (jvp(simulator.state, (rows,), (ones,))[0] - expected).abs().max() < 1e-14
+    rows[1, 2, 3] += 1e-9
+    differs = pytest.raises(ConfigError, match=r"^parameter 3 differs")
+    with differs:
+        vmap(simulator.state)(rows)
+    with differs:
+        jvp(simulator.state, (rows,), (ones,))
+    with differs, forward_ad.dual_level():
+        simulator.state(forward_ad.make_dual(rows, ones))

@@ -28,7 +28,8 @@ def test_a_plateau_as_a_table_and_a_picture(here, tmp_path: Path) -> None:
 
 
 def test_expressibility_as_a_table_and_a_picture(here, tmp_path: Path) -> None:
-    options = ("--ansatz", "rx_rz,h_cz_rx", "--qubits", "3", "--samples", "50", "--layers", "2,1")
+    names = "rx_rz,h_cz_rx,rx_rz"
+    options = ("--ansatz", names, "--qubits", "3", "--samples", "50", "--layers", "2,1")
     done = here("quantum", "expressibility", *options, "--plot", "a.png")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]

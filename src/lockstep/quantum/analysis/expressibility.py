@@ -49,19 +49,6 @@ def fidelities(
     return torch.cat(found).clamp(max=1)  # rounding may lead beyond
 
 
-def haar_probabilities(num_qubits: int, bins: int = BINS) -> Tensor:
-    """The probability of each of equal bins of the fidelity of two Haar random states.
-
-    From the density (N - 1) (1 - F)^(N - 2), N = 2^n (Życzkowski, Sommers 2005).
-
-    Returns:
-        Probabilities [bins], float64, of sum 1.
-    """
-    power = (1 << num_qubits) - 1
-    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-    return -((1 - edges) ** power).diff()
-
-
 def expressibility(
     circuit: Circuit,
     samples: int = 5000,
@@ -95,6 +82,8 @@ def expressibility(
 
 def divergence(frequencies: Tensor, num_qubits: int) -> float:
     """Σ f ln(f / h) with the probabilities h of the same bins for Haar random states.
+
+    Their fidelities F have the density (N - 1) (1 - F)^(N - 2), N = 2^n (Życzkowski, Sommers 2005).
 
     Args:
         frequencies: relative frequency of each of equal bins, float64 [bins], of sum 1.

@@ -11,7 +11,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from lockstep.quantum.circuits.circuit import Gate
 from lockstep.quantum.circuits.fusion import Block
 from lockstep.quantum.circuits.steps import (
     Step,
@@ -131,7 +130,7 @@ class _Group:
     def _run(self, step: Step, own: Tensor) -> Tensor:
         """The product of a step's gates, of more than one qubit or with controls."""
         matrices = (
-            _gate_matrix(gate, own[..., number], self._dtype)
+            gate.kind.matrices(own[..., number], self._dtype)
             for gate, number in zip(step.gates, step.numbers, strict=True)
         )
         product = reduce(lambda before, matrix: matrix @ before, matrices)
@@ -194,14 +193,3 @@ class _Runs:
                 products[member] = matrix
             first = last
         return [matrix for matrix in products if matrix is not None]
-
-
-def _gate_matrix(gate: Gate, angles: Tensor, dtype: torch.dtype) -> Tensor:
-    kind = gate.kind
-    assert kind.cosine is not None
-    assert kind.sine is not None
-    phase = (angles * kind.frequency)[..., None, None]
-    constant, cosine, sine = (
-        m.to(angles.device, dtype) for m in (kind.constant, kind.cosine, kind.sine)
-    )
-    return constant + phase.cos() * cosine + phase.sin() * sine

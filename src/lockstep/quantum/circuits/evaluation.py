@@ -59,12 +59,14 @@ class _Leaves:
     def __init__(self, angles: Sequence[Angle]) -> None:
         float64 = torch.float64
         self.index = torch.tensor([a.index or 0 for a in angles], dtype=torch.int64)
-        scales = [0.0 if a.index is None else a.scale for a in angles]
-        self.scale = torch.tensor(scales, dtype=float64)
+        self.is_number = torch.tensor([a.index is None for a in angles])
+        self.scale = torch.tensor([a.scale for a in angles], dtype=float64)
         self.offset = torch.tensor([a.offset for a in angles], dtype=float64)
 
     def linear(self, parameters: Tensor) -> Tensor:
         chosen = parameters.index_select(-1, self.index.to(parameters.device))
+        # A number is a number whatever the first parameter is: 0 · NaN would be NaN.
+        chosen = chosen.masked_fill(self.is_number.to(parameters.device), 0)
         return chosen * self.scale.to(parameters) + self.offset.to(parameters)
 
 

@@ -48,6 +48,20 @@ class Kind:
         """Whether its matrix depends on an angle."""
         return self.cosine is not None
 
+    def matrices(self, angles: Tensor, dtype: torch.dtype = torch.complex128) -> Tensor:
+        """The matrices [..., 2^targets, 2^targets] at some angles, of a gate that has one.
+
+        Args:
+            angles: angles in radians, real, [...].
+            dtype: dtype of the terms, complex64 or complex128.
+        """
+        assert self.cosine is not None
+        assert self.sine is not None
+        terms = (self.constant, self.cosine, self.sine)
+        constant, cosine, sine = (term.to(angles.device, dtype) for term in terms)
+        phase = (angles * self.frequency)[..., None, None]
+        return constant + phase.cos() * cosine + phase.sin() * sine
+
 
 def _tensor(matrix: Any) -> Tensor:
     return torch.tensor(matrix, dtype=torch.complex128)

@@ -9,7 +9,7 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import kind_of
 
 _TERM = re.compile(
-    r"\s*(?P<sign>[+-]?)\s*(?P<number>\([^()\[\]]*\)|[^\s\[\]()]+)?\s*(?:\*\s*)?"
+    r"\s*(?P<sign>[+-]?)\s*(?:(?P<number>\([^()\[\]]*\)|[^\s\[\]()*]+)\s*(?:\*\s*)?)?"
     r"\[(?P<letters>[^\[\]]*)\]\s*"
 )
 _LETTER = re.compile(r"([XYZ])([0-9]{1,9})")

@@ -17,7 +17,7 @@ from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Operatio
 
 
 def dynamic_from_qiskit(source: Any) -> DynamicCircuit:
-    """A circuit with measurements, resets, `if_test` and Kraus channels from Qiskit.
+    """A circuit with measurements, resets, `if_test`, `c_if` and Kraus channels from Qiskit.
 
     Gates are read as by `from_qiskit`; parameters are numbered as in `source.parameters`. Global
     phases are left out, since no measurement sees them.
@@ -68,6 +68,28 @@ class _DynamicReader(Reader):
             yield from self._dynamic(instruction.operation, source, places, own, bits)
 
     def _dynamic(
+        self,
+        operation: Any,
+        source: Any,
+        places: Sequence[int],
+        own: Sequence[int],
+        bits: Sequence[int],
+    ) -> Iterator[Operation]:
+        """The operations of an instruction, which before Qiskit 2 may have a condition (`c_if`)."""
+        from qiskit.circuit import ControlFlowOp
+
+        condition = getattr(operation, "condition", None)
+        if condition is None or isinstance(operation, ControlFlowOp):
+            yield from self._unconditioned(operation, source, places, own, bits)
+            return
+        looked_at, value = self._condition(condition, source)
+        plain = operation.to_mutable()
+        plain.condition = None
+        then = tuple(self._unconditioned(plain, source, places, own, bits))
+        if then:
+            yield If(tuple(bits[b] for b in looked_at), value, then)
+
+    def _unconditioned(
         self,
         operation: Any,
         source: Any,

@@ -101,7 +101,8 @@ def _kraus(each: Channel, qiskit: Any) -> Any:
     if numbers is None:
         raise ConfigError(f"{each.name}: its values must be numbers, for Qiskit has only matrices")
     weights, matrices = each.kraus(numbers)
-    operators = weights.sqrt()[:, None, None] * matrices
+    # By rounding, a weight of 0 may be less.
+    operators = weights.clamp(min=0).sqrt()[:, None, None] * matrices
     return Kraus([operator.numpy() for operator in operators]).to_instruction()
 
 

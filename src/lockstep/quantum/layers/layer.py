@@ -14,7 +14,7 @@ from lockstep.quantum.circuits.checks import as_integer, kind_of
 from lockstep.quantum.circuits.circuit import Circuit
 from lockstep.quantum.circuits.frequencies import frequencies
 from lockstep.quantum.layers.readout import Readout, squared
-from lockstep.quantum.simulation.measure import PauliSum, probabilities
+from lockstep.quantum.simulation.measure import PauliSum, checked_qubits, probabilities
 from lockstep.quantum.simulation.metric import Approximation, metric_tensor
 from lockstep.quantum.simulation.statevector import Simulator
 
@@ -57,7 +57,8 @@ class Layer(nn.Module):
         num_outputs: number of columns of the output.
 
     Raises:
-        ConfigError: an argument has the wrong type or does not fit the circuit.
+        ConfigError: an argument has the wrong type or does not fit the circuit, or `init` leaves a
+            weight that is not finite, or does not fill one.
     """
 
     def __init__(
@@ -95,9 +96,18 @@ class Layer(nn.Module):
         self._prepared = self._prepare()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, by `init`."""
+        """Draw the weights anew, by `init`.
+
+        Raises:
+            ConfigError: a weight is not finite then, as one that `init` does not fill.
+        """
         with torch.no_grad():
+            self.weights.fill_(math.nan)
             self._init(self.weights)
+        if not self.weights.is_meta and not self.weights.isfinite().all():
+            raise ConfigError(
+                "init: must fill all weights in place with finite numbers, as torch.nn.init does"
+            )
 
     def forward(self, inputs: Tensor | None = None) -> Tensor:
         """Measure the circuit.
@@ -239,5 +249,4 @@ def _qubits(given: Sequence[int] | None, num_qubits: int, measure: str) -> tuple
         return tuple(range(num_qubits))
     if measure != "probabilities":
         raise ConfigError(f"qubits: are for measure='probabilities', not {measure!r}")
-    probabilities(torch.zeros(1 << num_qubits, dtype=torch.complex64), given)
-    return tuple(given)
+    return checked_qubits(given, num_qubits)

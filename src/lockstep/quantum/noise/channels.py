@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.angles import Angle, Expression
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, gate, kind_of
 from lockstep.quantum.noise.kinds import CHANNELS, PAULI_KIND, PAULIS, TIME, Kraus, constant
+from lockstep.quantum.simulation.derivatives import is_transformed
 
 _COMPLETE = 1e-9
 """How far Σ KᴴK of given operators may be from the identity."""
@@ -101,8 +102,9 @@ class Channel:
                 low, high = kind.bounds[place]
                 needed = f"from {low:g} to {high:g}" if high < TIME[1] else "positive"
                 raise ConfigError(f"{self.name}: {name}={value:g} must be {needed}")
+        has_gradient = values.requires_grad or is_transformed(values)
         for place, name in enumerate(kind.values):
-            ends = values.requires_grad and self.trained[place] and name == "gamma"
+            ends = has_gradient and self.trained[place] and name == "gamma"
             if ends and (values[..., place] == 1).any():
                 raise ConfigError(
                     f"{self.name}: a trained gamma of 1 has no finite gradient; keep it below 1"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from lockstep.quantum.circuits.circuit import (
     kind_of,
 )
 from lockstep.quantum.noise.channels import Channel
+from lockstep.quantum.noise.readout import Confusion, confusion_matrix
 
 MAX_BITS = 62
 """Most classical bits of a circuit: their values are one integer."""
@@ -33,12 +32,13 @@ class Measure:
         qubit: qubit that is measured; it is left as it was found.
         bit: classical bit that keeps the outcome.
         confusion: readout error: row v has the probabilities to read 0 and 1 where the qubit is
-            found as v. None for a perfect readout.
+            found as v. Rows whose sum is 1 as far as float32 can tell are divided by it. None for a
+            perfect readout.
     """
 
     qubit: int
     bit: int
-    confusion: tuple[tuple[float, float], tuple[float, float]] | None = None
+    confusion: Confusion | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -50,7 +50,7 @@ class Measure:
         object.__setattr__(self, "qubit", as_integer(self.qubit, "measure: qubit"))
         object.__setattr__(self, "bit", as_integer(self.bit, "measure: bit"))
         if self.confusion is not None:
-            object.__setattr__(self, "confusion", _confusion(self.confusion))
+            object.__setattr__(self, "confusion", confusion_matrix(self.confusion))
 
 
 @dataclass(frozen=True)
@@ -243,50 +243,3 @@ def _bits(operation: Operation) -> tuple[int, ...]:
     if isinstance(operation, Measure):
         return (operation.bit,)
     return operation.bits if isinstance(operation, If) else ()
-
-
-def _confusion(rows: object) -> tuple[tuple[float, float], tuple[float, float]]:
-    if isinstance(rows, Tensor):
-        rows = rows.tolist()
-    try:
-        pairs = [list(row) for row in rows]  # type: ignore[attr-defined]
-        flat = [float(x) for pair in pairs for x in pair if isinstance(x, Real)]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"confusion must be [[P(0|0), P(1|0)], [P(0|1), P(1|1)]], not {rows!r}"
-        ) from error
-    sums = [math.fsum(flat[:2]), math.fsum(flat[2:])]
-    if (
-        [len(pair) for pair in pairs] != [2, 2]
-        or len(flat) < 4
-        or not all(x >= 0 for x in flat)
-        or any(not abs(s - 1) < 1e-9 for s in sums)
-    ):
-        raise ConfigError(f"confusion: both rows of {rows!r} must be two probabilities of sum 1")
-    return (flat[0], flat[1]), (flat[2], flat[3])
-
-
-def misread(likely: Tensor, confusion: Sequence[object]) -> Tensor:
-    """The distribution of what is read, of outcomes of a measurement of all qubits.
-
-    Args:
-        likely: probabilities of the outcomes, real, [..., 2^n].
-        confusion: a confusion matrix as for `Measure`, for each of the n qubits.
-
-    Returns:
-        Probabilities [..., 2^n] of what is read; differentiable.
-
-    Raises:
-        ConfigError: there are not n confusion matrices, or one is none.
-    """
-    if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
-        raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
-    size = likely.shape[-1]
-    if size != 1 << len(confusion):
-        raise ConfigError(f"{len(confusion)} confusion matrices for {size} outcomes")
-    read = likely
-    for qubit, rows in enumerate(confusion):
-        matrix = likely.new_tensor(_confusion(rows))
-        axes = read.reshape(*likely.shape[:-1], size >> qubit + 1, 2, 1 << qubit)
-        read = (matrix.mT @ axes).reshape(likely.shape)
-    return read

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Gate, kind_of
+from lockstep.quantum.circuits.circuit import Gate
 from lockstep.quantum.circuits.steps import act, with_controls
 from lockstep.quantum.hamiltonians.operator import (
     PauliOperator,
@@ -18,8 +18,10 @@ from lockstep.quantum.hamiltonians.operator import (
 )
 from lockstep.quantum.hamiltonians.symplectic import masks_of
 from lockstep.quantum.noise.channels import Channel
+from lockstep.quantum.noise.checks import checked_circuit, checked_parameters
 from lockstep.quantum.noise.circuit import DynamicCircuit, If, Measure, Operation, Reset
 from lockstep.quantum.noise.kinds import TO_ZERO
+from lockstep.quantum.simulation.checks import checked_amplitudes
 from lockstep.quantum.simulation.measure import PauliSum
 from lockstep.quantum.simulation.memory import check_fits
 
@@ -86,7 +88,7 @@ class DensitySimulator:
         device: device on which it is computed.
 
     Raises:
-        ConfigError: an argument has the wrong type.
+        ConfigError: an argument has the wrong type, or there is no such device.
     """
 
     def __init__(
@@ -95,13 +97,8 @@ class DensitySimulator:
         dtype: torch.dtype = torch.complex128,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not isinstance(circuit, DynamicCircuit):
-            raise ConfigError(f"noise needs a DynamicCircuit, not {kind_of(circuit)}")
-        if dtype not in (torch.complex64, torch.complex128):
-            raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
-        self.circuit = circuit
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.circuit = checked_circuit(circuit)
+        self.dtype, self.device = checked_amplitudes(dtype, device)
 
     def run(self, parameters: Tensor | None = None) -> DensityState:
         """The state after the circuit.
@@ -168,7 +165,8 @@ class _Evolution:
         return branches
 
     def _gate(self, branches: Tensor, each: Gate) -> Tensor:
-        matrix = _gate_matrix(each, next(self._angles) if each.angle is not None else None)
+        kind = each.kind
+        matrix = kind.matrices(next(self._angles)) if kind.has_angle else kind.constant[None]
         matrix = with_controls(matrix.to(branches), each.control_state)[:, None]
         bits = (*each.qubits, *each.controls)
         left = act(matrix, branches, bits)
@@ -183,16 +181,6 @@ class _Evolution:
         where = holds[:, None, None]
         then = self.run(branches.where(where, 0), each.then)
         return then + self.run(branches.where(~where, 0), each.otherwise)
-
-
-def _gate_matrix(gate: Gate, angle: Tensor | None) -> Tensor:
-    """The matrix [B or 1, K, K] of a gate, without controls, from angles [B]."""
-    kind = gate.kind
-    if angle is None or kind.cosine is None or kind.sine is None:
-        return kind.constant[None]
-    phase = (angle * kind.frequency)[:, None, None]
-    constant, cosine, sine = (m.to(angle.device) for m in (kind.constant, kind.cosine, kind.sine))
-    return constant + phase.cos() * cosine + phase.sin() * sine
 
 
 def _superoperator(
@@ -228,21 +216,3 @@ def _measured(branches: Tensor, each: Measure) -> Tensor:
     zero, one = (outcome.view(split).sum(2) for outcome in found)
     both = [read[0][value] * zero + read[1][value] * one for value in (0, 1)]
     return torch.stack(both, 2).reshape(branches.shape)
-
-
-def checked_parameters(
-    circuit: DynamicCircuit, parameters: Tensor | None, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The parameters [..., P] in a dtype and on a device; none where the circuit has none.
-
-    Raises:
-        ConfigError: they are no real tensor of that shape, or there are no rows.
-    """
-    if parameters is None:
-        if circuit.num_parameters:
-            raise ConfigError(f"the circuit needs {circuit.num_parameters} parameters")
-        parameters = torch.zeros(0)
-    circuit.check_parameters(parameters)
-    if not parameters.shape[:-1].numel():
-        raise ConfigError(f"parameters {list(parameters.shape)}: there are no rows")
-    return parameters.to(device, dtype)

@@ -27,7 +27,9 @@ def uniform(key: int, row: int, first: int, shots: int, places: int) -> Tensor:
         places: number of random numbers of a shot.
     """
     start = first * places
-    bits = np.random.Philox(key=[key, row], counter=[start // _BLOCK, 0, 0, 0])
+    # Of a list with large integers NumPy would make floats.
+    words = np.array([key, row], dtype=np.uint64)
+    bits = np.random.Philox(key=words, counter=[start // _BLOCK, 0, 0, 0])
     generator = np.random.Generator(bits)
     skipped = start % _BLOCK
     drawn = generator.random(skipped + shots * places)[skipped:]

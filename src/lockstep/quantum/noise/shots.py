@@ -160,7 +160,7 @@ class Walk:
         values = self._values[:, step.first : step.first + len(channel.values)]
         weights, matrices = channel.kraus(values)
         is_trained = values.requires_grad and any(channel.trained)
-        if is_trained and (weights.detach() <= 0).any():
+        if is_trained and (weights.detach() <= 0).any() and _may_appear(channel, values):
             raise ConfigError(
                 f"{channel.name}: a trained value makes an operator's weight 0, of which no "
                 "trajectory can find the gradient; keep it away from the ends of its range, or use "
@@ -184,6 +184,19 @@ class Walk:
             found = (shots.numbers[:, step.place + 1] < ones.to(found.device)[found]).long()
         bits = shots.bits & ~(1 << operation.bit) | found << operation.bit
         return replace(shots, states=states, bits=bits)
+
+
+def _may_appear(channel: Channel, values: Tensor) -> bool:
+    """Whether the weight of an operator that is 0 changes with the trained values [B, V].
+
+    An operator whose weight stays 0 adds nothing to a gradient.
+    """
+    with torch.enable_grad():
+        values = values.detach().requires_grad_()
+        weights, _ = channel.kraus(values)
+        absent = weights.where(weights <= 0, 0).sum(0)
+        slopes = [torch.autograd.grad(one, values, retain_graph=True)[0] for one in absent]
+    return any(bool(slope.any()) for slope in slopes)
 
 
 def jumped(

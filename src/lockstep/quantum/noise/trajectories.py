@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
-from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
+from lockstep.quantum.circuits.circuit import Circuit, as_integer
 from lockstep.quantum.hamiltonians.operator import PauliOperator, hamiltonian_terms
+from lockstep.quantum.noise.checks import checked_circuit, checked_parameters
 from lockstep.quantum.noise.circuit import DynamicCircuit
-from lockstep.quantum.noise.density import checked_parameters
 from lockstep.quantum.noise.random import checked_key, uniform
 from lockstep.quantum.noise.shots import Layout, Shots, Walk
-from lockstep.quantum.simulation.derivatives import differentiable_once
+from lockstep.quantum.simulation.derivatives import differentiable_once, is_transformed
 from lockstep.quantum.simulation.measure import PauliSum
 from lockstep.quantum.simulation.memory import check_memory
 from lockstep.quantum.simulation.statevector import Simulator
@@ -32,6 +32,10 @@ from lockstep.quantum.simulation.statevector import Simulator
 _ONCE = (
     "second derivatives of trajectories are not supported: outcomes of probability 0 are never "
     "drawn, and may have curvature; use the density matrix (DensitySimulator)"
+)
+_TRANSFORMED = (
+    "torch.func and forward-mode tangents do not go through trajectories: use torch.autograd, or "
+    "the density matrix (DensitySimulator)"
 )
 
 
@@ -86,9 +90,7 @@ class TrajectorySimulator:
         dtype: torch.dtype = torch.complex128,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not isinstance(circuit, DynamicCircuit):
-            raise ConfigError(f"noise needs a DynamicCircuit, not {kind_of(circuit)}")
-        self.circuit = circuit
+        self.circuit = checked_circuit(circuit)
         self._initial = Simulator(Circuit(circuit.num_qubits, []), dtype, device)
         layout = Layout(self._initial)
         self._program = layout.steps(circuit.operations)
@@ -115,13 +117,16 @@ class TrajectorySimulator:
 
         Raises:
             ConfigError: the parameters are no such tensor, a channel's value is out of bounds, a
-                number is negative, the states do not fit into memory, or a gradient would be
-                biased: a channel's value that is trained makes an operator's weight 0.
+                number is negative, the states do not fit into memory, `torch.func` or forward mode
+                differentiates, or a gradient would be biased: an operator of a channel has weight
+                0, but no longer when a trained value changes.
         """
         if as_integer(shots, "shots") < 1 or as_integer(first, "first") < 0:
             raise ConfigError(f"shots={shots}, first={first}: must be at least 1, and at least 0")
         circuit, dtype, device = self.circuit, self._initial.dtype, self._initial.device
         given = checked_parameters(circuit, parameters, dtype.to_real(), device)
+        if is_transformed(given):
+            raise ConfigError(_TRANSFORMED)
         lead = given.shape[:-1]
         flat = given.reshape(lead.numel(), given.shape[-1])
         grads = torch.is_grad_enabled() and given.requires_grad

@@ -62,12 +62,16 @@ def is_transformed(*tensors: Tensor) -> bool:
     return any(part.tangent is not None for part in parts)
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The values that `torch.func` computes with, of all tensors of `vmap` in place of this one."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def num_copies(tensor: Tensor) -> int:
     """How many tensors of its shape `torch.func.vmap` computes at once in place of this one."""
-    inner = tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(inner):
-        inner = torch._C._functorch.get_unwrapped(inner)
-    return max(1, inner.numel() // max(1, tensor.numel()))
+    return max(1, unwrapped(tensor).numel() // max(1, tensor.numel()))
 
 
 def only_once(gradient: Tensor, message: str, *causes: Tensor) -> Tensor:

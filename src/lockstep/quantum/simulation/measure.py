@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from typing import Any
@@ -33,9 +33,7 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
     squares = torch.view_as_real(states).square().sum(-1)
     if qubits is None:
         return squares
-    wrong = [q for q in qubits if not 0 <= as_integer(q, "qubit") < num_qubits]
-    if wrong or len(set(qubits)) < len(qubits):
-        raise ConfigError(f"qubits {list(qubits)}: must be different ones of {num_qubits}")
+    qubits = checked_qubits(qubits, num_qubits)
     lead = squares.dim() - 1
     split = squares.reshape(*squares.shape[:-1], *(2,) * num_qubits)
     axes = [lead + num_qubits - 1 - q for q in reversed(qubits)]
@@ -43,6 +41,20 @@ def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor
     split = split.permute(*range(lead), *axes, *others)
     outcomes = 1 << len(qubits), 1 << (num_qubits - len(qubits))
     return split.reshape(*squares.shape[:-1], *outcomes).sum(-1)
+
+
+def checked_qubits(qubits: Sequence[int], num_qubits: int) -> tuple[int, ...]:
+    """Some of n qubits.
+
+    Raises:
+        ConfigError: they are not different integers from 0 to n - 1.
+    """
+    if not isinstance(qubits, Iterable):
+        raise ConfigError(f"qubits: must be numbers of qubits, not {qubits!r}")
+    numbers = tuple(as_integer(qubit, "qubit") for qubit in qubits)
+    if any(not 0 <= n < num_qubits for n in numbers) or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"qubits {list(numbers)}: must be different ones of {num_qubits}")
+    return numbers
 
 
 def qubits_of(states: Tensor) -> int:

@@ -56,6 +56,8 @@ def metric_tensor(
     numbers = [as_integer(number, "only") for number in wanted]
     if any(not 0 <= number < circuit.num_parameters for number in numbers):
         raise ConfigError(f"only: there are parameters 0 to {circuit.num_parameters - 1}")
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"only {numbers}: must be different parameters")
     rows = parameters.detach().to(simulator.device, simulator.dtype.to_real())
     rows = rows.reshape(parameters.shape[:-1].numel(), circuit.num_parameters)
     size = max(1, len(numbers)) * simulator.dtype.itemsize << circuit.num_qubits

@@ -77,7 +77,9 @@ class StatePart:
         self.counts = [bounds[rank + 1] - bounds[rank] for rank in range(num_ranks)]
         rank = 0 if transport is None else transport.rank
         self.first, self.num_here = bounds[rank], self.counts[rank]
-        self.kept_bytes = kept_bytes * max(self.counts) // num_parts
+        # In proportion to the parts here: which states are kept, and so which exchanges the
+        # backward pass makes, is then the same on all ranks.
+        self.kept_bytes = kept_bytes * self.num_here // num_parts
         self.pool = Pool(self.kept_bytes)
 
     def matrices_of(self, block: Block) -> list[slice]:

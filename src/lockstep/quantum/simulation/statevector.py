@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -14,7 +14,14 @@ from lockstep.quantum.circuits.blocks import BlockMatrices
 from lockstep.quantum.circuits.circuit import Circuit, as_integer, kind_of
 from lockstep.quantum.circuits.fusion import MAX_TARGETS, plan
 from lockstep.quantum.simulation.adjoint import KEPT_BYTES, Evolve, Program
-from lockstep.quantum.simulation.derivatives import AddUp, evolve, is_transformed, num_copies
+from lockstep.quantum.simulation.checks import checked_amplitudes
+from lockstep.quantum.simulation.derivatives import (
+    AddUp,
+    evolve,
+    is_transformed,
+    num_copies,
+    unwrapped,
+)
 from lockstep.quantum.simulation.memory import check_fits, check_memory, memory_bytes
 from lockstep.quantum.simulation.parts import StatePart
 
@@ -32,7 +39,9 @@ class Simulator:
             the same calls. Without a transport, the state is here.
         varying: numbers of the parameters that may differ between the states of a batch; all by
             default. Gates that depend on no such parameter have one matrix for all states, which
-            is faster.
+            is faster. What these gates depend on must be the same in all rows of the parameters;
+            the gradient through them, of all states together, is in the first row, and 0 in the
+            others.
         parts: number P of parts of the state, a power of two, at least the number of ranks and that
             by default: part p has the amplitudes whose index has p for its high bits, and rank r of
             R the parts from r·P // R on. Results have the same bits on any number of ranks with the
@@ -65,8 +74,6 @@ class Simulator:
         self.rank = 0 if self.transport is None else self.transport.rank
         if not isinstance(circuit, Circuit):
             raise ConfigError(f"a simulator needs a Circuit, not {kind_of(circuit)}")
-        if dtype not in (torch.complex64, torch.complex128):
-            raise ConfigError(f"dtype {dtype}: must be torch.complex64 or torch.complex128")
         if as_integer(max_targets, "max_targets") < 1:
             raise ConfigError(f"max_targets {max_targets}: must be at least 1")
         if parts is None and num_ranks & (num_ranks - 1):
@@ -75,11 +82,7 @@ class Simulator:
                 f"two, or parts={1 << num_ranks.bit_length()}, which are dealt out to them"
             )
         self.circuit = circuit
-        self.dtype = dtype
-        try:
-            self.device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device {device!r}: there is no such device") from error
+        self.dtype, self.device = checked_amplitudes(dtype, device)
         count = num_ranks if parts is None else as_integer(parts, "parts")
         if count < num_ranks or count & (count - 1):
             raise ConfigError(
@@ -88,6 +91,7 @@ class Simulator:
         self._num_rank_axes = count.bit_length() - 1
         self._max_targets = max_targets
         self._varying = None if varying is None else _gates_of(circuit, varying)
+        self._shared = _shared(circuit, self._varying)
         self.num_local = circuit.num_qubits - self._num_rank_axes
         self.part = StatePart(self.num_local, count, self.transport, KEPT_BYTES)
         self._memory = memory_bytes(self.device)
@@ -117,8 +121,9 @@ class Simulator:
             several ranks, this rank's part of it. Qubit 0 is the lowest bit of an index.
 
         Raises:
-            ConfigError: the parameters or the initial state are no tensor of such a shape, or the
-                state does not fit into memory.
+            ConfigError: the parameters or the initial state are no tensor of such a shape, what
+                gates of one matrix depend on (`varying`) differs between rows, or the state does
+                not fit into memory.
         """
         real = self.dtype.to_real()
         if parameters is None:
@@ -126,7 +131,10 @@ class Simulator:
                 raise ConfigError(f"the circuit needs {self.circuit.num_parameters} parameters")
             parameters = torch.zeros(0, dtype=real, device=self.device)
         self.circuit.check_parameters(parameters)
-        return self.state_at(self.circuit.angles(parameters.to(real)), initial)
+        parameters = parameters.to(real)
+        # Not the angles: the last bits of a formula may depend on the row's number.
+        _check_shared("parameter", parameters, self._shared[0])
+        return self._state(self.circuit.angles(parameters), initial)
 
     def state_at(self, angles: Tensor, initial: Tensor | None = None) -> Tensor:
         """As `state`, from the angles of all gates.
@@ -139,8 +147,16 @@ class Simulator:
             State [..., 2^n], as of `state`.
 
         Raises:
-            ConfigError: an argument has another shape, or the state does not fit into memory.
+            ConfigError: an argument has another shape, the angle of a gate of one matrix
+                (`varying`) differs between rows, or the state does not fit into memory.
         """
+        count = len(self.circuit.with_angle)
+        if not isinstance(angles, Tensor) or not angles.dim() or angles.shape[-1] != count:
+            raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
+        _check_shared("the angle of gate", angles, self._shared[1])
+        return self._state(angles, initial)
+
+    def _state(self, angles: Tensor, initial: Tensor | None) -> Tensor:
         if not torch.is_grad_enabled() and not is_transformed(angles):
             angles = angles.detach()  # so that nothing is kept for a backward pass
         lead = self._lead(angles, initial)
@@ -168,25 +184,10 @@ class Simulator:
             program = self.from_any
         if is_transformed(rows, start):
             return self._followed(rows, start, program).reshape(*lead, -1)
-        self._check_shared(rows)
         states: Tensor = Evolve.apply(rows, start, self.part, program)  # type: ignore[no-untyped-call]
         if self.part.num_here > 1:
             states = states.view(self.part.num_here, batch, -1).transpose(0, 1).reshape(batch, -1)
         return states.view(*lead, -1)
-
-    def _check_shared(self, rows: Tensor) -> None:
-        """Check that the angles that one row stands for are the same in all."""
-        if self._varying is None or len(rows) == 1:
-            return
-        with torch.no_grad():
-            differs = (rows > rows[:1]) | (rows < rows[:1])
-        if differs.any():
-            wrong = set(differs.any(0).nonzero().flatten().tolist()) - self._varying
-            if wrong:
-                raise ConfigError(
-                    f"the angle of gate {min(wrong)} (of those with angles) differs between the "
-                    "states of a batch, and none of its parameters is in `varying`"
-                )
 
     def _followed(self, rows: Tensor, start: Tensor, program: Program) -> Tensor:
         """The states by operations that `torch.func` knows."""
@@ -214,9 +215,6 @@ class Simulator:
 
     def _lead(self, angles: Tensor, initial: Tensor | None) -> torch.Size:
         """The shape of the batch."""
-        count = len(self.circuit.with_angle)
-        if not isinstance(angles, Tensor) or not angles.dim() or angles.shape[-1] != count:
-            raise ConfigError(f"angles must be a tensor [..., {count}], not {kind_of(angles)}")
         if initial is None:
             return angles.shape[:-1]
         size = self.part.num_here << self.num_local
@@ -248,6 +246,32 @@ def _gates_of(circuit: Circuit, parameters: Collection[int]) -> frozenset[int]:
     angles = [g.angle for g in circuit.with_angle if g.angle is not None]
     chosen = set(parameters)
     return frozenset(n for n, angle in enumerate(angles) if chosen.intersection(angle.parameters))
+
+
+def _shared(circuit: Circuit, varying: frozenset[int] | None) -> tuple[list[int], list[int]]:
+    """Numbers of the parameters, and of the gates with angles, that one row stands for."""
+    if varying is None:
+        return [], []
+    angles = [g.angle for g in circuit.with_angle if g.angle is not None]
+    gates = [number for number in range(len(angles)) if number not in varying]
+    return sorted({index for number in gates for index in angles[number].parameters}), gates
+
+
+def _check_shared(what: str, values: Tensor, shared: Sequence[int]) -> None:
+    """Check that the columns that one row of values [..., N] stands for are the same in all."""
+    rows = values.reshape(values.shape[:-1].numel(), values.shape[-1])
+    if not shared or len(rows) < 2:
+        return
+    with torch.no_grad():
+        own = rows.index_select(-1, torch.tensor(shared, device=rows.device))
+        differs = ((own > own[:1]) | (own < own[:1])).any(0)
+        places = torch.arange(len(shared), device=rows.device).where(differs, len(shared))
+    place = int(unwrapped(places).min())
+    if place < len(shared):
+        raise ConfigError(
+            f"{what} {shared[place]} differs between the states of a batch, for which gates that "
+            "depend on no parameter in `varying` have one matrix"
+        )
 
 
 def statevector(

@@ -88,7 +88,8 @@ def express(
         ConfigError: an argument is out of range, or matplotlib is not installed.
         DataError: the picture cannot be written.
     """
-    names = list(ANSAETZE) if ansaetze == "all" else list(map(_one_of, ansaetze.split(",")))
+    chosen = ANSAETZE if ansaetze == "all" else map(_one_of, ansaetze.split(","))
+    names = list(dict.fromkeys(chosen))
     depths = _numbers("--layers", layers, _MOST_LAYERS)
     figure = None if plot is None else _figure(plot, f"ansätze on {qubits} qubits", 9)
     lines = [f"{qubits} qubits; KL: divergence from Haar (0 is most expressive); Q: entanglement"]
