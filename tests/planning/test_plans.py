@@ -315,9 +315,6 @@ def test_what_is_believed_is_said() -> None:
     assert any("there is no profile" in line for line in unknown)
     assert not any("host by host" in line for line in unknown)
     assert any("host by host (exchange=auto)" in line for line in said)
-    assert "compression" not in text
-    thin = make_plan(facts(compression="int8"), network(), (1, 2), 2, 1000.0).assumptions
-    assert any("travel whole: that compression.name=int8" in line for line in thin)
 
 
 def test_checkpoints_are_as_far_apart_as_young_says() -> None:

@@ -111,7 +111,6 @@ class Facts:
         checkpoint_bytes: size of a checkpoint.
         checkpoint_s: seconds in which training stands still for one.
         write_s: seconds until it is on disk.
-        compression: how gradients are compressed (`compression.name`).
     """
 
     task: str
@@ -136,7 +135,6 @@ class Facts:
     checkpoint_bytes: int
     checkpoint_s: float
     write_s: float
-    compression: str = "none"
 
     @property
     def jitter(self) -> tuple[float, ...]:

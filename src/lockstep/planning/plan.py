@@ -164,11 +164,6 @@ def _assumptions(facts: Facts, network: Network, rows: Sequence[Row]) -> Iterato
             f"other hosts are as fast as {facts.host}; at most {measured} of its ranks were "
             "measured at the same time"
         )
-    if facts.compression != "none":
-        yield (
-            f"gradients travel whole: that compression.name={facts.compression} sends less of them "
-            "is not counted"
-        )
     if any(1 < way.num_hosts < way.layout.num_ranks for way in (row.prediction for row in rows)):
         yield "sums go to all ranks at once: host by host (exchange=auto) less goes between hosts"
     if any(row.prediction.layout.sharding != "none" for row in rows):

@@ -123,7 +123,6 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         checkpoint_bytes=int(saved[0]["num_bytes"]) if saved else 0,
         checkpoint_s=statistics.median([row["stall_s"] for row in saved]) if saved else 0.0,
         write_s=statistics.median([row["write_s"] for row in saved]) if saved else 0.0,
-        compression=config.compression.name,
     )
 
 
