@@ -16,9 +16,9 @@ from tests.planning.test_plans import anatomy, facts, network
 
 from lockstep.commands.plan.command import Options, plan
 from lockstep.commands.plan.measuring import Measuring, groups, message_sizes, shapes
-from lockstep.commands.plan.probes import Probe, Shape, probe_of
+from lockstep.commands.plan.probes import Probe, Prober, Shape, probe_of
 from lockstep.commands.plan.tables import lines, table
-from lockstep.config import override
+from lockstep.config import TrainConfig, override
 from lockstep.errors import ConfigError, DataError, LockstepError
 from lockstep.planning.layouts import Layout
 from lockstep.planning.plan import make_plan, read_plan
@@ -115,6 +115,27 @@ def test_copies_count_only_while_all_of_them_train(tmp_path: Path) -> None:
     assert made.step_s == pytest.approx(0.12)
     assert made.started_s == 7.0
     assert (made.peak_bytes, made.sent_bytes) == (5, 3.0)
+
+
+def test_a_training_that_a_slow_start_made_short_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps of a process took 0.5 s for a microbatch, later ones 10 ms for all eight."""
+    asked: list[int] = []
+
+    def trained(_: Prober, shape: Shape, num_steps: int, *__: Any, **___: Any) -> Probe:
+        asked.append(num_steps)
+        ranks = [{"peak_bytes": 1, "sent_bytes": 0}]
+        row = {"seconds": 0.01 if asked[1:] else 0.5, "num_steps": 1, "ranks": ranks}
+        return Probe(((row,),), 0.0, (), {})
+
+    monkeypatch.setattr(Prober, "_train", trained)
+    prober = Prober("digits", TrainConfig(), (), tmp_path, "mpi", seconds=2.0)
+    prober.first(1)
+    assert prober.timed(Shape(8))[1].step_s == 0.01
+    assert asked == [5, 7, 200]
+    prober.timed(Shape(8))
+    assert asked == [5, 7, 200, 200]
 
 
 def test_jitter_is_free_of_accidents() -> None:

@@ -54,7 +54,8 @@ def export(
     own = load(kind.Config, run_dir / "config.yaml")
     config = override_data(own, overrides)
     # What is exported is the run's, whatever data it then predicts on.
-    task, applied = make_task(kind, own), make_task(kind, config)
+    task = make_task(kind, own)
+    applied = make_task(kind, config) if overrides else task
     if overrides and (is_file or not isinstance(applied, Applies)):
         raise ConfigError(
             f"{overrides[0]}: {f'{path}: a file' if is_file else task.name} is exported without "

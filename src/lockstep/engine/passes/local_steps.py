@@ -80,7 +80,7 @@ class LocalSteps:
         momentum = about.outer_momentum
         return optim.SGD(groups, lr=about.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
-    def lr(self, factors: Sequence[float], _phase: str = "") -> float:
+    def lr(self, factors: Sequence[float]) -> float:
         """Learning rate of the first parameter group of workers."""
         return float(self._base_lrs[0] * factors[0])
 

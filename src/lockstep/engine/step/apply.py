@@ -113,7 +113,7 @@ class Apply:
         # Set last: from here on this rank counts as one that has applied the step.
         summed.result = StepResult(
             summed.scalars,
-            (self._local or self._flat_optimizer).lr(factors, phase),
+            self._lr(factors, phase),
             norm,
             # The most urgent reason of all ranks: all see the same headers, so all agree.
             max((h.stop_reason for h in summed.headers), key=STOP_REASONS.index),
@@ -121,6 +121,12 @@ class Apply:
             any(h.grows for h in summed.headers),
         )
         return summed.result
+
+    def _lr(self, factors: Sequence[float], phase: str) -> float:
+        """Learning rate that a step is reported with."""
+        if self._local is not None:
+            return self._local.lr(factors)
+        return self._flat_optimizer.lr(factors, phase)
 
     def follow(
         self, step: int, decays: int, lead: StepResult, workspace: Workspace, shares_state: bool
