@@ -15,15 +15,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 FOLDER = Path(__file__).parent / "pictures"
 _CHROMIUM = "/usr/bin/chromium"
-_MOST_BYTES = 150_000
+_MOST_BYTES = 200_000
 _RUNS = (("baseline", "0.001"), ("faster", "0.003"), ("too-fast", "0.05"))
-_SERVER = """
-import sys
-from pathlib import Path
-from lockstep.monitor.watch import Watch
-from lockstep.monitor.web import serve
-serve(Watch([Path(sys.argv[1])]), "127.0.0.1", 0, None, lambda url: print(url, flush=True))
-"""
 
 
 def train(folder: Path) -> None:
@@ -66,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
         folder = Path(name) / "runs"
         train(folder)
-        argv = [sys.executable, "-c", _SERVER, str(folder)]
+        argv = [sys.executable, "-m", "lockstep", "monitor", str(folder), "--web", "--port", "0"]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             url = server.stdout.readline().strip()

@@ -136,6 +136,12 @@ def test_the_ends_of_long_files_are_enough(tmp_path, monkeypatch):
     assert (run.metrics["val/loss"], run.metrics["large/loss"], run.ranks) == (4.0, 4.0, 2)
 
 
+def test_counts_of_a_foreign_file_are_not_negative(tmp_path):
+    folder = run_in(tmp_path / "run", {**PLAN, "total_steps": -9}, done(-1, 1.0))
+    run = summarise(folder)
+    assert (run.step, run.total_steps) == (0, 0)
+
+
 def test_the_newest_report_is_found_before_much_that_was_logged(tmp_path, monkeypatch):
     evaluated = {"event": "Evaluated", "split": "val", "seconds": 1.0, "metrics": {"loss": 4.0}}
     logged = {"event": "Logged", "name": "a", "kind": "text", "text": "x" * 80}

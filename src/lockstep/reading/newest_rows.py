@@ -146,5 +146,5 @@ def number(value: Any) -> float:
 
 
 def count(value: Any) -> int:
-    """A whole number of a row; 0 for anything else."""
-    return int(number(value))
+    """A count of a row; 0 for anything else, such as a negative number."""
+    return max(0, int(number(value)))
