@@ -45,6 +45,15 @@ def done(step, loss, ranks=3, **metrics):
     }  # fmt: skip
 
 
+EVALUATED = {
+    "event": "Evaluated",
+    "step": 2,
+    "split": "val",
+    "metrics": {"loss": 1.0},
+    "seconds": 1.0,
+}
+
+
 def written(folder, rows, first=0):
     with (folder / EVENTS).open("a") as file:
         for number, row in enumerate(rows, first):
@@ -161,12 +170,16 @@ def test_a_row_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
         {**PLAN, "time": "NaN"}, {**PLAN, "time": 1e300}, {**PLAN, "time": -1.0},
         {**joined(0), "microbatches": []}, {**joined(0), "microbatches": [0, 4, 0]},
         {**done(10**25, 1.0)}, {**done(2, 1.0), "num_steps": 10**30},
+        {**done(2, 1.0), "num_steps": 0}, {**EVALUATED, "model_step": -(10**19)},
+        {**EVALUATED, "metrics": {"loss": 10**400}},
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_a_problem(tmp_path, row):
     written(tmp_path, [PLAN, row, done(5, 1.0)])
     history = read_run(tmp_path)
     assert (history.num_problems, history.step) == (1, 5)
+    curves = history.curves.values()
+    assert all(len(c.steps) == len(c.values) == len(c.origins) for c in curves)
 
 
 def test_what_ranks_have_spent_adds_up_also_in_old_files(tmp_path):

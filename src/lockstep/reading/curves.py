@@ -33,11 +33,17 @@ class Curve:
             step: of the value.
             value: to append.
             origin: the first step that it comes from; the step itself if left out.
+
+        Raises:
+            TypeError: the value is no number; nothing is appended then.
+            OverflowError: what is given is larger than the curve can hold; nothing is appended.
         """
+        steps = array("q", (step, step if origin is None else origin))
+        values = array("d", (value,))
         self.cut(step - 1)
-        self.steps.append(step)
-        self.values.append(value)
-        self.origins.append(step if origin is None else origin)
+        self.steps.append(steps[0])
+        self.values.extend(values)
+        self.origins.append(steps[1])
 
     def cut(self, last: int) -> None:
         """Remove what is of later steps."""

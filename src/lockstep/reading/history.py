@@ -147,8 +147,7 @@ class History:
             time: of it, in Unix seconds.
         """
         try:
-            if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
-                raise ValueError(f"time {time} or step {event.step} is out of range")
+            _check_ranges(event, time)
             self._take(event, time)
         except (TypeError, ValueError, ArithmeticError) as error:
             self.add_problem(f"event {type(event).__name__}: {error}")
@@ -264,6 +263,17 @@ class History:
         for process in self.living:
             if 0 <= process.rank < len(microbatches):
                 process.num_microbatches = microbatches[process.rank]
+
+
+def _check_ranges(event: Event, time: float) -> None:
+    """Refuse what no run can have said; `ValueError` then."""
+    if not 0.0 <= time < _END_OF_TIME or abs(event.step) > _MOST_STEPS:
+        raise ValueError(f"time {time} or step {event.step} is out of range")
+    match event:
+        case StepDone() if not 0 < event.num_steps <= _MOST_STEPS:
+            raise ValueError(f"num_steps {shown(event.num_steps)} is out of range")
+        case Evaluated(model_step=int(origin)) if abs(origin) > _MOST_STEPS:
+            raise ValueError(f"model_step {shown(origin)} is out of range")
 
 
 def step_values(done: StepDone) -> dict[str, float]:
