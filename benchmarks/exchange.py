@@ -73,7 +73,6 @@ def ordered_sum(transport: Transport, num_bytes: int, shares_memory: bool) -> Ca
         device=torch.device("cpu"),
         bucket_bytes=BUCKET_BYTES,
         shares_memory=shares_memory,
-        is_one_host=True,
     )
     reduction.header.zero_()
     # Zeros stay what they are however often they are added up.

@@ -175,3 +175,10 @@ def test_memory_grows_with_the_logarithm_of_the_microbatches(power: int) -> None
             counts, left = merges(leaves(own), num_leaves)
             assert stack_depth(counts) + 1 <= 2 + power
             assert len(left) <= max(1, 2 * power)
+
+
+@given(st.integers(0, 20), st.integers(0, 20))
+def test_the_slice_of_a_range_takes_its_items(first: int, length: int) -> None:
+    own = Range(first, first + length)
+    assert list(range(50))[own.slice] == list(range(own.first, own.last))
+    assert len(own) == length

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.comm import shared_memory
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.parallel import reduction, shared_slices
-from lockstep.parallel.arena import BLOCK
+from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.exchange import add_up
 from lockstep.parallel.layout import Range, leaves, merges, split
 from lockstep.parallel.reduction import OrderedReduction
@@ -221,3 +222,31 @@ def test_memory_can_be_mapped_until_it_is_closed_and_nothing_else_in_its_place()
         shared_memory._opened(offer)
     del memory
     assert mapped[4999] == 7
+
+
+def test_an_exchange_takes_no_memory_of_python_that_grows_with_the_slices() -> None:
+    numel = 1 << 20
+
+    def body(transport: ThreadTransport) -> OrderedReduction:
+        ranges = split(2, 2)
+        made = OrderedReduction(
+            transport, [Segment(torch.float32, numel)], [[(0, torch.Size([numel]))]],
+            num_scalars=NUM_SCALARS, num_header=1, num_microbatches=2, ranges=ranges,
+            device=torch.device("cpu"), bucket_bytes=1 << 20, shares_memory=True,
+        )  # fmt: skip
+        made.header.zero_()
+        made.fold.add([torch.ones(numel)], torch.zeros(NUM_SCALARS, dtype=torch.float64))
+        made.reduce()
+        return made
+
+    tracemalloc.start()
+    try:
+        found = on_ranks(2, body)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    for made in found:
+        assert made.way is not None
+        assert made.way.name == "shared memory"
+        assert bool((made.total.segments[0] == 2).all())
+    assert peak < numel

@@ -207,9 +207,7 @@ class SharedSlices(Slices):
 
     def _add_up(self, segment: int) -> None:
         """Add up this rank's slice of every node into its own first row."""
-        # Not `slice(*range)`: Python makes room for as many arguments as the range is long.
-        first, last = self._slices[segment][self._transport.rank]
-        own = slice(first, last)
+        own = self._slices[segment][self._transport.rank].slice
         nodes = [row.segments[segment][own] for row in self._nodes]
         self._sum.into(self.total.segments[segment][own], nodes)
 

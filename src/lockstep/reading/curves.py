@@ -42,7 +42,7 @@ class Curve:
         values = array("d", (value,))
         self.cut(step - 1)
         self.steps.append(steps[0])
-        self.values.extend(values)
+        self.values.append(values[0])
         self.origins.append(steps[1])
 
     def cut(self, last: int) -> None:

@@ -244,7 +244,7 @@ class Workspace:
                 places.world.broadcast(of_stage, places.mesh.members(column)[0])
                 for entry, unit in entries:
                     if places.held_by(column).has(unit):
-                        own_part = slice(entry.range.first, entry.range.last)
+                        own_part = entry.range.slice
                         sums[own_part] = of_stage[own_part]
 
     def exchange_slices(self) -> None:

@@ -212,7 +212,7 @@ def load_tables(transport: Transport, tables: list[DealtTable], folder: Path | N
 
 def _take(part: Part, name: str, received: Tensor, rows: Range) -> None:
     """Put those of the rows in place that are in a part."""
-    ids = torch.arange(*rows)
+    ids = torch.arange(rows.first, rows.last)
     mine = ids[part.layout.owner(ids) == part.owner]
     device = received.device
     part.fields[name][part.layout.local(mine).to(device)] = received[(mine - rows.first).to(device)]

@@ -60,7 +60,7 @@ def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | st
     for column, ranges in zip(columns, found, strict=True):
         parts = [Range(r, r + 1) for r in range(len(column))]
         kept = parts if isinstance(ranges, str) else ranges
-        groups += [list(column[slice(*part)]) for part in kept]
+        groups += [list(column[part.slice]) for part in kept]
     if len(groups) < world.size:
         inside = world.subgroup(groups)
         inside.share_memory()

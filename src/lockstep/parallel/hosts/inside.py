@@ -86,7 +86,7 @@ class InMessages(Inside):
         # By rank, then node: from left to right.
         nodes = [by_node[key] for key in sorted(by_node)]
         runs = zip(self._merged.runs, self._merged.plans, strict=True)
-        return [add_up(nodes[slice(*run)], plan) for run, plan in runs]
+        return [add_up(nodes[run.slice], plan) for run, plan in runs]
 
     def spread(self, totals: Sequence[Tensor], shares: Sequence[Sequence[Sequence[Range]]]) -> None:
         """See `Inside.spread`."""
@@ -125,7 +125,7 @@ class InMemory(Inside):
         held = zip(arenas, num_nodes, strict=True)
         nodes = [row for arena, num in held for row in arena.rows[:num]]
         runs = zip(merged.runs, merged.plans, strict=True)
-        self._sums = [(BlockSum(plan, at), nodes[slice(*run)]) for run, plan in runs]
+        self._sums = [(BlockSum(plan, at), nodes[run.slice]) for run, plan in runs]
         self._arrived = torch.zeros(transport.size, dtype=torch.uint8)
 
     def host_nodes(self, segment: int, worked: Sequence[Sequence[Range]]) -> list[Tensor]:

@@ -62,7 +62,7 @@ def host_nodes(nodes: Sequence[Node], num_leaves: int) -> Merged:
         starts.append(number)
         del starts[len(starts) - count :]
     runs = [Range(*pair) for pair in pairwise([*starts, len(counts)])]
-    return Merged(left, runs, [counts[slice(*run)] for run in runs])
+    return Merged(left, runs, [counts[run.slice] for run in runs])
 
 
 def shares(slices: Sequence[Range], hosts: Sequence[Range]) -> list[list[Range]]:

@@ -142,7 +142,7 @@ class _First:
         """Make the message: the nodes of this host's ranks, as far as they add up."""
         torch.cat(self._headers, out=self._spoken.header)
         for row, run, plan in zip(self._spoken.rows, self._own.runs, self._own.plans, strict=True):
-            _copy(add_up(self._rows[slice(*run)], plan), row)
+            _copy(add_up(self._rows[run.slice], plan), row)
 
     def add_up_all(self, result: Arena) -> None:
         """Add up what was heard into the first row of an arena, whose header gets all of them."""

@@ -93,7 +93,7 @@ class SlicesByHost(Exchange):
         self._small = NodesByHost(
             transport, hosts, small, self._outbox, nodes, num_leaves, scalars, _nothing, device
         )
-        self._shares = [shares(of, hosts.ranges)[slice(*own)] for of in slices]
+        self._shares = [shares(of, hosts.ranges)[own.slice] for of in slices]
         self._cuts = [
             [cut(parts, hosts.ranges, of, rank) for parts in self._buckets(of, s, bucket_bytes)]
             for of, s in zip(slices, layout.segments, strict=True)
@@ -221,4 +221,4 @@ def gather_slices_by_host(
     """
     own = hosts.ranges[hosts.of_rank[transport.rank]]
     give_back(transport, hosts, flat, cut(slices, hosts.ranges, slices, transport.rank))
-    spread_inside(hosts.inside, flat, shares(slices, hosts.ranges)[slice(*own)])
+    spread_inside(hosts.inside, flat, shares(slices, hosts.ranges)[own.slice])
