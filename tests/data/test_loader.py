@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import random
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from lockstep.comm.local_transport import LocalTransport
 from lockstep.data.loader import Loader, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
+from lockstep.data.workers import _Deferred
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError
@@ -376,6 +378,25 @@ def test_an_exception_that_is_told_of_keeps_no_workers_alive() -> None:
         assert not [worker for worker in workers if is_alive(worker.pid)]
     finally:
         gc.enable()
+
+
+def test_a_death_that_is_told_of_in_a_destructor_is_raised_with_the_next_batch() -> None:
+    class Closer:
+        def __del__(self) -> None:
+            handler(signal.SIGCHLD, inspect.currentframe())
+
+    def died(signum: int, frame: object) -> None:
+        raise RuntimeError("a worker has died")
+
+    def fetch() -> Iterator[int]:
+        closer = Closer()
+        del closer
+        yield 1
+
+    handler = _Deferred(died)
+    assert handler.let_in(fetch()) == 1
+    with pytest.raises(RuntimeError, match="a worker has died"):
+        handler.let_in(fetch())
 
 
 def test_the_handler_of_sigchld_is_put_back_when_the_last_loader_is_closed() -> None:

@@ -3,8 +3,8 @@
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
 Here the handler is deferred until the next batch is fetched, where an exception counts as the
-task's. It
-is restored when the training ends, not earlier: signals of workers that were given up come late.
+task's. It is restored when the training ends, not earlier: signals of workers that were given up
+come late.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Deferred:
         self._is_open = self._is_pending = False
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_open:
+        if self._is_open and not _is_in_destructor(frame):
             self._handler(signum, frame)
         else:
             self._is_pending = True
@@ -116,6 +116,15 @@ def _deferred_handler() -> _Deferred:
     if callable(present) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, deferred)
     return deferred
+
+
+def _is_in_destructor(frame: FrameType | None) -> bool:
+    """Whether what is raised in a frame is lost, and printed, since a `__del__` has called it."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _end_with_rank(_: int) -> None:
