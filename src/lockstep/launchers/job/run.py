@@ -84,7 +84,8 @@ def run_ranks(
         RunDirectoryError: the run directory cannot be used.
     """
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
-    with _opened(log) as stderr, _received_signals() as received:
+    # Whoever sees the log may send signals.
+    with _received_signals() as received, _opened(log) as stderr:
         log_start, rows_start = stderr.tell(), end_of_events(events)
 
         def written() -> list[Row]:
