@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from comparing import Effort, compared, lockstep, peer, percent, side_by_side, speedup, work
+from comparing import (
+    Effort,
+    bare_mpi,
+    compared,
+    lockstep,
+    peer,
+    percent,
+    side_by_side,
+    speedup,
+    work,
+)
 from host_cases import allreduce, busy, exchange
 from page import Section, duration, ratio
 from processes import Program, Result, Spread, alternate, run
@@ -26,6 +36,8 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
         peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
         peer("Fabric (DDP, gloo)", "fabric", args),
         peer("Accelerate (DDP, gloo)", "accelerate_loop", args),
+        bare_mpi("bare MPI_Allreduce", (*args, "--fused")),
+        bare_mpi("bare MPI_Barrier", (*args, "--fused", "--meet")),
         side_by_side(args),
     ]
     section = Section(
@@ -33,12 +45,17 @@ def _latency(effort: Effort, batch: int, target: float) -> Section:
         "Adam as each loop makes it: torch's default kernels in the peers, which a second row of "
         "DDP replaces by fused ones; fused ones on the flat parameters in Lockstep. The last row "
         "does not exchange anything, so it trains two models: the floor for a step of torch on "
-        "two ranks.",
+        "two ranks. The two before it are that loop with one call of MPI a step: a sum of the "
+        "flat gradient in no given order, or a barrier, after which a step takes as long as that "
+        "of its slower rank. Nothing that waits for the other rank each step can be faster.",
     )
     targets = [(1, target, "DDP"), (-1, 0.85, "two loops")]
     compared(section, programs, effort.rounds(5), targets)
     limit = speedup(section, programs[-1], programs[1])
     section.verdicts.append(f"- With no exchange and no engine at all it would be {ratio(limit)}.")
+    for program in programs[-3:-1]:
+        limit = speedup(section, program, programs[-1])
+        section.verdicts.append(f"- {program.name} / two loops: {ratio(limit)}.")
     return section
 
 

@@ -76,6 +76,10 @@ def side_by_side(arguments: tuple[str, ...]) -> Program:
     return Program(name, "peers/plain.py", (*arguments, "--fused"), "torchrun", 2)
 
 
+def bare_mpi(name: str, arguments: tuple[str, ...]) -> Program:
+    return Program(name, "peers/bare_mpi.py", arguments, "mpirun", 2)
+
+
 def work(model: str, batch: int | None = None) -> tuple[str, ...]:
     return ("--model", model, *(() if batch is None else ("--batch", str(batch))))
 

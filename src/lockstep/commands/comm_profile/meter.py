@@ -34,12 +34,12 @@ class Timed:
 
     Attributes:
         call: what is timed.
-        line: function that lets this rank go on when its group has come.
+        start: function that returns when this rank is to begin, with all of its group.
         counts: whether this rank's clock counts.
     """
 
     call: Callable[[], object] = _nothing
-    line: Callable[[], object] = _nothing
+    start: Callable[[], object] = _nothing
     counts: bool = False
 
 
@@ -88,7 +88,7 @@ class Meter:
         """The times of some calls: for each, the greatest of all ranks."""
         own = torch.zeros(count + 1, dtype=torch.float64)
         for number in range(count):
-            timed.line()
+            timed.start()
             self._settle()
             before = perf_counter()
             timed.call()

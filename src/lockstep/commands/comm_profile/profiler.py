@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.comm.transport import Transport
-from lockstep.commands.comm_profile.engine_calls import ENGINE_CALLS, Call, filled
+from lockstep.commands.comm_profile.engine_calls import ENGINE_CALLS, Call
 from lockstep.commands.comm_profile.meter import LEAST, Meter, Timed
 from lockstep.commands.comm_profile.peers import Group
+from lockstep.commands.comm_profile.starting import start_of
 from lockstep.commands.comm_profile.torch_calls import TORCH_CALLS
 from lockstep.planning.profile.fit import fitted
 from lockstep.planning.profile.operations import OPERATIONS, Operation
@@ -102,13 +103,15 @@ class Profiler:
             transport: transport of this rank's part of the group.
             torch_group: the same for `torch.distributed`; None leaves its operations out.
         """
-        line = None if self._world.rank in group.idle else _line(transport, self._device)
+        start = None if self._world.rank in group.idle else start_of(transport, self._device)
         layers = ("lockstep",) if torch_group is None else ("lockstep", "torch")
         found = {one.key: _Found(one) for one in OPERATIONS.values() if one.layer in layers}
         for num_bytes in (0, *self._sizes):
             for one in found.values():
                 if num_bytes in self._sizes_of(one.operation):
-                    self._add(one, group, num_bytes, self._timed(one, transport, torch_group, line))
+                    self._add(
+                        one, group, num_bytes, self._timed(one, transport, torch_group, start)
+                    )
         self.unmeasured += [
             f"{key}: nothing was measured, for want of {one.skipped[0].reason}"
             for key, one in found.items()
@@ -126,18 +129,18 @@ class Profiler:
         found: _Found,
         transport: Transport,
         torch_group: object,
-        line: Callable[[], object] | None,
+        start: Callable[[], object] | None,
     ) -> Callable[[int], Timed]:
         """From a size to what this rank does for it."""
         operation = found.operation
 
         def timed(num_bytes: int) -> Timed:
-            if line is None:
+            if start is None:
                 return Timed()
             call = self._call(operation, transport, torch_group, num_bytes)
             if operation.key in _MESSAGES:
                 return Timed(call, counts=transport.rank == 0)
-            return Timed(call, line, counts=True)
+            return Timed(call, start, counts=True)
 
         return timed
 
@@ -166,14 +169,3 @@ class Profiler:
         if operation.layer == "torch":
             return TORCH_CALLS[operation.name](torch_group, num_bytes, self._device)
         return ENGINE_CALLS[operation.name](transport, num_bytes, self._device)
-
-
-def _line(transport: Transport, device: torch.device) -> Callable[[], object]:
-    """A function in which a rank waits until all of its group have come.
-
-    Not the transport's barrier: that of Lockstep's own launcher goes by way of its supervisor,
-    which lets ranks go one after the other.
-    """
-    everyone, counts = filled(transport.size, device), [1] * transport.size
-    own = everyone[transport.rank : transport.rank + 1]
-    return lambda: transport.all_gather(own, everyone, counts)
