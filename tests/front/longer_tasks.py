@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -81,6 +82,8 @@ class Line(ls.Task):
         return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
     def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        if self.config.how == "on one rank" and os.environ.get("LOCKSTEP_LOCAL_RANK") == "1":
+            self.config.epochs  # noqa: B018
         x, y = batch
         return ls.Loss((model(x) - y).square().sum(), len(x))
 

@@ -14,6 +14,7 @@ import lockstep as ls
 from lockstep.config import load
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import CheckpointError, ConfigError, RunDirectoryError
 
 FILE = longer_tasks.__file__
@@ -200,6 +201,21 @@ def test_what_init_has_read_is_known_if_the_command_made_the_task(
 ) -> None:
     assert here("train", f"{FILE}:OwnInit", "--run-dir", "one", f"how='{how}'").returncode == 0
     assert here("resume", "one", "epochs=3").returncode == code
+
+
+def test_what_a_lost_rank_has_read_is_known(
+    here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has told the others in each step, and not only when a checkpoint was written."""
+    for name, value in to_env([PlannedFault(1, 4)]).items():
+        monkeypatch.setenv(name, value)
+    how = ("how='on one rank'", "checkpoint.every=100")
+    trains = ("train", f"{FILE}:Line", "-n", "2", "--launcher", "local", "--run-dir", "one", *how)
+    assert here(*trains).returncode == 0
+    assert result(tmp_path / "one")["world_size"] == 1
+    refused = here("resume", "one", "epochs=3")
+    assert refused.returncode == 2
+    assert "has read config.epochs" in refused.stderr
 
 
 def test_a_run_of_an_earlier_version_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ counters = st.lists(st.one_of(st.just(-math.inf), st.integers(0, 2**53).map(floa
     st.booleans(),
     st.tuples(seconds, seconds, seconds, seconds),
     counters,
+    st.integers(0, 15),
 )
 def test_a_header_survives_the_journey(
     has_failed: bool,
@@ -28,8 +29,9 @@ def test_a_header_survives_the_journey(
     grows: bool,
     times: tuple[float, float, float, float],
     counted: list[float],
+    asked: int,
 ) -> None:
-    header = Header(has_failed, stop_reason, grows, Times(*times), tuple(counted))
+    header = Header(has_failed, stop_reason, grows, Times(*times), tuple(counted), 0, asked)
     values = header.pack()
     assert len(values) == num_values(len(counted))
     assert Header.unpack(values) == header

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task.asked import Asked, asked_of, plain, watched
+from lockstep.engine.task.asked import TOTAL_STEPS, Asked, asked_of, plain, watched
 
 
 class Config(TrainConfig):
@@ -80,3 +80,14 @@ def test_watching_again_is_watching_once() -> None:
     assert again.epochs == 7
     assert (len(other.names), len(asked.names)) == (1, 0)
     assert type(plain(again)) is Config
+
+
+def test_what_was_read_travels_as_bits() -> None:
+    config, asked = seen()
+    assert asked.bits == 0
+    config.steps  # noqa: B018
+    asked.add([TOTAL_STEPS, "something that all ranks have read in a checkpoint"])
+    other = Asked()
+    other.add(["config.epochs"])
+    other.add_bits(asked.bits)
+    assert other.names == {"config.epochs", "config.steps", TOTAL_STEPS}

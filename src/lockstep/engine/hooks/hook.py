@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
-from lockstep.engine.task.asked import asked_of
+from lockstep.engine.task.asked import TOTAL_STEPS, asked_of
 from lockstep.errors import TaskError
 
 MAY_CHANGE = ("after_step", "after_evaluation")
@@ -70,7 +70,7 @@ class Run:
         """Number of steps of the whole run; one that has asked for it cannot be made longer."""
         asked = asked_of(self.config)
         if asked is not None and not (self._caller is not None and self._caller.first_only):
-            asked.add(["run.total_steps"])
+            asked.add([TOTAL_STEPS])
         return self._total_steps
 
     def stop(self, reason: str) -> None:

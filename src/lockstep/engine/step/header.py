@@ -10,7 +10,7 @@ from lockstep.engine.timing import Times
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
-_NUM_OWN = 4
+_NUM_OWN = 5
 _NUM_FIXED = _NUM_OWN + len(Times._fields)
 
 
@@ -29,21 +29,23 @@ class Header(NamedTuple):
     """Integer buffers after this rank's microbatches; -inf where it computed none."""
     carry_length: int = 0
     """Number of elements of what this rank's microbatches carry, packed."""
+    asked: int = 0
+    """What code has asked of the run's length on this rank (`Asked.bits`)."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
         stop = STOP_REASONS.index(self.stop_reason)
-        own = map(float, (self.has_failed, stop, self.grows, self.carry_length))
+        own = map(float, (self.has_failed, stop, self.grows, self.carry_length, self.asked))
         return [*own, *self.times, *self.counters]
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> Header:
         """The inverse of `pack`."""
-        has_failed, stop, grows, length = values[:_NUM_OWN]
+        has_failed, stop, grows, length, asked = values[:_NUM_OWN]
         times = Times(*values[_NUM_OWN:_NUM_FIXED])
         counters = tuple(values[_NUM_FIXED:])
         reason = STOP_REASONS[int(stop)]
-        return cls(bool(has_failed), reason, bool(grows), times, counters, int(length))
+        return cls(bool(has_failed), reason, bool(grows), times, counters, int(length), int(asked))
 
 
 def num_values(num_counters: int) -> int:

@@ -15,6 +15,7 @@ from lockstep.engine.step.header import Header
 from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
+from lockstep.engine.task.asked import Asked
 from lockstep.engine.timing import Stopwatch
 from lockstep.parallel.rounds import Rounds
 
@@ -32,6 +33,7 @@ class StepSums:
         carries: DealtCarries | None,
         tables: Tables | None,
         log_every: int,
+        asked: Asked | None,
     ) -> None:
         self._runtime = runtime
         self._places = places
@@ -41,6 +43,7 @@ class StepSums:
         self._carries = carries
         self._tables = tables
         self._log_every = log_every
+        self._asked = asked
 
     def reduce(self, step: int, workspace: Workspace, error: Raised | None) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header."""
@@ -52,6 +55,7 @@ class StepSums:
             times=self._watch.times(is_exact=(step + 1) % self._log_every == 0),
             counters=tuple(self._passes.counters),
             carry_length=self._carries.copy_length if self._carries and not error else 0,
+            asked=self._asked.bits if self._asked is not None else 0,
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1
@@ -68,9 +72,16 @@ class StepSums:
             if travels:
                 # One `tolist` for all: on a GPU each item would be a message and a wait.
                 headers = [Header.unpack(values) for values in reduction.headers().tolist()]
+        self._note_asked(headers)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
+
+    def _note_asked(self, headers: list[Header]) -> None:
+        """Know what code has asked for on any rank, also if that rank is lost afterwards."""
+        for header in headers:
+            if header.asked and self._asked is not None:
+                self._asked.add_bits(header.asked)
 
     def _headers(self, own: Header) -> list[Header]:
         """The headers of all ranks, in a message of their own, which comes before the sums."""

@@ -37,6 +37,7 @@ from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.sums import StepSums
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
+from lockstep.engine.task.asked import asked_of
 from lockstep.engine.timing import Stopwatch
 from lockstep.nn.cutting import keep
 from lockstep.nn.pipeline import Pipeline
@@ -126,6 +127,7 @@ class TrainStep:
             self.carries,
             self.tables,
             config.log_every,
+            asked_of(task_state.task.config),
         )
         self.parameters = SlicedParameters(model, places)
         if places.in_slices:

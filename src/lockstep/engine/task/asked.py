@@ -18,6 +18,11 @@ _TELLING = {"epochs": "config.epochs", "steps": "config.steps", "__dict__": "the
 """Attributes that tell where a run ends. All that reads or copies a config as a whole, such as
 `model_dump`, `repr` and `hash`, reads `__dict__`."""
 
+TOTAL_STEPS = "run.total_steps"
+
+_TRAVELLING = (*_TELLING.values(), TOTAL_STEPS)
+"""What ranks tell one another in each step; all else that is noted, all of them know anyway."""
+
 _SLOTS = ("__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
 
 
@@ -34,6 +39,17 @@ class Asked:
     def add(self, names: Iterable[str]) -> None:
         """Note what was read."""
         self.names |= {*names}
+
+    @property
+    def bits(self) -> int:
+        """What was read, as a number that a step's header has a place for."""
+        if not self.names:
+            return 0
+        return sum(1 << place for place, name in enumerate(_TRAVELLING) if name in self.names)
+
+    def add_bits(self, bits: int) -> None:
+        """Note what was read on another rank, by its `bits`."""
+        self.add(name for place, name in enumerate(_TRAVELLING) if bits >> place & 1)
 
 
 def watched(config: Config, asked: Asked) -> Config:
