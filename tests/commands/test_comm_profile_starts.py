@@ -55,7 +55,7 @@ def spreads_s(ahead_s: Sequence[float], rates: Sequence[float], seconds: float) 
 
 def test_ranks_that_hear_late_that_all_have_come_begin_together() -> None:
     found = spreads_s([0.0, 1000.0, -50.0], [1.0] * 3, 0.6)
-    assert statistics.median(found) < DELAY_S / 4  # and two delays without an agreement
+    assert statistics.median(found) < DELAY_S / 2  # and two delays without an agreement
 
 
 def test_clocks_that_drift_are_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
