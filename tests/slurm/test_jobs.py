@@ -147,8 +147,8 @@ def test_lost_nodes(submit, cluster, expected, tmp_path):
     jobs, lost = {}, {}
     for which in ("first", "second"):
         (tmp_path / which).mkdir()
-        # Both cores of each node, so that the jobs share none.
-        options = (*TWO_NODES, "--cpus-per-task", "2")
+        # Both cores of each node, so that the jobs share none; with a thread each, as expected.
+        options = (*TWO_NODES, "--cpus-per-task", "2", "threads=1")
         jobs[which] = submit(tmp_path / which, SLOW, *options, SLOW_S="0.15")
     for which, job in jobs.items():
         wait_for_training(tmp_path / which)
