@@ -72,16 +72,19 @@ class StepSums:
             if travels:
                 # One `tolist` for all: on a GPU each item would be a message and a wait.
                 headers = [Header.unpack(values) for values in reduction.headers().tolist()]
-        self._note_asked(headers)
+        self._note_asked(own, headers)
         workspace.spread_scalars()
         self._watch.communication_s += self._watch.lap()
         return headers
 
-    def _note_asked(self, headers: list[Header]) -> None:
+    def _note_asked(self, own: Header, headers: list[Header]) -> None:
         """Know what code has asked for on any rank, also if that rank is lost afterwards."""
+        bits = 0
         for header in headers:
-            if header.asked and self._asked is not None:
-                self._asked.add_bits(header.asked)
+            bits |= header.asked
+        # Most have nothing to add in most steps, however many ranks there are.
+        if bits != own.asked and self._asked is not None:
+            self._asked.add_bits(bits)
 
     def _headers(self, own: Header) -> list[Header]:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
