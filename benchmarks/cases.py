@@ -70,43 +70,56 @@ def _one_rank(effort: Effort, batch: int, target: float) -> Section:
         lockstep("Lockstep, 1 microbatch", args),
         Program("plain loop", "peers/plain.py", args),
         Program("plain loop, fused Adam", "peers/plain.py", (*args, "--fused")),
+        Program("guarded loop, fused Adam", "peers/plain.py", (*args, "--fused", "--guarded")),
         lockstep("Lockstep, 2 microbatches", (*args, "--num-microbatches", "2")),
     ]
     section = Section(
         f"MLP of 9,345 parameters, batch {batch}, 1 rank",
         "Against a hand-written loop over tensors, with torch's default Adam and with its fused "
-        "one (which Lockstep uses). Two microbatches do the same work in twice as many, half as "
-        "long, passes.",
+        "one (which Lockstep uses). The guarded one also does by hand what Lockstep promises of a "
+        "step: it seeds the generators, brings the gradient into flat memory, checks loss, norm "
+        "and that no pass has changed a parameter. Two microbatches do the same work in twice as "
+        "many, half as long, passes.",
     )
-    return compared(section, programs, effort.rounds(4), [(2, target, "the fused plain loop")])
+    targets = [(2, target, "the fused plain loop")]
+    compared(section, programs, effort.rounds(5), targets)
+    _, _, plain, guarded, _ = programs
+    limit = speedup(section, guarded, plain)
+    section.verdicts.append(f"- The guarded loop / the fused plain loop: {ratio(limit)}.")
+    return section
 
 
 def mlp(effort: Effort) -> list[Section]:
     """A model of the size of an MNIST classifier."""
     args = work("mlp_0p8m", 256) + effort.length(60, 20, 5)
+    section = Section("MLP of 802,314 parameters, batch 256 a rank, 2 ranks", "As above.")
+    return [_beside_ddp(section, args, effort.rounds(5), 1.6)]
+
+
+def _beside_ddp(section: Section, args: tuple[str, ...], rounds: int, target: float) -> Section:
+    """Two ranks beside DDP, and beside loops that do less than what is asked of either."""
     programs = [
         lockstep("Lockstep (MPI)", args, num_ranks=2),
         peer("DDP (gloo)", "ddp", args),
         peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
+        bare_mpi("bare MPI_Allreduce", (*args, "--fused")),
+        side_by_side(args),
     ]
-    section = Section("MLP of 802,314 parameters, batch 256 a rank, 2 ranks", "As above.")
-    return [compared(section, programs, effort.rounds(3), [(1, 1.6, "DDP")])]
+    compared(section, programs, rounds, [(1, target, "DDP")])
+    limit = speedup(section, programs[-1], programs[1])
+    section.verdicts.append(f"- With no exchange and no engine at all it would be {ratio(limit)}.")
+    return section
 
 
 def transformer(effort: Effort) -> list[Section]:
     """A model whose gradients are large: 107 MB."""
     args = work("transformer_27m", 8) + effort.length(2, 1, 3)
-    programs = [
-        lockstep("Lockstep (MPI)", args, num_ranks=2),
-        peer("DDP (gloo)", "ddp", args),
-        peer("DDP (gloo), fused Adam", "ddp", (*args, "--fused")),
-    ]
     section = Section(
         "Transformer of 27 million parameters, 8 × 64 tokens a rank, 2 ranks",
         "107 MB of gradients in each step. DDP overlaps the exchange with the backward pass, "
         "Lockstep exchanges after it. A sample is a sequence of 64 tokens.",
     )
-    return [compared(section, programs, effort.rounds(2), [(1, 1.5, "DDP")])]
+    return [_beside_ddp(section, args, effort.rounds(3), 1.5)]
 
 
 def scaling(effort: Effort) -> list[Section]:

@@ -1,10 +1,6 @@
-r"""Runs the benchmarks side by side and writes `docs/benchmarks/core.md` and `core.json`.
+"""Runs the benchmarks side by side and writes `host.md` and `core.md` in `docs/benchmarks/`.
 
-A quick or partial run is printed instead, unless `--output` names a folder for it, or `--page` the
-page of some cases, as that of the ranks of one host:
-
-    python benchmarks/run.py --page host --only latency --only one_rank --only mlp \
-        --only transformer --only busy --only exchange
+A quick or partial run is printed instead, unless `--output` names a folder for it.
 """
 
 from __future__ import annotations
@@ -12,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cases import CASES
@@ -22,32 +19,49 @@ from processes import HERE
 
 DOCS = HERE.parent / "docs" / "benchmarks"
 
+PAGES: Mapping[str, Sequence[str]] = {
+    "host": ("latency", "one_rank", "mlp", "transformer", "busy", "exchange"),
+    "core": ("scaling", "checkpoint", "memory", "allreduce"),
+}
+"""The cases of each page; all of them are on one."""
+TITLES = {
+    "host": "Benchmarks of a step: one rank, and two of one host",
+    "core": "Benchmarks of the core: scaling, checkpoints, memory, sums",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="just see that everything runs")
     parser.add_argument("--only", choices=CASES, action="append", help="may be repeated")
-    parser.add_argument("--page", default="core", help="name of the page of some cases")
-    parser.add_argument("--output", type=Path, help="folder for the page and its raw numbers")
+    parser.add_argument("--page", choices=PAGES, action="append", help="may be repeated")
+    parser.add_argument("--output", type=Path, help="folder for the pages and their raw numbers")
     args = parser.parse_args()
-    whole = not args.quick and (args.only is None or args.page != "core")
+    is_whole = not args.quick and args.only is None
+    folder = args.output or (DOCS if is_whole else None)
+    for name in args.page or PAGES:
+        cases = [case for case in PAGES[name] if args.only is None or case in args.only]
+        if cases:
+            make(name, cases, Effort(args.quick), folder)
+
+
+def make(name: str, cases: Sequence[str], effort: Effort, folder: Path | None) -> None:
+    """Measure some cases of a page; print it, or write it into a folder."""
     started = time.perf_counter()
     facts = machine()
     sections = []
-    for name in args.only or CASES:
-        print(f"{name} ({time.perf_counter() - started:.0f} s)", file=sys.stderr)
-        sections += CASES[name](Effort(args.quick))
+    for case in cases:
+        print(f"{case} ({time.perf_counter() - started:.0f} s)", file=sys.stderr)
+        sections += CASES[case](effort)
     facts["took"] = f"{time.perf_counter() - started:.0f} s"
     facts["command"] = command("run")
-    if args.quick:
+    if effort.quick:
         facts["quick"] = "yes: these numbers mean nothing"
-    title = "Benchmarks of the core" if args.page == "core" else f"Benchmarks: {args.page}"
-    text = page(title, args.page, facts, sections)
-    folder = args.output or (DOCS if whole else None)
+    text = page(TITLES[name], name, facts, sections)
     if folder is None:
         print(text)
         return
-    write(folder, args.page, text, facts, sections)
+    write(folder, name, text, facts, sections)
     print(f"written to {folder}", file=sys.stderr)
 
 

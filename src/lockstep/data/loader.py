@@ -125,7 +125,7 @@ class Loader(BatchSource):
         fetcher = self._fetcher
         if fetcher.tensors is not None:  # draws nothing, so there is no key to make
             indices = self._sampler.indices(step, microbatch)
-            batch = fetcher.rows(fetcher.tensors, indices) if len(indices) else None
+            batch = fetcher.rows(fetcher.tensors, indices) if indices.numel() else None
             return to_device(batch, self._device)
         request = self._request(step, microbatch)
         return None if request is None else to_device(self._fetcher[request], self._device)

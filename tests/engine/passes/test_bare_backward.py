@@ -19,6 +19,7 @@ from lockstep.engine.passes import bare_backward
 
 @pytest.fixture(autouse=True)
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)  # imports the compiler the first time that a process calls it
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
 
 

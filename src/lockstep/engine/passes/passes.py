@@ -241,7 +241,9 @@ class Passes:
         return self._scalars.to(self._runtime.device)
 
 
-def float64(values: list[float], device: torch.device) -> Tensor:
-    """The values as a tensor; five times faster than `torch.tensor`."""
-    here = torch.from_numpy(np.array(values, dtype=np.float64))
-    return here if device.type == "cpu" else here.to(device)
+def fill(tensor: Tensor, values: list[float]) -> None:
+    """Overwrite a tensor, float64 [len(values)]; several times faster than by `torch.tensor`."""
+    if tensor.is_cpu:
+        tensor.numpy()[:] = values
+    else:
+        tensor.copy_(torch.from_numpy(np.array(values)))

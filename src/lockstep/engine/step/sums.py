@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.passes.passes import Passes, float64
+from lockstep.engine.passes.passes import Passes, fill
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.passes.returned import check_weight
 from lockstep.engine.places import Places
@@ -67,7 +69,7 @@ class StepSums:
             travels = False
         if not isinstance(reduction, Rounds):  # these have summed by now
             if travels:
-                reduction.header.copy_(float64(own.pack(), runtime.device))
+                fill(reduction.header, own.pack())
             reduction.reduce()
             if travels:
                 # One `tolist` for all: on a GPU each item would be a message and a wait.
@@ -88,7 +90,9 @@ class StepSums:
 
     def _headers(self, own: Header) -> list[Header]:
         """The headers of all ranks, in a message of their own, which comes before the sums."""
-        world, values = self._places.world, float64(own.pack(), self._runtime.device)
+        world, packed = self._places.world, own.pack()
+        values = torch.empty(len(packed), dtype=torch.float64, device=self._runtime.device)
+        fill(values, packed)
         everyone = values.new_empty(world.size * len(values))
         world.all_gather(values, everyone, [len(values)] * world.size)
         return [Header.unpack(values) for values in everyone.view(world.size, -1).tolist()]
