@@ -172,6 +172,7 @@ class Watched(Training):
     """Notes the process's peak at each loss, so that the last checkpoint does not count."""
 
     peak_bytes = 0
+    scratch = ("task.peak_bytes",)
 
     def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         """The loss, as ever."""

@@ -15,7 +15,7 @@ import torch
 import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
 from lockstep.comm.call_records import read_calls
 from lockstep.comm.calls import CallRing
-from lockstep.commands.slurm import job_file
+from lockstep.commands.slurm.job_file import job_file
 from lockstep.config import load, override
 from lockstep.data.cifar import read_cifar
 from lockstep.data.idx import read_labelled, write_idx

@@ -54,13 +54,14 @@ def slurm(
     as `-- --gpus-per-task=1 --qos=high`, is passed on to sbatch.
     """
     with ending_at_interrupt():
-        from lockstep.commands import slurm as command
+        from lockstep.commands.slurm import command
+        from lockstep.commands.slurm.job_file import job_file
     given = {
         "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
         "partition": partition, "account": account, "signal_before": signal_before,
         "replace": replace, "setup": setup,
     }  # fmt: skip
-    options = command.job_file(job, given)
+    options = job_file(job, given)
     request = command.Request(options, run_dir, output, submit)
     leave(command.slurm(target, overrides or [], request))
 

@@ -208,7 +208,7 @@ def sweep(
     behind `--` is passed on to sbatch.
     """
     with ending_at_interrupt():
-        from lockstep.commands.slurm import job_file
+        from lockstep.commands.slurm.job_file import job_file
         from lockstep.commands.sweep import command
     job = None if slurm is None else job_file(slurm, {})
     options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)

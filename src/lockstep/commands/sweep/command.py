@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.commands.slurm import JobFile, array, deliver, with_threads
+from lockstep.commands.slurm.batch import array, with_threads
+from lockstep.commands.slurm.delivery import deliver
+from lockstep.commands.slurm.job_file import JobFile
 from lockstep.commands.sweep.grid import Grid, Point, grid
 from lockstep.commands.sweep.outcome import ordered_by, print_outcome, try_to_draw, unknown
 from lockstep.commands.sweep.pool import Job, run_jobs

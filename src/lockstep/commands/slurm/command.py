@@ -1,0 +1,92 @@
+"""`lockstep slurm`: write a job script, and hand it to SLURM if asked to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.commands.slurm.batch import (
+    DOCTOR,
+    batch_job,
+    config_of,
+    resources_of,
+    with_options,
+    with_threads,
+)
+from lockstep.commands.slurm.delivery import deliver
+from lockstep.commands.slurm.job_file import JobFile
+from lockstep.config import TrainConfig
+from lockstep.engine.checkpoint.origin import items
+from lockstep.errors import LaunchError
+from lockstep.targets import absolute
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a job, as the command line gives it.
+
+    Attributes:
+        job: options of the job.
+        run_dir: path of the run directory; named after the job's number if None.
+        output: path of the script to write; named after the target if None.
+        submit: whether to hand the script to SLURM.
+    """
+
+    job: JobFile
+    run_dir: Path | None
+    output: Path | None
+    submit: bool
+
+
+def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
+    """Write a job script that trains a target (or runs `doctor`), and submit it if asked to.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: something given does not work, and nothing was written; or there is no
+            sbatch, or it refused the script, which was written.
+    """
+    job = request.job
+    options = [item for item in overrides if item.startswith("-")]
+    overrides = [*job.overrides, *(item for item in overrides if not item.startswith("-"))]
+    is_doctor = target == DOCTOR
+    where = target if is_doctor else absolute(target)
+    threads = 1
+    if not is_doctor:
+        overrides = with_threads(overrides, job.cpus_per_task, request.run_dir)
+        config = config_of(where, overrides, request.run_dir)
+        threads = config.threads
+        overrides = [*overrides, *_weights(config)]
+    if is_doctor and overrides:
+        raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
+    if is_doctor and job.replace:
+        raise LaunchError(f"--replace {job.replace}: the doctor replaces no ranks")
+    cpus = threads if job.cpus_per_task is None else job.cpus_per_task
+    resources = resources_of(job, cpus, threads)
+    name = _name(where)
+    path = (request.output or Path(f"{name}.sbatch")).absolute()
+    batch = batch_job(
+        name, where, overrides, threads, resources, job.replace, request.run_dir, path
+    )
+    deliver(with_options(batch, job, options), path, request.submit)
+    return 0
+
+
+def _weights(config: TrainConfig) -> list[str]:
+    """The items that say which weights of another run a job starts from, if it does.
+
+    What becomes of that run before the job starts, or is requeued, then does not matter.
+    """
+    # Patterns are said already: by the overrides, the task or the script.
+    found = items(config.weights_from)
+    return [item for item in found if not item.startswith("weights_from.only=")]
+
+
+def _name(target: str) -> str:
+    """A name for job and files."""
+    name = target.rpartition(":")[2] if ".py:" in target else Path(target).stem
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
