@@ -25,6 +25,8 @@ SHAPES = ("100mbit", "1gbit", "20ms")
 PARAMETERS = (9_217, 800_000)
 MICROBATCHES = (8, 20)
 """Of 8 ranks: aligned ranges, one node each; and ranges that leave several nodes each."""
+_ITEM_BYTES = 4
+"""Gradients are float32."""
 _TIMEOUT_S = 900.0
 Launcher = Literal["mpi", "torchrun"]
 _LAUNCHERS: tuple[Launcher, ...] = ("mpi", "torchrun")
@@ -51,7 +53,7 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
         "MPI" if launcher == "mpi" else "gloo",
         f"{HOSTS} hosts (network namespaces, `benchmarks/lab`) with {RANKS} ranks each.",
         ("network", "parameters", "microbatches", "bytes, flat", "bytes, hierarchical", "of flat",
-         "sum, flat", "sum, hierarchical", "faster"),
+         "of the least", "sum, flat", "sum, hierarchical", "faster"),
     )  # fmt: skip
     for shape in shapes:
         found = measured(launcher, shape, quick)
@@ -59,6 +61,7 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
         for case in found:
             flat, by_host = case["flat"], case["hierarchical"]
             part = min(by_host["bytes"]) / min(flat["bytes"])
+            least = 2 * _ITEM_BYTES * case["parameters"] * (HOSTS - 1)
             section.rows.append(
                 (
                     shape,
@@ -67,6 +70,7 @@ def section_of(launcher: Launcher, shapes: Sequence[str], quick: bool) -> Sectio
                     f"{min(flat['bytes']):,.0f}",
                     f"{min(by_host['bytes']):,.0f}",
                     f"{part:.2f}",
+                    f"{min(by_host['bytes']) / least:.2f}",
                     duration(Spread.of(flat["seconds"])),
                     duration(Spread.of(by_host["seconds"])),
                     ratio(Spread.of_ratios(flat["seconds"], by_host["seconds"])),
@@ -151,7 +155,11 @@ _METHOD = (
     "least and the greatest. Bytes are those that all hosts send in a sum by their interfaces, "
     "with all headers and acknowledgements, the least of the repeats. With one node of the tree "
     "for each host no sum of a gradient of P bytes over H hosts takes fewer than 2 P (H - 1) "
-    "between them."
+    "between them: the least. Gradients of less than a megabyte travel whole, once to each other "
+    "host, and so do more nodes (20 microbatches) that a host cannot add up: more bytes, fewer "
+    "messages. Of large gradients gloo gathers the sums in a ring, in which every other message "
+    "stays on its host: flat that is 9.5 P here, where MPI moves 12 P, so that the least is 0.63 "
+    "of it."
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lockstep.launchers.host.cores import usable_cores
@@ -22,9 +22,17 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
         "load before": f"{os.getloadavg()[0]:.1f} processes (1 minute's mean)",
         "system": platform.platform(),
         "Python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **{name: _version(name) for name in packages},
         "MPI": mpi_version(find_mpirun()),
     }
+
+
+def _version(package: str) -> str:
+    """The version of a package; peers need not be there for cases without them."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def cpu_model() -> str:
