@@ -107,3 +107,28 @@ def test_a_group_that_others_have_given_up_is_left() -> None:
     said = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(GroupBroken, match="given up"):
         made.all_gather(said[:1], said, [1, 1], Traffic())
+
+
+@pytest.mark.parametrize(("answered_after_us", "spin_us"), [(150, 200), (3_000, 5)])
+def test_who_had_to_be_woken_for_what_came_soon_looks_for_it_longer(
+    monkeypatch: pytest.MonkeyPatch, answered_after_us: int, spin_us: int
+) -> None:
+    memories = [shared_memory.SharedMemory(mailbox._NUM_BYTES).tensor for _ in range(2)]
+    made = Mailbox(0, memories, [os.getpid()] * 2, True, nothing, math.inf)
+    made._spin_ns = 20_000
+    now_us = due_us = 0
+
+    def pass_time(passed_us: int) -> int:
+        nonlocal now_us
+        now_us += passed_us
+        if now_us >= due_us:
+            made._words[1][0] = made._count
+        return 1_000 * now_us
+
+    monkeypatch.setattr(mailbox, "monotonic_ns", lambda: pass_time(1))
+    monkeypatch.setattr(futex, "wait", lambda *_: pass_time(max(due_us - now_us, 20)))
+    said = torch.zeros(2, dtype=torch.int32)
+    for _ in range(10):
+        due_us = now_us + answered_after_us
+        made.all_gather(said[:1], said, [1, 1], Traffic())
+    assert made._spin_ns == 1_000 * spin_us

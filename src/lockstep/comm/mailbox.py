@@ -110,15 +110,19 @@ class Mailbox:
 
     def _await(self, other: int, count: int) -> None:
         """Return when a rank has sent its message of a number, or the next one."""
-        word = self._words[other]
-        until = monotonic_ns() + self._spin_ns
+        word, since = self._words[other], monotonic_ns()
+        until = since + self._spin_ns
         while monotonic_ns() < until:
             if (word[0] - count) & _MASK <= 1:
                 self._spin_ns = min(2 * self._spin_ns, self._most_spin_ns)
                 return
-        # Another time it takes less of a core that others may need.
-        self._spin_ns = min(max(self._spin_ns // 2, _LEAST_SPIN_NS), self._most_spin_ns)
         self._sleep(other, count)
+        # A wait that looking on would have ended soon: what it took is in part that processes had
+        # to be woken, here and there, and would be for ever if each of them were shortened by it.
+        if monotonic_ns() - since <= self._most_spin_ns:
+            self._spin_ns = min(2 * self._spin_ns, self._most_spin_ns)
+        else:  # another time it takes less of a core that others may need
+            self._spin_ns = min(max(self._spin_ns // 2, _LEAST_SPIN_NS), self._most_spin_ns)
 
     def _sleep(self, other: int, count: int) -> None:
         word, since = self._words[other], monotonic_ns()
