@@ -47,11 +47,12 @@ def main() -> None:
         versions = [parameter._version for parameter in parameters]
         loss = work.loss(model(inputs), targets)
         loss.backward()
-        assert versions == [parameter._version for parameter in parameters]
+        if versions != [parameter._version for parameter in parameters]:
+            raise RuntimeError("a pass has changed a parameter")
         torch._foreach_copy_(views, [parameter.grad for parameter in parameters])
         norm = torch.linalg.vector_norm(flat).item()
-        assert math.isfinite(loss.item())
-        assert math.isfinite(norm)
+        if not (math.isfinite(loss.item()) and math.isfinite(norm)):
+            raise RuntimeError("the loss or the gradient is not finite")
         flat.mul_(1.0)  # from a sum to a mean, or to a clipped one
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
