@@ -1,47 +1,75 @@
 """Peer: a plain loop whose ranks add up one flat gradient by `MPI_Allreduce`, and do nothing else.
 
 No framework, no order of additions, no check. With `--meet` they only wait for each other in
-`MPI_Barrier`: what it costs that a step is as long as that of its slowest rank.
+`MPI_Barrier`: what it costs that a step is as long as that of its slowest rank. With `--guarded`
+they also keep the promises of `guarded.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
+from guarded import guarded_step
 from harness import adam, arguments, batches, report
-from models import workload
+from models import Workload, workload
 from mpi4py import MPI
+from torch import Tensor, nn
 
 
 def main() -> None:
-    args = arguments(__doc__, "--meet")
+    args = arguments(__doc__, "--meet", "--guarded")
     work = workload(args.model)
     batch = args.batch or work.batch
     data = batches(work, batch)
-    model = work.model
-    optimizer = adam(model, args)
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    for parameter, part in zip(
-        parameters, flat.split([p.numel() for p in parameters]), strict=True
-    ):
-        parameter.grad = part.view_as(parameter)
-    world, gradient = MPI.COMM_WORLD, flat.numpy()
+    optimizer = adam(work.model, args)
+    world = MPI.COMM_WORLD
 
-    def exchange() -> None:
+    def add_up(message: Tensor) -> None:
+        world.Allreduce(MPI.IN_PLACE, message.numpy())
+
+    def add_gradients() -> None:
         if args.meet:
             world.Barrier()
         else:
-            world.Allreduce(MPI.IN_PLACE, gradient)
+            add_up(flat)
             flat.div_(world.size)
+
+    if args.guarded:
+        step = guarded_step(work, data, optimizer, add_up, world.size)
+    else:
+        flat = flat_gradient(work.model)
+        step = bare_step(work, data, optimizer, flat, add_gradients)
+    report("bare MPI", args, batch, step, world.Barrier)
+
+
+def flat_gradient(model: nn.Module) -> Tensor:
+    """Flat memory, all zero, into which autograd writes the model's gradients."""
+    parameters = list(model.parameters())
+    numels = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(numels))
+    for parameter, part in zip(parameters, flat.split(numels), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def bare_step(
+    work: Workload,
+    data: Iterator[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    flat: Tensor,
+    exchange: Callable[[], None],
+) -> Callable[[], None]:
+    """A function that does one step and checks nothing."""
 
     def step() -> None:
         inputs, targets = next(data)
         flat.zero_()
-        work.loss(model(inputs), targets).backward()
+        work.loss(work.model(inputs), targets).backward()
         exchange()
         optimizer.step()
 
-    report("bare MPI", args, batch, step, world.Barrier)
+    return step
 
 
 if __name__ == "__main__":

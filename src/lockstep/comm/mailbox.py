@@ -114,15 +114,17 @@ class Mailbox:
         until = since + self._spin_ns
         while monotonic_ns() < until:
             if (word[0] - count) & _MASK <= 1:
-                self._spin_ns = min(2 * self._spin_ns, self._most_spin_ns)
-                return
-        self._sleep(other, count)
-        # A wait that looking on would have ended soon: what it took is in part that processes had
-        # to be woken, here and there, and would be for ever if each of them were shortened by it.
+                break
+        else:
+            self._sleep(other, count)
+        # Also after a sleep that looking on would have ended soon: what it took is in part that
+        # processes had to be woken, here and there, and would be for ever if each of them looked
+        # for less long after it.
         if monotonic_ns() - since <= self._most_spin_ns:
-            self._spin_ns = min(2 * self._spin_ns, self._most_spin_ns)
+            spin_ns = 2 * self._spin_ns
         else:  # another time it takes less of a core that others may need
-            self._spin_ns = min(max(self._spin_ns // 2, _LEAST_SPIN_NS), self._most_spin_ns)
+            spin_ns = max(self._spin_ns // 2, _LEAST_SPIN_NS)
+        self._spin_ns = min(spin_ns, self._most_spin_ns)
 
     def _sleep(self, other: int, count: int) -> None:
         word, since = self._words[other], monotonic_ns()
