@@ -16,10 +16,12 @@ from lockstep.commands.chaos.plan import draw
 from lockstep.commands.chaos.table import effect_of, render, started_again
 from lockstep.engine.faults import (
     FAULTS,
+    MOMENTS,
     FaultsInside,
     InjectedError,
     PlannedFault,
     injector,
+    logged,
     to_env,
 )
 from lockstep.errors import ConfigError
@@ -50,22 +52,32 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
 
-@pytest.mark.parametrize("shares_memory", [True, False])
-def test_ranks_that_share_memory_are_killed_while_they_sum(shares_memory):
-    plans = [draw(20, 4, 60, seed, shares_memory=shares_memory) for seed in range(9)]
-    moments = {
-        f.moment for sittings in plans for blows in sittings for b in blows for f in b.faults
+@given(st.sets(st.sampled_from(MOMENTS), min_size=1))
+def test_ranks_are_killed_at_the_moments_of_their_run_alone(seen):
+    plans = [draw(20, 4, 60, seed, moments=seen | {"compute"}) for seed in range(3)]
+    kills = {
+        f.moment
+        for sittings in plans
+        for blows in sittings
+        for b in blows
+        for f in b.faults
+        if b.what == "kill"
     }
-    assert ("summing" in moments) == shares_memory
+    # At others only while the rest recovers, or what takes the place of a rank that is out of it.
+    assert kills <= seen | {"compute", "regroup", "catch_up"}
+    assert "join" not in kills
 
 
-@pytest.mark.parametrize("sums_factors", [True, False])
-def test_ranks_are_killed_between_the_sums_of_factors(sums_factors):
-    plans = [draw(20, 4, 60, seed, sums_factors=sums_factors) for seed in range(9)]
-    moments = {
-        f.moment for sittings in plans for blows in sittings for b in blows for f in b.faults
-    }
-    assert ("factors" in moments) == sums_factors
+def test_a_run_without_faults_tells_its_moments(here, tmp_path, monkeypatch):
+    for name, value in to_env([], tmp_path / "log").items():
+        monkeypatch.setenv(name, value)
+    done = here("train", "digits", "steps=3", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    seen = [row["moment"] for row in logged(tmp_path / "log")]
+    assert len(seen) == len(set(seen))
+    assert {"forward", "backward", "compute", "reduce", "optimizer", "committed"} <= set(seen)
+    # Of one rank, whose gradients are small and whole.
+    assert not {"summing", "copying", "gather", "factors", "send", "regroup"} & set(seen)
 
 
 @given(st.integers(0, 2**32))
@@ -208,6 +220,7 @@ def test_twenty_faults_do_not_change_the_result(lockstep, seed, arguments):
         timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "of 20 struck" in done.stdout
     assert "each of 200 was committed once" in done.stdout
     assert "without and with faults" in done.stdout
 

@@ -108,10 +108,29 @@ def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str,
 
     Args:
         faults: faults of all processes; each process takes its own.
-        log: path of a file that gets a JSON line just before each fault: `time` and its fields.
+        log: path of a file that gets a JSON line just before each fault: `time` and its fields; or,
+            if there are no faults at all, a line for each `moment` that a process comes to.
     """
     values = {"log": str(log) if log else "", "faults": [asdict(f) for f in faults]}
     return {FAULTS: json.dumps(values)}
+
+
+def logged(log: Path) -> list[dict[str, Any]]:
+    """The rows of a log of faults, or of moments; none if there is no file.
+
+    Raises:
+        ConfigError: it is no such log.
+    """
+    try:
+        if not log.exists():
+            return []
+        return [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"environment variable {FAULTS}: {shown(str(log))[1:-1]}: is no log of faults: "
+            f"{reason}; remove it"
+        ) from None
 
 
 def injector(env: Mapping[str, str], slot: int) -> At:
@@ -120,8 +139,11 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     Raises:
         ConfigError: the variable does not hold faults.
     """
-    planned, log = _due(env, slot)
-    due = [fault for fault in planned if fault.kind != "edit"]
+    given = _given(env)
+    if given.log and not given.faults:
+        return _noting_moments(given.log)
+    log = given.log
+    due = [fault for fault in _due(given, slot) if fault.kind != "edit"]
     if not due:
         return nothing
 
@@ -141,7 +163,7 @@ def injector(env: Mapping[str, str], slot: int) -> At:
 
 def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
     """The task of a new process: with another loss, if a fault of kind `edit` is meant for it."""
-    planned, log = _due(env, slot)
+    given = _given(env)
     original = task.loss
 
     def loss(*args: Any) -> Any:
@@ -150,18 +172,18 @@ def edited(task: Task, env: Mapping[str, str], slot: int) -> Task:
         loss = replace(loss, sum=loss.sum * (1 + 2**-10))
         return (loss, returned[1]) if has_carry(task) else loss
 
-    for fault in planned:
+    for fault in _due(given, slot):
         if fault.kind == "edit":
-            _note(fault, log)
+            _note(asdict(fault), given.log)
             task.loss = loss  # type: ignore[method-assign]
     return task
 
 
-def _due(env: Mapping[str, str], slot: int) -> tuple[list[PlannedFault], str]:
-    """The faults for a process that have not struck yet, and where to log them."""
+def _given(env: Mapping[str, str]) -> _Given:
+    """What the environment holds."""
     text = env.get(FAULTS)
     if not text:
-        return [], ""
+        return _Given("", [])
     try:
         given = as_type(_Given, parse_object(text))
         if not all(min(f.delay_s, f.sleep_s) >= 0 for f in given.faults):
@@ -170,9 +192,28 @@ def _due(env: Mapping[str, str], slot: int) -> tuple[list[PlannedFault], str]:
         raise ConfigError(
             f"environment variable {FAULTS}: is not a list of faults ({error}); unset it"
         ) from None
-    log, faults = given.log, given.faults
-    struck = _struck(Path(log)) if log else []
-    return [f for f in faults if f.slot == slot and asdict(f) not in struck], log
+    return given
+
+
+def _due(given: _Given, slot: int) -> list[PlannedFault]:
+    """The faults for a process that have not struck yet."""
+    struck = [
+        {k: v for k, v in row.items() if k != "time"}
+        for row in (logged(Path(given.log)) if given.log else [])
+    ]
+    return [f for f in given.faults if f.slot == slot and asdict(f) not in struck]
+
+
+def _noting_moments(log: str) -> At:
+    """Writes down each moment that this process comes to, once."""
+    seen: set[Moment] = set()
+
+    def at(moment: Moment, step: int) -> None:
+        if moment not in seen:
+            seen.add(moment)
+            _note({"moment": moment}, log)
+
+    return at
 
 
 def nothing(moment: Moment, step: int) -> None:
@@ -212,29 +253,14 @@ class FaultsInside:
         self._at("backward", self.step)
 
 
-def _struck(log: Path) -> list[dict[str, Any]]:
-    """The faults that have struck before the ranks were started again."""
-    try:
-        if not log.exists():
-            return []
-        rows = [parse_object(line) for line in read_bytes(log, follow_links=True).splitlines()]
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"environment variable {FAULTS}: {shown(str(log))[1:-1]}: is no log of faults: "
-            f"{reason}; remove it"
-        ) from None
-    return [{k: v for k, v in row.items() if k != "time"} for row in rows]
-
-
-def _note(fault: PlannedFault, log: str) -> None:
+def _note(row: Mapping[str, Any], log: str) -> None:
     if log:
         with Path(log).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), **asdict(fault)}) + "\n")
+            file.write(json.dumps({"time": time.time(), **row}) + "\n")
 
 
 def _strike(fault: PlannedFault, log: str) -> None:
-    _note(fault, log)
+    _note(asdict(fault), log)
     if fault.kind == "slow":
         time.sleep(fault.sleep_s)
     elif fault.kind == "raise":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -84,7 +83,7 @@ def chaos(
         quiet: whether to print the verdict only.
 
     Returns:
-        0 if the parameters are equal and each step was done once, 1 if not.
+        0 if faults struck, the parameters are equal and each step was done once, 1 if not.
 
     Raises:
         LockstepError: something given does not work, or a run failed.
@@ -102,15 +101,13 @@ def chaos(
             keep = Path(folder)
         runs = _Runs(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
-            _, rows = runs.sit(keep / "reference", [])
+            runs.sit(keep / "reference", [])
             reference = read_result(keep / "reference")
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference["step"]), seed, ranks.replacements,
-            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp, keys.shards_parameters,
-            "carry_sha256" in reference, "tables_sha256" in reference,
-            any(row.get("way") == "shared memory" for row in rows),
-            keys.compression.name == "lowrank",
+            keys.data.num_workers > 0, keys.mesh.tp, keys.mesh.pp,
+            {row["moment"] for row in faults.logged(_log(keep / "reference"))},
         )  # fmt: skip
         effects: list[Effect] = []
         before: list[Row] = []
@@ -124,7 +121,7 @@ def chaos(
             before = rows
         if not quiet:
             console.print(render(effects))
-        return _verdict(reference, keep / "chaos", console)
+        return _verdict(reference, keep / "chaos", effects, console)
 
 
 class _Runs:
@@ -150,7 +147,7 @@ class _Runs:
         Raises:
             LaunchError: it ended in another way than the faults explain.
         """
-        log = run_dir.with_suffix(".faults")
+        log = _log(run_dir)
         log.unlink(missing_ok=True)
         env = faults.to_env([f for blow in blows for f in blow.faults], log)
         kept = tuple(self._overrides) if self._script else ()
@@ -177,8 +174,13 @@ class _Runs:
         if last == "corrupt":
             _damage_newest(run_dir / "checkpoints")
         rows = _rows(run_dir)[rows_before:]
-        strikes = [json.loads(line) for line in log.read_text().splitlines()] if blows else []
+        strikes = faults.logged(log) if blows else []
         return [effect_of(blow, strikes, rows) for blow in blows], rows
+
+
+def _log(run_dir: Path) -> Path:
+    """Of the faults of a sitting; of the reference, of the moments that ranks come to."""
+    return run_dir.with_suffix(".faults")
 
 
 def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
@@ -203,13 +205,21 @@ def _damage_newest(root: Path) -> None:
     file.write_bytes(data)
 
 
-def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
+def _verdict(
+    reference: dict[str, Any], run_dir: Path, effects: Sequence[Effect], console: Console
+) -> int:
     result = read_result(run_dir)
     with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
     once = steps == list(range(1, int(reference["step"]) + 1))
     keys = ("params_sha256", "carry_sha256", "tables_sha256")
     equal = all(result.get(key) == reference.get(key) for key in keys)
+    struck = sum(effect.struck for effect in effects)
+    console.print(
+        f"faults: {struck} of {len(effects)} struck"
+        + ("" if struck else ": nothing is shown; raise steps=, or try another --seed"),
+        style="green" if struck else "red",
+    )
     console.print(
         f"steps: each of {len(steps)} was committed once, and with it its samples"
         if once
@@ -227,7 +237,7 @@ def _verdict(reference: dict[str, Any], run_dir: Path, console: Console) -> int:
         console.print("different: SHA-256 without faults, and with them", style="red")
         for sha256 in (reference["params_sha256"], result["params_sha256"]):
             console.print(sha256, soft_wrap=True)
-    return 0 if once and equal else 1
+    return 0 if once and equal and struck else 1
 
 
 def _rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.engine.faults import Moment, PlannedFault
+from lockstep.engine.faults import MOMENTS, Moment, PlannedFault
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh import Mesh, rearranged
 
@@ -28,21 +29,10 @@ HANG_TIMEOUT_S = 2.0
 
 _STALL_S = 3 * HANG_TIMEOUT_S
 
-_MOMENTS: tuple[Moment, ...] = (
-    "forward", "backward", "compute", "reduce", "reduced", "optimizer", "committed", "evaluate",
-    "checkpoint",
-)  # fmt: skip
-_IN_SHARDS: tuple[Moment, ...] = ("shards_forward", "shards_backward")
-"""Where several ranks compute a microbatch together."""
-_BETWEEN_STAGES: tuple[Moment, ...] = ("send", "receive")
-_OF_SLICES: tuple[Moment, ...] = ("unshard", "leave")
-_OF_CARRIES: tuple[Moment, ...] = ("copy", "copied")
-_OF_TABLES: tuple[Moment, ...] = ("lookup", "rows", "rows_summed")
-_IN_SHARED_MEMORY: tuple[Moment, ...] = ("summing",)
-_OF_FACTORS: tuple[Moment, ...] = ("factors",)
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
+_WITH_WORKERS: tuple[Moment, ...] = (*_IN_COMPUTING, "reduce", "reduced")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
 
 _MOST_DELAY_S = 0.01
@@ -82,11 +72,7 @@ class Draw:
     source: random.Random
     tp: int = 1
     pp: int = 1
-    in_slices: bool = False
-    has_carry: bool = False
-    has_tables: bool = False
-    shares_memory: bool = False
-    sums_factors: bool = False
+    moments: tuple[Moment, ...] = MOMENTS
     alive: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     last_kill: int | None = None
@@ -162,7 +148,7 @@ class Draw:
             fault = PlannedFault(slot, step, "compute", "stop")
         elif what == "worker":
             fault = PlannedFault(
-                slot, step, self.source.choice(_MOMENTS[:5]), "worker", self._delay_s()
+                slot, step, self.source.choice(_WITH_WORKERS), "worker", self._delay_s()
             )
         elif what == "disk":
             fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
@@ -188,11 +174,7 @@ class Draw:
             return PlannedFault(slot, self.last_kill, source.choice(_IN_RECOVERY))
         if slot not in self._computing():
             return PlannedFault(slot, step, source.choice(_OF_SPARES), "kill", self._delay_s())
-        shards, stages = _IN_SHARDS * (self.tp > 1), _BETWEEN_STAGES * (self.pp > 1)
-        slices, carries = _OF_SLICES * self.in_slices, _OF_CARRIES * self.has_carry
-        rows, sums = _OF_TABLES * self.has_tables, _IN_SHARED_MEMORY * self.shares_memory
-        sums += _OF_FACTORS * self.sums_factors
-        moment = source.choice((*_MOMENTS, *shards, *stages, *slices, *carries, *rows, *sums))
+        moment = source.choice(self.moments)
         # Only rank 0 writes checkpoints: the first of those alive.
         if moment == "checkpoint":
             if self.alive[0] not in self._mortal():
@@ -214,11 +196,7 @@ def draw(
     has_workers: bool = False,
     tp: int = 1,
     pp: int = 1,
-    in_slices: bool = False,
-    has_carry: bool = False,
-    has_tables: bool = False,
-    shares_memory: bool = False,
-    sums_factors: bool = False,
+    moments: Collection[Moment] = MOMENTS,
 ) -> list[list[Blow]]:
     """The blows of each sitting of a run.
 
@@ -231,11 +209,7 @@ def draw(
         has_workers: whether ranks have processes that fetch data for them.
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
-        in_slices: whether parameters are in slices.
-        has_carry: whether microbatches carry state, copies of which go to other ranks.
-        has_tables: whether the model has tables, whose rows go from rank to rank.
-        shares_memory: whether ranks sum gradients in memory that they share.
-        sums_factors: whether gradients are compressed to factors, which have two sums.
+        moments: moments that ranks come to when nothing goes wrong.
 
     Raises:
         ConfigError: the run has not enough steps.
@@ -245,9 +219,8 @@ def draw(
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, in_slices)
-    drawn.has_carry, drawn.has_tables = has_carry, has_tables
-    drawn.shares_memory, drawn.sums_factors = shares_memory, sums_factors
+    known = tuple(m for m in MOMENTS if m in moments and m not in (*_IN_RECOVERY, "join"))
+    drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, known)
     drawn.sitting_starts()
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
