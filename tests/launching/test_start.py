@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,29 @@ def test_killed_ranks_are_started_again_whatever_they_have_said(tmp_path: Path) 
     ended = started(tmp_path, kill, restarts=1)
     assert ended.again == "all ranks have died"
     assert num_starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "starts"),
+    [
+        ("sys.exit(14)", 14, 2),  # of `MPI_Init`, where no other process can be reached
+        ("sys.stderr.write('[x:1] *** Process received signal ***\\n')", 1, 2),
+        ("sys.stderr.write('error: a rank has died before all had met\\n'); sys.exit(75)", 75, 2),
+        ("sys.stderr.write('error: no\\n'); sys.exit(14)", 14, 1),
+        ("sys.exit(1)", 1, 1),
+        ("sys.exit(2)", 2, 1),
+    ],
+)
+def test_ranks_over_mpi_of_which_one_was_killed_before_all_had_met(
+    tmp_path: Path, end: str, code: int, starts: int
+) -> None:
+    (tmp_path / "run").mkdir()
+    count = f"import sys; open({str(tmp_path / 'starts')!r}, 'a').write('x'); "
+    command = replace(python_command([sys.executable, "-c", count + end]), launcher="mpi")
+    ended = start(command, Sitting(str(tmp_path / "run")), 1, on_row=lambda row: None, restarts=1)
+    assert ended.exit_code == code
+    assert bool(ended.again) == (starts == 2)
+    assert len((tmp_path / "starts").read_text()) == starts
 
 
 @pytest.mark.parametrize("told", [COMPLETED, RESULT, RESULT + COMPLETED])

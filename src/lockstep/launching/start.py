@@ -37,6 +37,8 @@ LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
 TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
+_CRASHED = "*** Process received signal ***"
+"""What Open MPI says of a process that the system ends."""
 
 _MOST_DELAY_S = 60.0
 
@@ -164,7 +166,7 @@ def start(
                 command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
                 on_notice=_notice,
             )  # fmt: skip
-            ended = _ended(outcome, sitting, since)
+            ended = _ended(outcome, sitting, since, command.launcher)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
         if not ended.again or failures >= restarts:
@@ -191,13 +193,14 @@ def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
         return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))
 
 
-def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
+def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> Ended:
     """The exit code and message for an outcome.
 
     Args:
         outcome: outcome of the launch.
         sitting: request that the ranks got.
         since: start of the launch in Unix seconds.
+        launcher: name of the launcher.
     """
     row = outcome.last or _result(Path(str(sitting.run_dir)), since)
     if row is not None:
@@ -217,6 +220,9 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
+    if launcher == "mpi" and _lost_at_start(outcome, told):
+        lost = "a rank ended before all had started"
+        return Ended(code or 1, f"{lost}; see {outcome.log}", lost)
     target = sitting.target or ""
     if not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
@@ -224,6 +230,18 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float) -> Ended:
     return Ended(
         code or 1, told or f"the ranks ended with code {code} before they had a result; {where}"
     )
+
+
+def _lost_at_start(outcome: Outcome, told: str) -> bool:
+    """Whether ranks over MPI have ended because one of them was killed before all had met.
+
+    Those that are in `MPI_Init` meanwhile abort with a code of the library's own, or crash there;
+    those past it say what has happened, and leave with the code of `RankFailure`.
+    """
+    code = outcome.exit_code
+    of_library = not told and code not in (0, 1, LockstepError.exit_code)
+    has_crashed = _CRASHED in outcome.stderr_tail
+    return not outcome.met and (code == TRY_AGAIN or of_library or has_crashed)
 
 
 def _result(run_dir: Path, since: float) -> dict[str, Any] | None:

@@ -125,7 +125,8 @@ def test_another_config_is_refused_with_both_values(
     used(tmp_path)
     message = refused(tmp_path, override(CONFIG, [item]))
     assert message == (
-        f"{tmp_path}: holds a run with another config: {difference}; choose another with --run-dir"
+        f"{tmp_path}: holds a run with another config: {difference}; leave that as it is "
+        "there, or choose another with --run-dir"
     )
 
 

@@ -28,6 +28,7 @@ from lockstep.comm.transport import (
     count_broadcast,
     offsets,
 )
+from lockstep.errors import RankFailure
 
 _TAG = 0
 """Of messages from one rank to another; `pairs` has its own."""
@@ -46,6 +47,7 @@ class MpiTransport(Transport):
         comm: communicator of the present group.
 
     Raises:
+        RankFailure: a process has died before all had met.
         GroupBroken: from any method, when a process of the group has died and MPI can tell.
         mpi4py.MPI.Exception: another error of MPI.
     """
@@ -83,7 +85,12 @@ class MpiTransport(Transport):
         """A group of those that an earlier training of the same script has left, else of all."""
         last, MpiTransport._last = MpiTransport._last, None
         if last is None:
-            return MPI.COMM_WORLD.Dup()
+            try:
+                return MPI.COMM_WORLD.Dup()
+            except MPI.Exception as error:
+                raise RankFailure(
+                    f"a rank has died before all had met ({error}); start the run again"
+                ) from None
         living = whole(shrunk_to_living(last)) if self.can_regroup else last.Dup()
         if living.size == last.size:  # where ranks are lost, MPI may wait for them
             last.Free()

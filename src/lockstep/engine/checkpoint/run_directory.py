@@ -172,8 +172,8 @@ class RunDirectory:
             if is_other and not (resume and self._is_of_other_length(known, config)):
                 differences = self._differences(known, config)
                 raise RunDirectoryError(
-                    f"{self.path}: holds a run with another config: {differences}; choose another "
-                    "with --run-dir"
+                    f"{self.path}: holds a run with another config: {differences}; leave that "
+                    "as it is there, or choose another with --run-dir"
                 )
         try:
             listing.bring_back(self.checkpoints)

@@ -9,7 +9,8 @@ inner optimizer, which is the carry of the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
+from lockstep.engine.passes.precision import norm_overflows
 from lockstep.engine.task import Loss, Number, Task
-from lockstep.errors import TaskError
+from lockstep.errors import NonFiniteError, TaskError
 from lockstep.nn.sharded.refusals import has_gradient_hook
 from lockstep.parallel.layout import split
 
@@ -165,9 +167,15 @@ class LocalSteps:
 
         def compute(model: nn.Module) -> Loss:
             loss = loss_of(model, part)
-            both = [*copies, *self._parameters]
+            # Where one was frozen since, the audit of the step says so.
+            common = {
+                name: parameter
+                for name, parameter in zip(self._copies, self._parameters, strict=True)
+                if parameter.requires_grad
+            }
+            both = [*copies, *common.values()]
             gradients = torch.autograd.grad(loss.sum, both, allow_unused=True)
-            self._check_read(gradients[len(copies) :])
+            _check_read(common, gradients[len(copies) :])
             for copy, gradient in zip(copies, gradients, strict=False):
                 copy.grad = gradient
             return loss
@@ -176,25 +184,13 @@ class LocalSteps:
         weight, there = _number(loss.weight), [c.grad for c in copies if c.grad is not None]
         if weight and there:
             torch._foreach_div_(there, weight)
+            norm = nn.utils.get_total_norm(there)
+            _check_norm(norm, self._copies)
             if self._config.clip_norm is not None:
-                nn.utils.clip_grad_norm_(copies, self._config.clip_norm)
+                nn.utils.clip_grads_with_norm_(copies, self._config.clip_norm, norm)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
-
-    def _check_read(self, gradients: Sequence[Tensor | None]) -> None:
-        """Refuse a loss that reads the common parameters, which a worker does not step.
-
-        Raises:
-            TaskError: naming one.
-        """
-        for name, gradient in zip(self._copies, gradients, strict=True):
-            if gradient is not None:
-                raise TaskError(
-                    f"Task.loss: reads parameter {name} from elsewhere than the model it is given, "
-                    "so it would not see the steps of a worker; take it from the model each time, "
-                    "or set local.steps=1"
-                )
 
     def _state(self) -> dict[str, Any]:
         indices = {id(copy): str(n) for n, copy in enumerate(self._copies.values())}
@@ -211,6 +207,37 @@ class LocalSteps:
         """What a function makes of the model while that has the copies for parameters."""
         # By each place once: `tie_weights` leaves a module that is at two places with the copies.
         return functional_call(self._within, self._lent, (function,), tie_weights=False)
+
+
+def _check_norm(norm: Tensor, copies: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that are finite, but whose norm is not: Adam would stand still.
+
+    NaN and infinity in gradients reach the parameters, where all ranks see them.
+
+    Raises:
+        NonFiniteError: naming the parameter with the greatest one.
+    """
+    if bool(norm.isfinite()):
+        return
+    gradients = {n: c.grad for n, c in copies.items() if c.grad is not None and c.numel()}
+    greatest = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
+    if all(map(math.isfinite, greatest.values())):
+        raise NonFiniteError(f"local.steps: in a step of a worker {norm_overflows(greatest)}")
+
+
+def _check_read(common: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+    """Refuse a loss that reads the common parameters, which a worker does not step.
+
+    Raises:
+        TaskError: naming one.
+    """
+    for name, gradient in zip(common, gradients, strict=True):
+        if gradient is not None:
+            raise TaskError(
+                f"Task.loss: reads parameter {name} from elsewhere than the model it is given, "
+                "so it would not see the steps of a worker; take it from the model each time, "
+                "or set local.steps=1"
+            )
 
 
 def _check_copied(named: Mapping[str, Tensor], config: TrainConfig) -> None:

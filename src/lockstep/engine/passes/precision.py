@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,3 +81,16 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps >= self._growth_interval:
             self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
+
+
+def norm_overflows(greatest: Mapping[str, float]) -> str:
+    """What to say where gradients are finite, but their norm is not.
+
+    Args:
+        greatest: greatest magnitude in the gradients of parameters, by name.
+    """
+    name, value = max(greatest.items(), key=lambda item: item[1])
+    return (
+        f"the gradient is finite, but too large for its norm (up to {value:.3g}, in {name}), and "
+        "optimizers square it; divide the loss by a constant"
+    )

@@ -253,7 +253,7 @@ class Recovery:
                 RankFailure(
                     "the ranks with what some microbatches carry (Task.carry, compression), or "
                     "with some rows of a SparseEmbedding, have died before there was a checkpoint; "
-                    "start the run again, with checkpoint.every set"
+                    "start the run again, with checkpoint.every set, or set lower"
                 )
             )
         # Newcomers do not know that the run was asked to stop.

@@ -219,11 +219,17 @@ class Reporter:
                 f"a multiple of {mesh.num_columns}"
             )
         elif mesh.num_spares:
-            first = used * mesh.num_columns
+            first, last = used * mesh.num_columns, transport.size - 1
+            who = f"ranks {first} to {last} are spares" if last > first else f"rank {last} is spare"
             yield (
-                f"{transport.size} ranks for {used} microbatches: ranks {first} to "
-                f"{transport.size - 1} are spares with nothing to compute; raise num_microbatches "
-                "to use them"
+                f"{transport.size} ranks for {used} microbatches: {who} with nothing to compute; "
+                "raise num_microbatches to use them"
+            )
+        steps, num_samples = self._config.local.steps, self._parts.sampler.step_size(0)
+        if steps > 1 and num_samples < used * steps:
+            yield (
+                f"local.steps={steps}: {num_samples} samples of a step are less than one for each "
+                f"step of each of {used} workers; who has fewer takes fewer steps"
             )
         if self._parts.sampler.steps_per_epoch is None:
             yield from self._without_epochs()

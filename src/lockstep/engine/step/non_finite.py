@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.comm.transport import Transport
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice
+from lockstep.engine.passes.precision import norm_overflows
 from lockstep.errors import NonFiniteError, shared
 
 _OTHERS = (
@@ -51,7 +52,7 @@ def non_finite_gradient(
     stepped: Sequence[Sequence[Slice]],
     tables: Sequence[str] = (),
 ) -> NonFiniteError:
-    """Name the parameters; a collective.
+    """Name the parameters, or that with the greatest gradient; a collective.
 
     Args:
         transport: the group of ranks.
@@ -67,6 +68,15 @@ def non_finite_gradient(
         if not own.of(entry.range).isfinite().all()
     ]
     affected = sorted({n for part in transport.gather_json([*names, *tables]) for n in part})
+    if not affected:
+        greatest = [
+            [entry.name, float(part.abs().max())]
+            for entry in flat.entries
+            for own in stepped[entry.segment]
+            if (part := own.of(entry.range)).numel()
+        ]
+        everyone = dict(max(of, key=lambda e: e[1]) for of in transport.gather_json(greatest) if of)
+        return shared(NonFiniteError(f"step {step}: {norm_overflows(everyone)}; {_UNCHANGED}"))
     return shared(
         NonFiniteError(
             f"step {step}: the loss is finite, but not the gradient of {', '.join(affected[:3])}"

@@ -65,7 +65,7 @@ class GreatestCode(Code):
         self._values = slice(0, count * segment.dtype.itemsize)
         first = _words(self._values.stop)
         self._indices = slice(first, first + count * self._index.itemsize)
-        self.num_bytes = _words(self._indices.stop)
+        self.num_bytes = _length(self._indices.stop)
 
     def write(self, leaf: Tensor, message: Tensor) -> Tensor:
         """See `Code.write`."""
@@ -112,7 +112,7 @@ class SignCode(Code):
         self._magnitudes = slice(0, len(self._counts) * segment.dtype.itemsize)
         first = _words(self._magnitudes.stop)
         self._bits = slice(first, first + segment.numel // 8)
-        self.num_bytes = _words(self._bits.stop)
+        self.num_bytes = _length(self._bits.stop)
 
     def write(self, leaf: Tensor, message: Tensor) -> Tensor:
         """See `Code.write`."""
@@ -134,3 +134,8 @@ class SignCode(Code):
 
 def _words(num_bytes: int) -> int:
     return -(-num_bytes // WORD) * WORD
+
+
+def _length(num_bytes: int) -> int:
+    """Of a message; not 0, or it would begin at any byte, and could not be seen as numbers."""
+    return max(_words(num_bytes), WORD)
