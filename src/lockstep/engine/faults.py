@@ -141,6 +141,7 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     """
     given = _given(env)
     if given.log and not given.faults:
+        logged(Path(given.log))  # what is none is refused here, and not at the first moment
         return _noting_moments(given.log)
     log = given.log
     due = [fault for fault in _due(given, slot) if fault.kind != "edit"]
