@@ -403,7 +403,7 @@ def test_a_step_that_fp16_skips_steps_no_rows():
             tables.add(number)
         tables.reduce(0)
         assert not torch.tensor(tables.norm()).isfinite()
-        assert tables.non_finite() in ([], ["t"])
+        assert not tables.summed()["t"].isfinite().any()
         tables.settle(0, 0, float("inf"), 1.0)
         return tables.digest() == before
 

@@ -220,8 +220,8 @@ def _check_norm(norm: Tensor, copies: Mapping[str, Tensor]) -> None:
     if bool(norm.isfinite()):
         return
     gradients = {n: c.grad for n, c in copies.items() if c.grad is not None and c.numel()}
-    greatest = {name: float(gradient.abs().max()) for name, gradient in gradients.items()}
-    if all(map(math.isfinite, greatest.values())):
+    greatest = [(name, float(gradient.abs().max())) for name, gradient in gradients.items()]
+    if all(math.isfinite(value) for _, value in greatest):
         raise NonFiniteError(f"local.steps: in a step of a worker {norm_overflows(greatest)}")
 
 

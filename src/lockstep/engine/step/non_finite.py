@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
+
 from lockstep.comm.transport import Transport
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice
@@ -50,36 +52,32 @@ def non_finite_gradient(
     step: int,
     flat: FlatTensors,
     stepped: Sequence[Sequence[Slice]],
-    tables: Sequence[str] = (),
+    tables: Mapping[str, Tensor],
 ) -> NonFiniteError:
-    """Name the parameters, or that with the greatest gradient; a collective.
+    """Name the parameters, or the one with the greatest gradient; a collective.
 
     Args:
         transport: the group of ranks.
         step: number of the step.
         flat: trainable parameters in flat memory.
         stepped: slices of each segment that this rank has the gradient of.
-        tables: names of tables of which this rank has such gradients of rows.
+        tables: gradients of rows of tables that this rank has, by the name of the table.
     """
-    names = [
-        entry.name
+    parts = [
+        (entry.name, own.of(entry.range))
         for entry in flat.entries
         for own in stepped[entry.segment]
-        if not own.of(entry.range).isfinite().all()
     ]
-    affected = sorted({n for part in transport.gather_json([*names, *tables]) for n in part})
-    if not affected:
-        greatest = [
-            [entry.name, float(part.abs().max())]
-            for entry in flat.entries
-            for own in stepped[entry.segment]
-            if (part := own.of(entry.range)).numel()
-        ]
-        everyone = dict(max(of, key=lambda e: e[1]) for of in transport.gather_json(greatest) if of)
-        return shared(NonFiniteError(f"step {step}: {norm_overflows(everyone)}; {_UNCHANGED}"))
-    return shared(
-        NonFiniteError(
-            f"step {step}: the loss is finite, but not the gradient of {', '.join(affected[:3])}"
-            f"{' and others' if len(affected) > 3 else ''}; {_UNCHANGED}"
+    parts += tables.items()
+    names = [name for name, part in parts if not part.isfinite().all()]
+    affected = sorted({n for of_rank in transport.gather_json(names) for n in of_rank})
+    if affected:
+        what = (
+            f"the loss is finite, but not the gradient of {', '.join(affected[:3])}"
+            f"{' and others' if len(affected) > 3 else ''}"
         )
-    )
+    else:
+        own_greatest = [(name, float(part.abs().max())) for name, part in parts if part.numel()]
+        everyone = transport.gather_json(own_greatest)
+        what = norm_overflows(pair for of_rank in everyone for pair in of_rank)
+    return shared(NonFiniteError(f"step {step}: {what}; {_UNCHANGED}"))

@@ -110,7 +110,7 @@ class StepSums:
         norm *= 1.0 / (weight * self._loss_scale.value)
         if not math.isfinite(norm) and not self._loss_scale.enabled:
             transport = self._runtime.transport
-            tables = self._tables.non_finite() if self._tables is not None else []
+            tables = self._tables.summed() if self._tables is not None else {}
             raise non_finite_gradient(transport, step, flat, workspace.stepped, tables)
         return norm
 

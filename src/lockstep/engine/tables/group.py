@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lockstep.config import TrainConfig
 from lockstep.engine.optimizer.schedule import lr_factor
@@ -135,9 +136,9 @@ class Tables(HeldTables):
         # An exactly rounded sum does not depend on the order of what is added.
         return math.sqrt(math.fsum(norm * norm for norm in norms))
 
-    def non_finite(self) -> list[str]:
-        """Names of the tables of which this rank has gradients that are NaN or infinite."""
-        return [dealt.name for dealt in self.each if not bool(dealt.norms().isfinite().all())]
+    def summed(self) -> dict[str, Tensor]:
+        """The summed gradients of the rows that this rank owns, by the name of the table."""
+        return {dealt.name: dealt.summed() for dealt in self.each}
 
     def settle(self, step: int, decays: int, norm: float, unit: float) -> None:
         """Step rows, or skip it, as the optimizer does; once for each step; talks to nobody.

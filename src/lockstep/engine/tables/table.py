@@ -132,10 +132,14 @@ class DealtTable:
         owners = self._layout.owner(whole.ids)
         self._sums = [whole.of(owners == part.owner) for part in self.parts]
 
-    def norms(self) -> Tensor:
-        """The norms of the summed gradients of the rows that this rank owns: float64 [n]."""
+    def summed(self) -> Tensor:
+        """The summed gradients of the rows that this rank owns: [n, columns]."""
         assert self._sums is not None, "reduce comes first"
-        return row_norms(self._sums[0].rows).double().cpu()
+        return self._sums[0].rows
+
+    def norms(self) -> Tensor:
+        """The norms of `summed`: float64 [n]."""
+        return row_norms(self.summed()).double().cpu()
 
     def apply(self, unit: float, lr: float) -> None:
         """Step the rows that have a gradient, once; talks to nobody.
