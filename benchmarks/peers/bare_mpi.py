@@ -14,7 +14,7 @@ from guarded import guarded_step
 from harness import adam, arguments, batches, report
 from models import Workload, workload
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def main() -> None:
@@ -28,45 +28,38 @@ def main() -> None:
     def add_up(message: Tensor) -> None:
         world.Allreduce(MPI.IN_PLACE, message.numpy())
 
-    def add_gradients() -> None:
-        if args.meet:
-            world.Barrier()
-        else:
-            add_up(flat)
-            flat.div_(world.size)
+    def take_mean(flat: Tensor) -> None:
+        add_up(flat)
+        flat.div_(world.size)
+
+    def meet(flat: Tensor) -> None:
+        world.Barrier()
 
     if args.guarded:
         step = guarded_step(work, data, optimizer, add_up, world.size)
     else:
-        flat = flat_gradient(work.model)
-        step = bare_step(work, data, optimizer, flat, add_gradients)
+        step = bare_step(work, data, optimizer, meet if args.meet else take_mean)
     report("bare MPI", args, batch, step, world.Barrier)
-
-
-def flat_gradient(model: nn.Module) -> Tensor:
-    """Flat memory, all zero, into which autograd writes the model's gradients."""
-    parameters = list(model.parameters())
-    numels = [parameter.numel() for parameter in parameters]
-    flat = torch.zeros(sum(numels))
-    for parameter, part in zip(parameters, flat.split(numels), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
 
 
 def bare_step(
     work: Workload,
     data: Iterator[tuple[Tensor, Tensor]],
     optimizer: torch.optim.Optimizer,
-    flat: Tensor,
-    exchange: Callable[[], None],
+    exchange: Callable[[Tensor], None],
 ) -> Callable[[], None]:
-    """A function that does one step and checks nothing."""
+    """A function that does one step and checks nothing; autograd writes into flat memory."""
+    parameters = list(work.model.parameters())
+    numels = [parameter.numel() for parameter in parameters]
+    flat = torch.zeros(sum(numels))
+    for parameter, part in zip(parameters, flat.split(numels), strict=True):
+        parameter.grad = part.view_as(parameter)
 
     def step() -> None:
         inputs, targets = next(data)
         flat.zero_()
         work.loss(work.model(inputs), targets).backward()
-        exchange()
+        exchange(flat)
         optimizer.step()
 
     return step

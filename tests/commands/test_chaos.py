@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 
+from lockstep.commands.chaos.command import _verdict as verdict
 from lockstep.commands.chaos.plan import draw
-from lockstep.commands.chaos.table import effect_of, render, started_again
+from lockstep.commands.chaos.table import Effect, effect_of, render, started_again
 from lockstep.engine.faults import (
     FAULTS,
     MOMENTS,
@@ -63,9 +66,35 @@ def test_ranks_are_killed_at_the_moments_of_their_run_alone(seen):
         for f in b.faults
         if b.what == "kill"
     }
-    # At others only while the rest recovers, or what takes the place of a rank that is out of it.
+    # At others only while the rest recovers.
     assert kills <= seen | {"compute", "regroup", "catch_up"}
     assert "join" not in kills
+
+
+def test_ranks_are_killed_at_all_moments_of_their_run():
+    seen = {"compute", "summing", "factors", "gather", "committed"}
+    plans = [draw(20, 4, 60, seed, moments=seen) for seed in range(9)]
+    assert seen <= {
+        f.moment
+        for sittings in plans
+        for blows in sittings
+        for b in blows
+        for f in b.faults
+        if b.what == "kill"
+    }
+
+
+@pytest.mark.parametrize(("strikes", "code"), [((True, False), 0), ((False, False), 1)])
+def test_faults_that_do_not_strike_show_nothing(tmp_path, capsys, strikes, code):
+    trained = {"status": "completed", "step": 2, "params_sha256": "0" * 64}
+    trained |= {"exit_code": 0, "reason": "all steps done", "metrics": {}, "world_size": 2}
+    trained |= {"wall_s": 1.0, "error": None, "checkpoint": ""}
+    (tmp_path / "result.json").write_text(json.dumps(trained))
+    (tmp_path / "metrics.csv").write_text("step,split\n1,train\n2,train\n")
+    blow = draw(1, 2, 10, 1)[0][0]
+    effects = [effect_of(blow, logged(tmp_path / "none"), []), Effect(blow, strikes[0])]
+    assert verdict(trained, tmp_path, effects, Console()) == code
+    assert f"faults: {sum(strikes)} of 2 struck" in capsys.readouterr().out
 
 
 def test_a_run_without_faults_tells_its_moments(here, tmp_path, monkeypatch):

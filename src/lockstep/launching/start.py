@@ -220,15 +220,15 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    if launcher == "mpi" and _lost_at_start(outcome, told):
-        lost = "a rank ended before all had started"
-        return Ended(code or 1, f"{lost}; see {outcome.log}", lost)
+    is_lost = launcher == "mpi" and _lost_at_start(outcome, told)
     target = sitting.target or ""
-    if not outcome.met and code == 0 and is_script(target):
+    if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
     return Ended(
-        code or 1, told or f"the ranks ended with code {code} before they had a result; {where}"
+        code or 1,
+        told or f"the ranks ended with code {code} before they had a result; {where}",
+        "a rank ended before all had started" if is_lost else "",
     )
 
 

@@ -111,3 +111,30 @@ def test_a_further_training_frees_the_communicator_of_the_one_before() -> None:
         command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
     )
     assert done.stdout.splitlines() == ["left: 1"] * 2, done.stderr
+
+
+EARLY = """
+import os, signal, time
+from lockstep.comm.mpi.transport import MPI, MpiTransport
+from lockstep.errors import RankFailure
+
+MPI.COMM_WORLD.Barrier()  # all are out of MPI_Init
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(1.0)
+try:
+    MpiTransport()
+except RankFailure as error:
+    os.write(1, f"{error.exit_code}: {error}\\n".encode())
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_before_all_have_met_is_told_of() -> None:
+    command = mpirun_command(3, [sys.executable, "-c", EARLY], cores=1)
+    done = subprocess.run(
+        command.argv, env=rank_environment(1), capture_output=True, text=True, timeout=120
+    )
+    said = done.stdout.splitlines()
+    assert len(said) == 2, done.stderr
+    assert all(line.startswith("75: a rank has died before all had met (MPI_ERR_") for line in said)

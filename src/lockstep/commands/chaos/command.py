@@ -187,7 +187,7 @@ def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:
     """The config, as far as it is known of a script: what overrides say."""
     if not is_script(target):
         return configured(target, overrides)[1]
-    known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=", "sharding=")
+    known = ("data.num_workers=", "mesh.tp=", "mesh.pp=", "num_shards=")
     return override(TrainConfig(), [o for o in overrides if o.startswith(known)])
 
 

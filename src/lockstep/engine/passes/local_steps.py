@@ -23,7 +23,7 @@ from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
-from lockstep.engine.passes.precision import norm_overflows
+from lockstep.engine.passes.non_finite import norm_overflows
 from lockstep.engine.task import Loss, Number, Task
 from lockstep.errors import NonFiniteError, TaskError
 from lockstep.nn.sharded.refusals import has_gradient_hook

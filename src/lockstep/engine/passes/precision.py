@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -81,16 +80,3 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps >= self._growth_interval:
             self.value, self.good_steps = min(self.value * 2, _LARGEST), 0
-
-
-def norm_overflows(greatest: Iterable[tuple[str, float]]) -> str:
-    """What to say where gradients are finite, but their norm is not.
-
-    Args:
-        greatest: names of parameters, and the greatest magnitude in the gradient of each.
-    """
-    name, value = max(greatest, key=lambda pair: pair[1])
-    return (
-        f"the gradient is finite, but too large for its norm (up to {value:.3g}, in {name}), and "
-        "optimizers square it; divide the loss by a constant"
-    )

@@ -8,13 +8,13 @@ import torch
 
 from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.passes.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.passes.passes import Passes, fill
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.passes.returned import check_weight
 from lockstep.engine.places import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.header import Header
-from lockstep.engine.step.non_finite import non_finite_gradient, non_finite_loss
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.task.asked import Asked

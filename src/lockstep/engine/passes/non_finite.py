@@ -1,16 +1,15 @@
-"""Error messages for a loss or a gradient that is NaN or infinite."""
+"""Error messages for a loss, a gradient or its norm that is NaN or infinite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice
-from lockstep.engine.passes.precision import norm_overflows
 from lockstep.errors import NonFiniteError, shared
 
 _OTHERS = (
@@ -81,3 +80,16 @@ def non_finite_gradient(
         everyone = transport.gather_json(own_greatest)
         what = norm_overflows(pair for of_rank in everyone for pair in of_rank)
     return shared(NonFiniteError(f"step {step}: {what}; {_UNCHANGED}"))
+
+
+def norm_overflows(greatest: Iterable[tuple[str, float]]) -> str:
+    """What to say where gradients are finite, but their norm is not.
+
+    Args:
+        greatest: names of parameters, and the greatest magnitude in the gradient of each.
+    """
+    name, value = max(greatest, key=lambda pair: pair[1])
+    return (
+        f"the gradient is finite, but too large for its norm (up to {value:.3g}, in {name}), and "
+        "optimizers square it; divide the loss by a constant"
+    )
