@@ -37,8 +37,8 @@ LAUNCHERS = ("python", "local", "mpi", "torchrun")
 
 TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
-_CRASHED = "*** Process received signal ***"
-"""What Open MPI says of a process that the system ends."""
+_SAID_BY_MPI = ("*** Process received signal ***", "*** An error occurred in MPI_Init")
+"""Of a process that crashes or aborts, after which mpirun may well leave with code 0."""
 
 _MOST_DELAY_S = 60.0
 
@@ -240,8 +240,8 @@ def _lost_at_start(outcome: Outcome, told: str) -> bool:
     """
     code = outcome.exit_code
     of_library = not told and code not in (0, 1, LockstepError.exit_code)
-    has_crashed = _CRASHED in outcome.stderr_tail
-    return not outcome.met and (code == TRY_AGAIN or of_library or has_crashed)
+    is_said = any(text in outcome.stderr_tail for text in _SAID_BY_MPI)
+    return not outcome.met and (code == TRY_AGAIN or of_library or is_said)
 
 
 def _result(run_dir: Path, since: float) -> dict[str, Any] | None:
