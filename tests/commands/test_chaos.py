@@ -55,33 +55,24 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
 
+def kills(moments, num_plans):
+    """The moments at which ranks are killed in some plans."""
+    plans = [draw(20, 4, 60, seed, moments=moments) for seed in range(num_plans)]
+    blows = [b for sittings in plans for of_sitting in sittings for b in of_sitting]
+    return {fault.moment for b in blows if b.what == "kill" for fault in b.faults}
+
+
 @given(st.sets(st.sampled_from(MOMENTS), min_size=1))
 def test_ranks_are_killed_at_the_moments_of_their_run_alone(seen):
-    plans = [draw(20, 4, 60, seed, moments=seen | {"compute"}) for seed in range(3)]
-    kills = {
-        f.moment
-        for sittings in plans
-        for blows in sittings
-        for b in blows
-        for f in b.faults
-        if b.what == "kill"
-    }
+    found = kills(seen | {"compute"}, 3)
     # At others only while the rest recovers.
-    assert kills <= seen | {"compute", "regroup", "catch_up"}
-    assert "join" not in kills
+    assert found <= seen | {"compute", "regroup", "catch_up"}
+    assert "join" not in found
 
 
 def test_ranks_are_killed_at_all_moments_of_their_run():
     seen = {"compute", "summing", "factors", "gather", "committed"}
-    plans = [draw(20, 4, 60, seed, moments=seen) for seed in range(9)]
-    assert seen <= {
-        f.moment
-        for sittings in plans
-        for blows in sittings
-        for b in blows
-        for f in b.faults
-        if b.what == "kill"
-    }
+    assert seen <= kills(seen, 9)
 
 
 @pytest.mark.parametrize(("strikes", "code"), [((True, False), 0), ((False, False), 1)])
