@@ -18,6 +18,8 @@ MARK = "LOCKSTEP_LAUNCH"
 """Environment variable that holds the launch's unique name."""
 
 _POLL_S = 0.02
+_FLAGS, _PF_EXITING = 6, 0x4
+"""Where /proc/PID/stat has a process's flags, counted from its state; one flag of linux/sched.h."""
 
 
 def marked(mark: str) -> list[int]:
@@ -33,8 +35,12 @@ def marked(mark: str) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie, which has ended but was not waited for, does not."""
-    return _state(pid) not in "ZX"
+    """Whether a process runs; a zombie, which has ended but was not waited for, does not.
+
+    A process whose main thread has ended is not gone, nor are its files and locks, before its other
+    threads have.
+    """
+    return _runs(pid) or any(_runs(pid, thread) for thread in _threads(pid))
 
 
 def is_stopped(pid: int) -> bool:
@@ -57,13 +63,38 @@ def variable(pid: int, name: str) -> str:
     return ""
 
 
+def _is_exiting(pid: int) -> bool:
+    """Whether a process is about to be gone: its environment is already, its locks are not yet.
+
+    This takes the longer the more memory it has.
+    """
+    return is_alive(pid) and bool(int(_columns(pid)[_FLAGS]) & _PF_EXITING)
+
+
+def _runs(pid: int, thread: int | None = None) -> bool:
+    """Whether a thread of a process has not ended; its main thread, if none is named."""
+    return _columns(pid, thread)[0] not in "ZX"
+
+
 def _state(pid: int) -> str:
     """The kernel's letter for a process's state; X if there is none."""
+    return _columns(pid)[0]
+
+
+def _columns(pid: int, thread: int | None = None) -> list[str]:
+    """What the kernel tells of a thread, from its state on; a state of X if there is none."""
+    folder = Path("/proc", str(pid), *([] if thread is None else ["task", str(thread)]))
     try:
         # The name before the state is in parentheses and may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (folder / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X"
+        return ["X"] + ["0"] * _FLAGS
+
+
+def _threads(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    return []
 
 
 def children(pid: int) -> list[int]:
@@ -82,10 +113,21 @@ def send(pids: Iterable[int], signum: signal.Signals) -> None:
             os.kill(pid, signum)
 
 
-def kill_marked(mark: str, timeout_s: float = 10.0) -> None:
-    """Kill all processes of a launch, and return when they are gone."""
+def kill_marked(mark: str, known: Iterable[int] = (), timeout_s: float = 10.0) -> None:
+    """Kill all processes of a launch, and return when they are gone, with their files and locks.
+
+    Args:
+        mark: the launch's unique name.
+        known: processes that are known to be of it.
+        timeout_s: seconds after which this returns in any case.
+    """
     deadline = time.monotonic() + timeout_s
+    seen = set(known)
     # A process may have been about to start another one, so look again until none is left.
-    while (pids := marked(mark)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        pids = marked(mark)
+        if not pids and not any(map(_is_exiting, seen)):
+            return
+        seen.update(pids)
         send(pids, signal.SIGKILL)
         time.sleep(_POLL_S)

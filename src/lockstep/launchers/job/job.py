@@ -182,7 +182,7 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left and wait until it is gone."""
-        kill_marked(self._mark)
+        kill_marked(self._mark, self._local_pids | self._stand_ins | set(self._ranks.values()))
         if self._child.poll() is None:  # where processes can't be found by their mark
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
