@@ -9,8 +9,7 @@ inner optimizer, which is the carry of the microbatch.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.carry.tree import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
-from lockstep.engine.passes.non_finite import norm_overflows
+from lockstep.engine.passes.local_refusals import check_copied, check_norm, check_read
 from lockstep.engine.task import Loss, Number, Task
-from lockstep.errors import NonFiniteError, TaskError
-from lockstep.nn.sharded.refusals import has_gradient_hook
+from lockstep.errors import TaskError
 from lockstep.parallel.layout import split
 
 LossOf = Callable[[Any, Any], Loss]
@@ -56,11 +54,11 @@ class LocalSteps:
         self._config = config
         self._within = _Within(model)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        _check_copied(named, config)
+        check_copied(named, config)
         self._copies: dict[str, Tensor] = {n: _copy_of(p) for n, p in named.items()}
         self._lent = _by_place(model, named, self._copies)
         self.optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
-        _check_copied(self._copies, config)  # which the task has just been given
+        check_copied(self._copies, config)  # which the task has just been given
         of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in of}
         self._groups = [of[id(copy)] for copy in self._copies.values()]
@@ -175,7 +173,7 @@ class LocalSteps:
             }
             both = [*copies, *common.values()]
             gradients = torch.autograd.grad(loss.sum, both, allow_unused=True)
-            _check_read(common, gradients[len(copies) :])
+            check_read(common, gradients[len(copies) :])
             for copy, gradient in zip(copies, gradients, strict=False):
                 copy.grad = gradient
             return loss
@@ -185,7 +183,7 @@ class LocalSteps:
         if weight and there:
             torch._foreach_div_(there, weight)
             norm = nn.utils.get_total_norm(there)
-            _check_norm(norm, self._copies)
+            check_norm(norm, self._copies)
             if self._config.clip_norm is not None:
                 nn.utils.clip_grads_with_norm_(copies, self._config.clip_norm, norm)
             self.optimizer.step()
@@ -207,58 +205,6 @@ class LocalSteps:
         """What a function makes of the model while that has the copies for parameters."""
         # By each place once: `tie_weights` leaves a module that is at two places with the copies.
         return functional_call(self._within, self._lent, (function,), tie_weights=False)
-
-
-def _check_norm(norm: Tensor, copies: Mapping[str, Tensor]) -> None:
-    """Refuse gradients that are finite, but whose norm is not: Adam would stand still.
-
-    NaN and infinity in gradients reach the parameters, where all ranks see them.
-
-    Raises:
-        NonFiniteError: naming the parameter with the greatest one.
-    """
-    if bool(norm.isfinite()):
-        return
-    gradients = {n: c.grad for n, c in copies.items() if c.grad is not None and c.numel()}
-    greatest = [(name, float(gradient.abs().max())) for name, gradient in gradients.items()]
-    if all(math.isfinite(value) for _, value in greatest):
-        raise NonFiniteError(f"local.steps: in a step of a worker {norm_overflows(greatest)}")
-
-
-def _check_read(common: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
-    """Refuse a loss that reads the common parameters, which a worker does not step.
-
-    Raises:
-        TaskError: naming one.
-    """
-    for name, gradient in zip(common, gradients, strict=True):
-        if gradient is not None:
-            raise TaskError(
-                f"Task.loss: reads parameter {name} from elsewhere than the model it is given, "
-                "so it would not see the steps of a worker; take it from the model each time, "
-                "or set local.steps=1"
-            )
-
-
-def _check_copied(named: Mapping[str, Tensor], config: TrainConfig) -> None:
-    """Refuse parameters that have what copies of them would not have.
-
-    Raises:
-        TaskError: naming one.
-    """
-    begin = f"local.steps={config.local.steps}: parameter"
-    for name, parameter in named.items():
-        if type(parameter) is not nn.Parameter:
-            raise TaskError(
-                f"{begin} {name} is a {type(parameter).__name__}, and workers step copies of "
-                "parameters, which are plain ones; make it an nn.Parameter, or set local.steps=1"
-            )
-        if has_gradient_hook(parameter):
-            raise TaskError(
-                f"{begin} {name} has a hook on its gradient (register_hook or "
-                "register_post_accumulate_grad_hook), which gradients of workers pass by; remove "
-                "the hook, or set local.steps=1"
-            )
 
 
 def _copy_of(parameter: Tensor) -> Tensor:

@@ -16,96 +16,16 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
-from lockstep.comm.torchdist.messages import MAX_BYTES, FromRank, ToRank
-
-PREFIX = "LOCKSTEP_LOCAL_"
-"""Prefix of the environment variables that tell a rank its place."""
-
-RANK, SIZE = f"{PREFIX}RANK", f"{PREFIX}SIZE"
-"""A process's number, from 0, and how many processes are started first."""
-
-HOST = "127.0.0.1"
-
-PORT = f"{PREFIX}PORT"
-"""TCP port of the store on `HOST`."""
-
-SUPERVISOR = f"{PREFIX}SUPERVISOR"
-"""The inherited file descriptor of the socket to the supervisor."""
-
-VARIABLES = (RANK, SIZE, PORT, SUPERVISOR)
-
-PLACE = f"{PREFIX}PLACE"
-"""Set for a process that is started later: the rank whose local rank it takes."""
+from lockstep.comm.torchdist.messages import ToRank
+from lockstep.launchers.host.supervised_rank import HOST, SupervisedRank
 
 _GRACE_S = 3.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class _Rank:
-    """A process, and what is known of it.
-
-    Attributes:
-        place: rank, among those that were started first, whose local rank it takes.
-        phase: `starting` while others train, `out` of any group, `waiting` for one, `in` one, or
-            `lost`.
-        is_alive: whether the process has not ended, as far as the supervisor has noticed.
-        is_silent: whether it has closed its end of the socket.
-        is_new: whether it has yet to be taken into a group by the ranks that were started first.
-        takes_in: whether it waits for a group that may have newcomers.
-    """
-
-    def __init__(
-        self,
-        slot: int,
-        size: int,
-        port: int,
-        argv: Sequence[str],
-        fds: Sequence[int],
-        place: int | None = None,
-    ) -> None:
-        self.slot = slot
-        self.place = slot if place is None else place
-        self.phase = "out" if place is None else "starting"
-        self.is_alive = True
-        self.is_silent = self.takes_in = False
-        self.is_new = place is not None
-        # A socket that keeps messages apart: each `recv` returns exactly one.
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.line.setblocking(False)
-        told = {RANK: slot, SIZE: size, PORT: port, SUPERVISOR: theirs.fileno()}
-        if place is not None:
-            told[PLACE] = place
-        with theirs:  # closed here once it is inherited, so that the rank's end closes the line
-            self.process = subprocess.Popen(
-                argv,
-                env=os.environ | {name: str(value) for name, value in told.items()},
-                pass_fds=(theirs.fileno(), *fds),
-            )
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code as shells have it: 128 + the number of a signal."""
-        code = self.process.returncode or 0
-        return 128 - code if code < 0 else code
-
-    def tell(self, message: ToRank) -> None:
-        with contextlib.suppress(OSError):  # it has died, which `run` notices soon
-            self.line.send(message.encode())
-
-    def read(self) -> list[FromRank]:
-        """The messages that it has sent by now."""
-        messages = []
-        with contextlib.suppress(OSError):
-            while packet := self.line.recv(MAX_BYTES):
-                messages.append(FromRank.decode(packet))
-            self.is_silent = True
-        return messages
 
 
 class Supervisor:
@@ -142,7 +62,9 @@ class Supervisor:
         self._port = self._listener.getsockname()[1]
         self._size, self._argv, self._replacements = num_ranks, argv, replacements
         self._fds = fds
-        self._ranks = [_Rank(slot, num_ranks, self._port, argv, fds) for slot in range(num_ranks)]
+        self._ranks = [
+            SupervisedRank(slot, num_ranks, self._port, argv, fds) for slot in range(num_ranks)
+        ]
         self._selector = selectors.DefaultSelector()
         self._is_over = False
         self._generation = 0
@@ -150,7 +72,7 @@ class Supervisor:
         self._built: set[int] = set()
         self._arrived: set[int] = set()
         self._broken = True
-        self._first_failure: _Rank | None = None
+        self._first_failure: SupervisedRank | None = None
         self._end_at: float | None = None
         self._aborted: int | None = None
 
@@ -197,7 +119,7 @@ class Supervisor:
             if rank.is_alive:
                 rank.process.send_signal(signum)
 
-    def _listen(self, rank: _Rank) -> None:
+    def _listen(self, rank: SupervisedRank) -> None:
         for message in rank.read():
             is_current = message.generation == self._generation
             if message.say == "meet":
@@ -224,7 +146,7 @@ class Supervisor:
                         self._members, ToRank(built=number) if has_built else ToRank(agree=number)
                     )
 
-    def _meet(self, rank: _Rank) -> None:
+    def _meet(self, rank: SupervisedRank) -> None:
         """A rank wants a group: the first one, or one without those that are lost."""
         if rank.slot in self._members:  # who asks for a new group has given this one up
             self._break()
@@ -279,7 +201,7 @@ class Supervisor:
             if self._ranks[slot].is_alive:
                 self._ranks[slot].tell(message)
 
-    def _handle_exit(self, rank: _Rank) -> None:
+    def _handle_exit(self, rank: SupervisedRank) -> None:
         """Take note of a rank that has ended: tell the others, replace it, or begin a new group."""
         self._listen(rank)  # it may have left in order just before
         rank.line.close()
@@ -297,18 +219,20 @@ class Supervisor:
         else:
             self._form()
 
-    def _replace(self, lost: _Rank) -> None:
+    def _replace(self, lost: SupervisedRank) -> None:
         """Start a process in the place of a killed one, while the others train."""
         if self._is_over or self._replacements == 0 or self._aborted is not None:
             return
         if not any(rank.is_alive and rank.phase in ("in", "waiting") for rank in self._ranks):
             return
         self._replacements -= 1
-        new = _Rank(len(self._ranks), self._size, self._port, self._argv, self._fds, lost.place)
+        new = SupervisedRank(
+            len(self._ranks), self._size, self._port, self._argv, self._fds, lost.place
+        )
         self._ranks.append(new)
         self._selector.register(new.line, selectors.EVENT_READ, new)
 
-    def _give_up(self, rank: _Rank) -> None:
+    def _give_up(self, rank: SupervisedRank) -> None:
         """The others can't start without this rank."""
         if self._first_failure is None:
             self._first_failure = rank

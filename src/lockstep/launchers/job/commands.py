@@ -15,8 +15,7 @@ from typing import Literal
 
 from lockstep.comm.mpi.collectives import without_hierarchy
 from lockstep.errors import LaunchError
-from lockstep.launchers.host import supervisor as local
-from lockstep.launchers.host import torchrun
+from lockstep.launchers.host import supervised_rank, supervisor, torchrun
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.rank.environment import REPLACE
@@ -42,7 +41,7 @@ _PLACE_VARIABLES = (
     SERVER,
 )
 _PLACE_PREFIXES = (
-    local.PREFIX,
+    supervised_rank.PREFIX,
     "LOCKSTEP_MPI_",
     "OMPI_COMM_WORLD_",
     "TORCHELASTIC_",
@@ -95,7 +94,7 @@ def local_command(
         server: the warm server that the supervisor is forked from; empty if there is none.
     """
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
-    command = standing_in([sys.executable, local.__file__, *options, *tethered(argv)], server)
+    command = standing_in([sys.executable, supervisor.__file__, *options, *tethered(argv)], server)
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
 
 

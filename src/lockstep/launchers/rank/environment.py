@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import EnvironError
-from lockstep.launchers.host import supervisor as local
+from lockstep.launchers.host import supervised_rank as local
 from lockstep.launchers.slurm.nodelist import first_host, num_hosts
 from lockstep.parsing import parse_int, shown
 
