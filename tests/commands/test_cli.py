@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.conftest import result, target
+from tests.conftest import result, run, target
 
 import lockstep as ls
 
@@ -31,6 +31,27 @@ def test_short_and_long_help(here, command):
     assert short.stdout == long.stdout
     assert "Usage: " in short.stdout
     assert short.stderr == ""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+def test_standard_files_that_are_closed(tmp_path, closed, num_ranks):
+    argv = [sys.executable, "-m", "lockstep", "train", target(), "-n", str(num_ranks), "steps=2"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *argv, "--run-dir", tmp_path / "run"]
+    done = run(shell, tmp_path, cold=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert result(tmp_path / "run")["status"] == "completed"
+
+
+def test_standard_output_that_is_closed_under_a_script(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import lockstep as ls\nfrom lockstep.recipes.digits import Digits\n"
+        "if __name__ == '__main__':\n    ls.main(Digits(), Digits.Config(steps=2))\n"
+    )
+    done = run(["sh", "-c", f"exec {sys.executable} script.py >&-"], tmp_path, cold=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert result(run_dir)["status"] == "completed"
 
 
 @pytest.mark.parametrize("group", ["", "data", "quantum"])

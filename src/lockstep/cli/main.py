@@ -64,6 +64,7 @@ for _group in command_groups():
 
 def main() -> NoReturn:
     """Run the command; errors meant for the user are one message and exit code 2."""
+    _open_missing_files()
     if isinstance(sys.stdout, TextIOWrapper):
         # A sign such as ≥ that the terminal's encoding lacks must not end a command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -79,3 +80,15 @@ def main() -> NoReturn:
     except BrokenPipeError:
         os._exit(141)
     sys.exit(0)
+
+
+def _open_missing_files() -> None:
+    """Have what this process was started without (`lockstep train >&-`) lead to nowhere.
+
+    Else the next file that is opened gets the number, and what libraries print.
+    """
+    for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(nowhere, nowhere == number)
+            setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8"))

@@ -31,7 +31,7 @@ def stdout_console() -> Console:
 
     FORCE_COLOR gives colours to a log file too, but no progress bar.
     """
-    shown = sys.stdout.isatty() and _reaches_terminal()
+    shown = sys.stdout is not None and sys.stdout.isatty() and _reaches_terminal()
     capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if not shown and not os.environ.get("FORCE_COLOR"):
         return _SteadyConsole(force_terminal=False, force_interactive=False, highlight=False)
