@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,3 +147,30 @@ def test_ranks_that_were_ended_at_once_can_be_resumed_as_it_says(tmp_path: Path)
         "ended before a checkpoint was written; steps since the newest one are lost",
         f"go on with lockstep resume '{run_dir}'",
     ]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting takes root's rights")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_too_full_for_what_ranks_say(small_disk: Path) -> None:
+    code = """
+with open(run_dir + "/filler", "wb", buffering=0) as file:
+    while file.write(bytes(4096)) == 4096:
+        pass
+"""
+    full = f"try:{code.replace(chr(10), chr(10) + '    ')}\nexcept OSError:\n    sys.exit(2)"
+    ended = started(small_disk, full)
+    assert ended.exit_code == 2
+    assert ended.message == (
+        "the ranks ended with code 2 before they had a result; no space is left for "
+        f"{small_disk}/run/ranks.log, where they would have said why; free some"
+    )

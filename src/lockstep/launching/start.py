@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import signal
 import sys
 import time
@@ -225,11 +226,21 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
+    if not outcome.stderr_tail and _is_full(outcome.log):
+        where = f"no space is left for {outcome.log}, where they would have said why; free some"
     return Ended(
         code or 1,
         told or f"the ranks ended with code {code} before they had a result; {where}",
         "a rank ended before all had started" if is_lost else "",
     )
+
+
+def _is_full(path: Path) -> bool:
+    """Whether no more can be written to a file."""
+    try:
+        return shutil.disk_usage(path).free == 0
+    except OSError:
+        return False
 
 
 def _lost_at_start(outcome: Outcome, told: str) -> bool:
