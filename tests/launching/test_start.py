@@ -149,6 +149,12 @@ def test_ranks_that_were_ended_at_once_can_be_resumed_as_it_says(tmp_path: Path)
     ]
 
 
+def test_another_jobs_result_is_not_that_of_ranks_that_are_refused(tmp_path: Path) -> None:
+    refused = "sys.stderr.write('error: r: another job is training in it\\n'); sys.exit(2)"
+    ended = started(tmp_path, RESULT + refused)
+    assert ended == Ended(2, "r: another job is training in it")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 64 KiB."""

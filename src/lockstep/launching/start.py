@@ -203,13 +203,17 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
         since: start of the launch in Unix seconds.
         launcher: name of the launcher.
     """
-    row = outcome.last or _result(Path(str(sitting.run_dir)), since)
+    told = _own_message(outcome.stderr_tail)
+    row = outcome.last
+    # The result of a run that these ranks were refused is another job's.
+    if row is None and not (told and outcome.exit_code == LockstepError.exit_code):
+        row = _result(Path(str(sitting.run_dir)), since)
     if row is not None:
         code = int(row["exit_code"])
         message = str(row["message"]) if row["event"] == "Failed" else ""
         again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
         return Ended(code, message, again, row)
-    code, told = outcome.exit_code, _own_message(outcome.stderr_tail)
+    code = outcome.exit_code
     if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
         lost = (

@@ -343,6 +343,24 @@ def test_only_new_rows_and_new_errors_are_seen(tmp_path: Path) -> None:
     assert (tmp_path / LOG_NAME).read_text() == "old trouble\nnew trouble"
 
 
+@pytest.mark.cold
+def test_events_of_another_launch_are_not_taken_for_its_own(tmp_path: Path) -> None:
+    others = JOIN.replace("time.sleep(600)", "print('written', flush=True); time.sleep(600)")
+    waits = (
+        "import os, subprocess, sys, time\n"
+        f"argv = [sys.executable, '-c', {others!r}, {str(tmp_path)!r}]\n"
+        "env = os.environ | {'LOCKSTEP_LAUNCH': 'another'}\n"
+        "other = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE)\n"
+        "other.stdout.readline()\n"
+        "time.sleep(1.0)\n"
+        "other.kill()\n"
+        "sys.exit(2)"
+    )
+    outcome, lines, rows = run(python_command(code(waits)), tmp_path)
+    assert (outcome.exit_code, outcome.met, outcome.last, rows) == (2, False, None, [])
+    assert lines == ["another job is training in this run directory: waiting for its end"]
+
+
 def test_long_errors_are_cut(tmp_path: Path) -> None:
     noise = "import sys; [print('line', i, file=sys.stderr) for i in range(100_000)]"
     outcome, _, _ = run(python_command(code(noise)), tmp_path)

@@ -96,6 +96,7 @@ class Job:
         self._start_deadline = time.monotonic() + start_timeout_s
         self._kill_deadline: float | None = None
         self.met = False
+        self._is_foreign = False
         self._local_pids: set[int] = set()
         self._stand_ins: set[int] = set()
         self._ranks: dict[str, int] = {}
@@ -128,16 +129,28 @@ class Job:
             while piece := stdout.readline(_LINE_BYTES):
                 yield decoder.decode(piece, final=piece.endswith(b"\n")).rstrip("\n")
 
-    def note(self, row: dict[str, Any]) -> None:
-        """Learn from an event."""
+    def note(self, row: dict[str, Any]) -> bool:
+        """Learn from an event, and say whether it is one of these ranks.
+
+        Another launch may write to the same file, while the ranks of this one wait for it to end.
+        """
         kind = row.get("event")
+        is_here = kind == "Joined" and row.get("host") == socket.gethostname()
+        if is_here:
+            was_foreign = self._is_foreign
+            self._is_foreign = variable(row["pid"], MARK) not in ("", self._mark)
+            if self._is_foreign and not was_foreign:
+                self._notify("another job is training in this run directory: waiting for its end")
+        if self._is_foreign:
+            return False
         self.met = self.met or says_met(row)
-        if kind == "Joined" and row.get("host") == socket.gethostname():
+        if is_here:
             self._local_pids.add(row["pid"])
             if stand_in := variable(row["pid"], STAND_IN):
                 self._stand_ins.add(int(stand_in))
         if kind in ("Failed", "Finished"):
             self.last = row
+        return True
 
     def heed(self, signum: signal.Signals) -> None:
         """React to a signal that this process has received."""

@@ -99,8 +99,8 @@ def run_ranks(
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
         def take_row(row: Row) -> None:
-            job.note(row)
-            on_row(row)
+            if job.note(row):
+                on_row(row)
 
         # Readers only hand over what to do: callbacks all run in this thread.
         def read_rows() -> None:
