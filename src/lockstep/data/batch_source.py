@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.attributes import AttributeGuard
 from lockstep.data.generators import IdleGenerators
 from lockstep.parallel.layout import Dealt
 
@@ -32,6 +33,7 @@ class BatchSource(ABC):
         self.pass_starts: list[int] = []
         self._seed = seed
         self._device = device
+        self._guard = AttributeGuard()
         self.watched = IdleGenerators({})
 
     @property
@@ -42,10 +44,20 @@ class BatchSource(ABC):
     @watched.setter
     def watched(self, generators: IdleGenerators) -> None:
         self._watched = generators
-        self._watch(generators)
+        self._watch(generators, self._guard)
 
-    def _watch(self, generators: IdleGenerators) -> None:  # noqa: B027
-        """Have whatever fetches look after these generators."""
+    @property
+    def guard(self) -> AttributeGuard:
+        """What notices attributes that one pass sets and another one reads."""
+        return self._guard
+
+    @guard.setter
+    def guard(self, guard: AttributeGuard) -> None:
+        self._guard = guard
+        self._watch(self._watched, guard)
+
+    def _watch(self, generators: IdleGenerators, guard: AttributeGuard) -> None:  # noqa: B027
+        """Have whatever fetches look after these generators and attributes."""
 
     @abstractmethod
     def microbatch(self, step: int, microbatch: int) -> Batch | None:

@@ -8,14 +8,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 
+from lockstep.data.attributes import AttributeGuard
 from lockstep.data.batch_source import Batch, BatchSource, Collate, set_epoch, to_device
+from lockstep.data.digest import data_digest
 from lockstep.data.generators import IdleGenerators
-from lockstep.data.random import Stream, random_key, seed_all
+from lockstep.data.random import Stream, kept_generators, random_key, seed_all
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
-from lockstep.errors import DataError, LockstepError
+from lockstep.errors import DataError, LockstepError, TaskError
 from lockstep.parallel.layout import Dealt
 
 
@@ -26,11 +35,13 @@ class Request(NamedTuple):
         key: seed of the global generators, 63 bits.
         indices: indices of the samples in the dataset, int64 [N].
         epoch: number of the epoch they are fetched for, from 0.
+        of: the pass that they are fetched for: step and microbatch, or split and batch.
     """
 
     key: int
     indices: Tensor
     epoch: int = 0
+    of: tuple[int | str, int] | None = None
 
 
 class Fetcher(Dataset[Batch]):
@@ -41,6 +52,7 @@ class Fetcher(Dataset[Batch]):
 
     Attributes:
         watched: generators that the dataset must not draw from; a `TaskError` if it does.
+        guard: notices attributes that one pass sets and another one reads.
         tensors: tensors of a dataset that has nothing else: a batch is `rows` of them; else None.
     """
 
@@ -49,6 +61,7 @@ class Fetcher(Dataset[Batch]):
         self._dataset = dataset
         self._collate: Collate = collate or default_collate
         self.watched = IdleGenerators({})
+        self.guard = AttributeGuard()
         self.tensors: tuple[Tensor, ...] | None = None
         if isinstance(dataset, TensorDataset) and collate is None:
             plain = type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -68,6 +81,7 @@ class Fetcher(Dataset[Batch]):
     def _batch(self, request: Request) -> Batch:
         if self.tensors is not None:
             return self.rows(self.tensors, request.indices)
+        self.guard.enter(request.of)
         set_epoch(request.epoch, self._dataset, self._collate)
         seed_all(request.key)
         indices = request.indices.tolist()
@@ -117,8 +131,8 @@ class Loader(BatchSource):
         self.num_workers = num_workers
         self._prefetch = prefetch
 
-    def _watch(self, generators: IdleGenerators) -> None:
-        self._fetcher.watched = generators
+    def _watch(self, generators: IdleGenerators, guard: AttributeGuard) -> None:
+        self._fetcher.watched, self._fetcher.guard = generators, guard
 
     def microbatch(self, step: int, microbatch: int) -> Batch | None:
         """One microbatch, fetched now; None if it has no samples."""
@@ -173,7 +187,30 @@ class Loader(BatchSource):
                     batch = next(batches) if self._sampler.microbatch_size(step, m) else None
                     if isinstance(batch, LockstepError):
                         raise batch
+                    if (step + 1) & step == 0 and m == microbatches.first:
+                        self._check_fetched(step, m, batch)
                     yield step, m, to_device(batch, self._device)
+
+    def _check_fetched(self, step: int, microbatch: int, batch: Batch | None) -> None:
+        """Refuse a dataset that gives in a worker process what it does not give in this one.
+
+        What a dataset keeps from sample to sample, it keeps in each worker for itself.
+
+        Raises:
+            TaskError: it does.
+        """
+        request = self._request(step, microbatch)
+        if request is None:
+            return
+        with kept_generators():
+            # As DataLoader does in the worker.
+            own = default_convert(self._fetcher[request])  # type: ignore[no-untyped-call]
+        if data_digest(own) != data_digest(batch):
+            raise TaskError(
+                f"dataset('train'): gave another batch in a worker process than in the rank itself "
+                f"(step {step}, microbatch {microbatch}), with the same random state; something "
+                "keeps state between samples, or looks at the process it is in"
+            )
 
     def close(self) -> None:
         """No more batches will be fetched by worker processes."""
@@ -184,7 +221,7 @@ class Loader(BatchSource):
         if not indices.numel():
             return None
         key = random_key(self._seed, Stream.DATA, step, microbatch)
-        return Request(key, indices, self._sampler.epoch(step))
+        return Request(key, indices, self._sampler.epoch(step), (step, microbatch))
 
 
 class _Requests:

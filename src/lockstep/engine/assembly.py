@@ -13,6 +13,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.batch_source import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.digests import model_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
 from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
@@ -51,6 +52,7 @@ class Parts:
         task_state: the task and its hooks.
         total_steps: number of optimizer steps of the whole run.
         evaluations: evaluations by split, of those in `Task.splits` that the task has.
+        pass_state: what passes find and leave in task, hooks, datasets and model.
         facts: values that must be equal on all processes of a run, by a name for people.
     """
 
@@ -62,6 +64,7 @@ class Parts:
     loader: BatchSource
     evaluations: dict[str, Evaluation]
     total_steps: int
+    pass_state: PassState
     facts: dict[str, Any]
 
     @property
@@ -126,7 +129,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     trial = everywhere(transport, lambda: Trial(model, flat, compute, loader))
     tried = everywhere(
         transport,
-        lambda: {n: trial.evaluate(e) for n, e in splits.items() if is_validation(n)},
+        lambda: {n: trial.evaluate(n, e) for n, e in splits.items() if is_validation(n)},
     )
     if tried:
         check_watched(config, judged(tried))
@@ -172,6 +175,11 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         lambda: check_memory(config, model, flat, optimizer, size, can_regroup, has_phases, inner),
     )
     constants = Constants(model, trial.changed)
+    datasets = {"train": loader.dataset} | {name: e.dataset for name, e in splits.items()}
+    pass_state = PassState(task_state, model, datasets, config.seed, config.checkpoint.every)
+    loader.guard = compute.guard = pass_state.guard
+    for evaluation in splits.values():
+        evaluation.watch(pass_state.guard)
     everywhere(transport, task_state.check)
     facts["phases"] = compute.phases.description()
     facts["hooks"] = [type(hook).__name__ for hook in task_state.hooks]
@@ -188,13 +196,23 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         optimizer,
         places,
         total_steps,
+        pass_state,
         agreed,
     )
     facts |= train_step.flat_optimizer.description
     facts["learning rates"] = everywhere(transport, train_step.schedule.probe)
     check_same(transport, facts)
     return Parts(
-        model, task_state, compute, train_step, sampler, loader, splits, total_steps, facts
+        model,
+        task_state,
+        compute,
+        train_step,
+        sampler,
+        loader,
+        splits,
+        total_steps,
+        pass_state,
+        facts,
     )
 
 

@@ -71,15 +71,24 @@ class Constants:
             or not all(map(is_, tensors, [held_in.get(key) for held_in, key in self._homes]))
         ):
             self._find_changed(when, changed)
-        if self._copies and (ids := _ids(self._model)) != self._ids:
+        if self._copies:
+            self.check_identity(when)
+        for place, copy in zip(self._places, self._copies, strict=False):
+            if not same_bits(_part(place.tensor), copy):
+                raise TaskError(f"{when}: {changed(place.name)}")
+
+    def check_identity(self, when: str) -> None:
+        """Make sure that the model's tensors are those that it had when it was built.
+
+        Raises:
+            TaskError: naming the first that is another.
+        """
+        if (ids := _ids(self._model)) != self._ids:
             names = [n for n in {**self._ids, **ids} if self._ids.get(n) != ids.get(n)]
             raise TaskError(
                 f"{when}: {names[0]} is another tensor than when the model was built, which nobody "
                 "trains or saves; change the model's modules in build_model only"
             )
-        for place, copy in zip(self._places, self._copies, strict=False):
-            if not same_bits(_part(place.tensor), copy):
-                raise TaskError(f"{when}: {changed(place.name)}")
 
     def _find_changed(self, when: str, changed: Callable[[str], str]) -> None:
         """Name the first tensor that is not as it was; pointers of those let go may change."""

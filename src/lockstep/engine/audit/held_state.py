@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
+from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
 from lockstep.engine.audit.leaves import leaf, short
 
@@ -42,6 +44,10 @@ _STATEFUL = (
 """Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
+KEYS = " keys"
+"""What the text of a dict's size ends with; that of a list is a number."""
+_HEAP_TYPE = 1 << 9
+"""CPython's flag of classes that were made at run time, and so can be changed."""
 _OPAQUE = (types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 _OPAQUE_MODULES = frozenset({
     "threading", "_thread", "concurrent", "queue", "_queue", "multiprocessing", "_multiprocessing",
@@ -75,6 +81,11 @@ def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
 def tensors_held(roots: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensors among what `held_state` sees, by path; no parameters and buffers of modules."""
     return _Walk(roots).tensors
+
+
+def objects_held(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, object]:
+    """The objects of users' own classes among what `held_state` sees, by path."""
+    return _Walk(roots, without).objects
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -131,6 +142,7 @@ class _Walk:
         self.texts: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
         self.tensors: dict[str, Tensor] = {}
+        self.objects: dict[str, object] = {}
         self._seen: dict[int, object] = {id(value): value for value in without}
         modules = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
@@ -151,6 +163,8 @@ class _Walk:
         self._seen[id(value)] = value  # kept alive, so that its id stays its own
         if isinstance(value, GENERATORS):
             self.generators[path] = value
+        if _is_of_own_class(value):
+            self.objects[path] = value
         text = leaf(value)
         if text is not None and id(value) not in self._known:
             self.texts[path] = text
@@ -172,10 +186,18 @@ def _is_opaque(value: object) -> bool:
     return module.startswith("lockstep.comm.") or module.partition(".")[0] in _OPAQUE_MODULES
 
 
+def _is_of_own_class(value: object) -> bool:
+    """Whether it is an object of a class that a user has written in Python."""
+    if isinstance(value, (type, types.FunctionType, types.MethodType, Tensor, BaseModel)):
+        return False
+    kind = type(value)
+    return bool(kind.__flags__ & _HEAP_TYPE) and not _is_library(kind.__module__)
+
+
 def _children(value: object) -> Iterator[tuple[str, object]]:
     """What an object is made of, each with what is to be added to its path."""
     if isinstance(value, dict):  # other mappings may be files
-        yield "!", dict.__len__(value)
+        yield "!", f"{dict.__len__(value)}{KEYS}"
         yield from ((f"[{_key(k)}]", v) for k, v in _items(value))
     elif isinstance(value, (list, tuple, deque)):
         base: Any = next(b for b in (list, tuple, deque) if isinstance(value, b))
@@ -230,11 +252,17 @@ def _attributes(value: object) -> dict[str, object]:
 
 def _own(kind: type) -> dict[str, object]:
     """Attributes of a class itself."""
-    return {
+    own = {
         name: value
         for name, value in vars(kind).items()
         if not name.startswith("__") or isinstance(value, types.FunctionType)
     }
+    watched = [name for name, value in own.items() if isinstance(value, WatchedAttribute)]
+    for name in watched:
+        attribute: Any = own.pop(name)
+        if not attribute.is_empty:
+            own[name] = attribute.plain
+    return own
 
 
 def _slots(kind: type, value: object) -> dict[str, object]:

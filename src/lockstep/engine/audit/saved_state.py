@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from lockstep.data.batch_source import BatchSource
 from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_scratch, made_anew
 from lockstep.errors import TaskError
@@ -28,6 +29,8 @@ class SavedState:
         self._model = model
         self._optimizers = optimizers
         self._loader = loader
+        self._own: dict[str, str] = {}
+        self._num_checks = 0
 
     def held(self) -> dict[str, str]:
         """Everything that can be reached from task, hooks, model and dataset, by its path."""
@@ -56,6 +59,7 @@ class SavedState:
             if before.get(path) != now.get(path) and not is_scratch(task, path)
         ]
         own = [path for path in changed if path.startswith(("task", "hooks"))]
+        self._own |= dict.fromkeys(own, caller)
         back = self._brought_back() if own else {}
         for path in changed:
             name = path.rstrip("!")
@@ -77,11 +81,29 @@ class SavedState:
                     "set it in each Task.loss"
                 )
             elif back is not None and back.get(path) != now.get(path):
-                owner = "the hook's " if path.startswith("hooks") else f"{type(task).__name__}."
-                raise TaskError(
-                    f"{name}: is changed by {caller}, and does not come back by {owner}state_dict "
-                    "and load_state_dict; a resumed run would go on without it"
-                )
+                raise self._not_brought_back(path, caller)
+
+    def check_again(self) -> None:
+        """Refuse state that has come back before, and no longer does; before some checkpoints.
+
+        Raises:
+            TaskError: naming the first.
+        """
+        self._num_checks += 1
+        if not self._own or not is_looked_at(self._num_checks):
+            return
+        back, now = self._brought_back(), self.held()
+        for path, caller in self._own.items():
+            if back is not None and back.get(path) != now.get(path):
+                raise self._not_brought_back(path, caller)
+
+    def _not_brought_back(self, path: str, caller: str) -> TaskError:
+        kind = type(self._state.task).__name__
+        owner = "the hook's " if path.startswith("hooks") else f"{kind}."
+        return TaskError(
+            f"{path.rstrip('!')}: is changed by {caller}, and does not come back by {owner}"
+            "state_dict and load_state_dict; a resumed run would go on without it"
+        )
 
     def _brought_back(self) -> dict[str, str] | None:
         """What a task that is made anew holds after loading this state; None if unknown."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
+from lockstep.engine.audit.pass_state import named
 from lockstep.engine.carry.carries import Held, from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
@@ -96,7 +97,8 @@ class Checkpointer:
             return
         started = perf_counter()
         self.check_replicas(progress)
-        self.check_state()
+        self._compare_reachable(progress.step)
+        self.check_state(is_saved=True)
         self._share_asked()
         parts, is_first = self._parts, self._runtime.is_first
         dealt = parts.train_step.carries
@@ -193,8 +195,31 @@ class Checkpointer:
                 train_step.tables.digests() if train_step.tables is not None else None,
             )
 
-    def check_state(self) -> None:
+    def _compare_reachable(self, step: int) -> None:
+        """Make sure that task, hooks and datasets hold the same on all ranks.
+
+        Raises:
+            TaskError: they do not; nothing is written.
+        """
+        if self._transport.size == 1:
+            return
+        is_whole = not self._parts.places.is_split
+        paths = self._parts.pass_state.compare(self._transport, step, is_whole)
+        if paths:
+            self._runtime.emit(
+                Warned(
+                    step=step,
+                    message=f"{named(paths)}: differs between ranks since the start; no result may "
+                    f"depend on it. If none does, say so: `scratch = ({paths[0]!r},)` in the "
+                    "task's class",
+                )
+            )
+
+    def check_state(self, is_saved: bool = False) -> None:
         """Make sure that all state of the optimizer and of the task can be saved.
+
+        Args:
+            is_saved: whether it is to be saved now, with the tensors that the model was built with.
 
         Raises:
             TaskError: it cannot.
@@ -204,6 +229,8 @@ class Checkpointer:
         def check() -> None:
             train_step.flat_optimizer.check_state()
             train_step.task_state.check()
+            if is_saved:
+                train_step.check_modules()
 
         everywhere(self._transport, check)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from lockstep.data.attributes import AttributeGuard
 from lockstep.data.batch_source import set_epoch, to_device
 from lockstep.data.loader import Fetcher, Request, dataset_size
 from lockstep.data.random import Stream, random_key, seed_all
@@ -27,6 +28,9 @@ class EvaluationBatches(ABC):
 
     num_samples: int | None
 
+    def watch(self, guard: AttributeGuard) -> None:  # noqa: B027
+        """Have attributes noticed that fetching one batch sets and another one reads."""
+
     @abstractmethod
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         """The number and the batch of each batch that a rank computes, in order."""
@@ -34,6 +38,10 @@ class EvaluationBatches(ABC):
     @abstractmethod
     def first(self) -> Any:
         """The first batch."""
+
+    @abstractmethod
+    def second(self) -> Any:
+        """The second batch; None if there is only one."""
 
     @abstractmethod
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
@@ -79,9 +87,13 @@ class _IndexedBatches(EvaluationBatches):
             raise DataError(f"dataset({split_name!r}): is empty; return None if there is none")
         self.num_samples = self._length
         self._fetcher = Fetcher(dataset, own_collate(task))
+        self._split_name = split_name
         self._batch_size = batch_size
         self._device = device
         self._seed = seed
+
+    def watch(self, guard: AttributeGuard) -> None:
+        self._fetcher.guard = guard
 
     def of_rank(self, rank: int, size: int) -> Iterator[tuple[int, Any]]:
         num_batches = -(-self._length // self._batch_size)
@@ -91,13 +103,17 @@ class _IndexedBatches(EvaluationBatches):
     def first(self) -> Any:
         return self._batch(0)
 
+    def second(self) -> Any:
+        return self._batch(1) if self._length > self._batch_size else None
+
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
         return list(range(*split(sum(counts), size)[rank]))
 
     def _batch(self, number: int) -> Any:
         first = number * self._batch_size
         indices = torch.arange(first, min(first + self._batch_size, self._length))
-        request = Request(random_key(self._seed, Stream.EVALUATION, number), indices)
+        key = random_key(self._seed, Stream.EVALUATION, number)
+        request = Request(key, indices, of=(self._split_name, number))
         return to_device(self._fetcher[request], self._device)
 
 
@@ -128,6 +144,12 @@ class _StreamBatches(EvaluationBatches):
 
     def first(self) -> Any:
         return self._batch(0, next(self._read()))
+
+    def second(self) -> Any:
+        batches = self._read()
+        next(batches)
+        samples = next(batches, None)
+        return None if samples is None else self._batch(1, samples)
 
     def numbers(self, rank: int, size: int, counts: list[int]) -> list[int]:
         numbers = list(range(rank, sum(counts), size))

@@ -12,6 +12,8 @@ from torch import nn
 
 from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.transport import Transport
+from lockstep.data.attributes import AttributeGuard
+from lockstep.data.digest import data_digest
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.evaluation.batches import evaluation_batches
 from lockstep.engine.evaluation.metric_states import Leaf
@@ -36,6 +38,7 @@ class Evaluation:
     """A split, cut into batches that are the leaves of a canonical tree.
 
     Attributes:
+        dataset: the split.
         num_samples: of the split; None for a stream that does not say its length.
     """
 
@@ -48,6 +51,9 @@ class Evaluation:
         device: torch.device,
         seed: int,
     ) -> None:
+        self.dataset = dataset
+        self._split_name = split_name
+        self._guard = AttributeGuard()
         self._batches = evaluation_batches(task, split_name, dataset, batch_size, device, seed)
         self.num_samples = self._batches.num_samples
         self._metrics = StatefulMetrics(task, device)
@@ -135,6 +141,25 @@ class Evaluation:
 
         return scored
 
+    def watch(self, guard: AttributeGuard) -> None:
+        """Have attributes noticed that one batch sets and another batch, or a microbatch, reads."""
+        self._guard = guard
+        self._batches.watch(guard)
+
+    def first_digest(self) -> str:
+        """SHA-256 of the first batch, which is fetched for it; talks to nobody."""
+        return data_digest(self._batches.first())
+
+    def compute_second_batch(self, model: nn.Module, compute: Compute) -> None:
+        """Evaluate the second batch, if there is one, for what it leaves behind."""
+        model.eval()
+        try:
+            batch = self._batches.second()
+            if batch is not None:
+                self._computed([(1, batch)], model, compute, lambda: None)
+        finally:
+            model.train()
+
     def first_batch(self, model: nn.Module, compute: Compute) -> dict[str, float]:
         """Loss and metrics of the first batch; talks to nobody."""
         model.eval()
@@ -169,6 +194,7 @@ class Evaluation:
 
         def compute_one(number: int, batch: Any, lent: AllLent | None = None) -> None:
             beat()
+            self._guard.enter((self._split_name, number))
             try:
                 sums, updates = compute.evaluate(number, batch, lent)
             except StageDone as done:

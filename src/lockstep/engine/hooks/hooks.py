@@ -12,6 +12,7 @@ from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.assembly import Parts
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.audit.reachable import optimizers_in
 from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
@@ -147,6 +148,15 @@ class Hooks:
             self.has_failed = True
             raise
 
+    def check_saved(self) -> None:
+        """Make sure that what the task and its hooks have changed can be saved; a collective.
+
+        Raises:
+            TaskError: something can't; on all ranks.
+        """
+        if self._hooks or self._has_after_step:
+            everywhere(self._runtime.transport, self._saved.check_again)
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
@@ -240,15 +250,6 @@ class Hooks:
             run.train = {name: total / weight for name, total, weight in pairs if weight}
             run.lr, run.grad_norm = result.lr, result.grad_norm
             run.phase = self._parts.compute.phases.at(progress.step - 1).name
-
-
-def is_looked_at(number: int) -> bool:
-    """Whether the changes of a step, evaluation or epoch's end, counted from 1, are checked.
-
-    They are for powers of two, and for 1 to 9 times a power of ten: what is done in every tenth or
-    hundredth step never falls on a power of two.
-    """
-    return number & (number - 1) == 0 or not str(number)[1:].strip("0")
 
 
 @contextmanager

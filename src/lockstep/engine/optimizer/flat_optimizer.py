@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
+from lockstep.engine.audit.held_state import held_state, module_globals
+from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice, is_in, storages, within
 from lockstep.engine.optimizer import bare_steps
@@ -30,9 +32,12 @@ from lockstep.engine.optimizer.optimizer_state import (
     to_json,
 )
 from lockstep.engine.optimizer.stepped import Stepped
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 
+_NUMBERS = frozenset({bool, int, float})
+_DIGEST_BITS = (1 << 52) - 1
+"""Bits of an integer that a float64 holds."""
 _FUSED_ON_CPU = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
@@ -62,7 +67,8 @@ class FlatOptimizer:
         """
         self._optimizer = optimizer
         self._sharded = sharded
-        self._drawing = ""
+        self._drawing = self._moved = ""
+        self._num_steps = 0
         self._flat = flat
         self.elementwise = is_elementwise(optimizer)
         pairs = list(zip(flat.tensors, flat.entries, strict=True))
@@ -145,6 +151,7 @@ class FlatOptimizer:
             parameter.grad = gradient
         if self.may_draw:
             seed_all(key)  # the same random numbers on every rank
+        self._num_steps += 1
         for optimizer in self._in_turn(phase):
             self._step(optimizer)
         for parameter, _ in self._gradients:
@@ -160,6 +167,30 @@ class FlatOptimizer:
                 return float(lr * factor)
         raise AssertionError("the groups of all optimizers are known")
 
+    def settings(self, lr_factors: Sequence[float]) -> int:
+        """A digest of what all ranks must step with alike: 52 bits.
+
+        Args:
+            lr_factors: what base learning rates are multiplied with in this step.
+        """
+        # Numbers only: hashes of text differ from process to process.
+        options = [
+            value
+            for group, _ in self._base_lr
+            for key, value in group.items()
+            if key != "lr" and type(value) in _NUMBERS
+        ]
+        return hash((*lr_factors, *options)) & _DIGEST_BITS
+
+    def described_settings(self, lr_factors: Sequence[float]) -> dict[str, Any]:
+        """What `settings` is made of, by words for people."""
+        described: dict[str, Any] = {"factors of learning rates": list(lr_factors)}
+        for index, (group, _) in enumerate(self._base_lr):
+            for key, value in group.items():
+                if key != "lr" and type(value) in _NUMBERS:
+                    described[f"{key!r} of the optimizer's group {index}"] = value
+        return described
+
     def _in_turn(self, phase: str) -> list[optim.Optimizer]:
         """Those that step: that of a phase, or all."""
         return [self._parts[phase]] if phase in self._parts else [*self._parts.values()]
@@ -167,9 +198,21 @@ class FlatOptimizer:
     def _step(self, optimizer: optim.Optimizer) -> None:
         is_watched = self.may_draw and self._sharded
         before = global_state() if is_watched else None
+        outside = self._outside(optimizer)
         bare_steps.step(optimizer)
+        if outside != self._outside(optimizer):
+            now = self._outside(optimizer)
+            moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
+            self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
         if is_watched and global_state() != before:
             self._drawing = type(optimizer).__name__
+
+    def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
+        """State of an optimizer's code beside its object, in some steps: globals and closures."""
+        kind = type(optimizer)
+        if not self.may_draw or not is_looked_at(self._num_steps):
+            return {}
+        return held_state({kind.__name__: kind} | module_globals(kind))
 
     @property
     def optimizer(self) -> optim.Optimizer:
@@ -205,6 +248,11 @@ class FlatOptimizer:
         ids = {id(part.tensor) for part in self._stepped}
         for own in self._shared.values():
             own.check(ids)
+        if self._moved:
+            raise TaskError(
+                f"{self._moved}, and no checkpoint holds it; keep it in the optimizer's `state`, "
+                "its groups or its attributes"
+            )
 
     def state_of(self, segment: int, key: str) -> list[tuple[Range, Tensor]]:
         """A key of an element-wise optimizer's state, of what is stepped here of a segment."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
+from lockstep.data.attributes import AttributeGuard
 from lockstep.data.generators import IdleGenerators
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.engine.carry.carries import Carries
@@ -32,6 +33,7 @@ class Compute:
         task: task that defines the loss.
         phases: which loss each step has.
         watched: generators that the task's loss must not draw from.
+        guard: notices attributes that one pass sets and another one reads.
         has_carry: whether microbatches carry state from step to step.
         local: steps of workers between two exchanges; None if gradients are exchanged.
         lookups: tables of the model, and which rows of them a batch looks up.
@@ -50,6 +52,7 @@ class Compute:
         self.has_carry = has_carry(task) or self.local is not None
         self.lookups = Lookups(task, model, device)
         self.watched = IdleGenerators({})
+        self.guard = AttributeGuard()
 
     def wanted(
         self, step: int, microbatch: int, batch: Any, carries: Carries | None
@@ -97,6 +100,7 @@ class Compute:
             StageDone: this rank does not compute the last block of a pipeline.
         """
         phase = self.phases.at(step)
+        self.guard.enter((step, microbatch))
         if self.lookups.tables:
             if lent is None:
                 wanted = self.wanted(step, microbatch, batch, carries)

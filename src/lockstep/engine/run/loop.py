@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -15,6 +16,7 @@ from lockstep.engine.audit.hints import ignored_methods, mean_loss
 from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.evaluation_audit import EvaluationAudit
 from lockstep.engine.evaluation.splits import Scores, is_validation
 from lockstep.engine.events import Finished, Rebalanced, Warned
 from lockstep.engine.hooks.hooks import Hooks
@@ -27,6 +29,7 @@ from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.streamed import streamed_digest
 from lockstep.engine.snapshot.whole_tensors import whole_digest
+from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import TaskFailure
@@ -76,6 +79,7 @@ class Trainer:
         progress = Progress() if joins else self._checkpointer.resume()
         self._state = RunState(config, runtime, parts, self._hooks, self._reporter, progress)
         self._microbatches = Microbatches(config, runtime, parts, progress)
+        self._evaluation_audit = EvaluationAudit(self._transport, parts.pass_state)
         self._recovery = Recovery(
             config, runtime, parts, self._state, self._microbatches, self._checkpointer,
             self._reporter, is_new=joins,
@@ -93,6 +97,7 @@ class Trainer:
             LockstepError: the task does not work, or the state was lost; on all ranks.
             RankFailure: a rank has died, and this transport cannot go on without it.
         """
+        self._parts.pass_state.open()
         try:
             if self._recovery.is_new:
                 self._recover()
@@ -103,9 +108,12 @@ class Trainer:
                     self._reporter.keep_calls(self._state.progress.step)
                     check_can_regroup(self._transport, loss)
                     self._recover()
+                except StepRepeated:
+                    self._do_again()
                 except TaskFailure as failure:
                     self._try_again(failure)
         finally:
+            self._parts.pass_state.close()
             self._microbatches.close()
             self._parts.loader.close()
 
@@ -131,6 +139,7 @@ class Trainer:
             train_step.mend()
             self._is_to_mend = False
         self._hooks.start(state.progress)
+        self._parts.pass_state.note_start()
         self._hooks.check()
         self._follow_up()  # of the step before: it may have been broken off by a loss
         while not state.is_over():
@@ -167,6 +176,7 @@ class Trainer:
         # off is still due when this is done again.
         improved = 0 < progress.step == progress.best_step
         if state.is_save_due() or improved:
+            self._hooks.check_saved()
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
 
@@ -192,7 +202,8 @@ class Trainer:
         for name in splits:
             started = perf_counter()
             self._runtime.at("evaluate", self._state.progress.step)
-            scores[name] = parts.evaluations[name].run(
+            evaluate = partial(
+                parts.evaluations[name].run,
                 self._transport,
                 parts.model,
                 parts.compute,
@@ -200,6 +211,7 @@ class Trainer:
                 parts.places,
                 parts.train_step.tables,
             )
+            scores[name] = self._evaluation_audit.run(name, evaluate)
             seconds[name] = perf_counter() - started
         self._state.commit_evaluation(scores, seconds, model_step)
 
@@ -233,9 +245,13 @@ class Trainer:
         if state.failed_step == step or self._hooks.has_failed:
             raise failure
         state.failed_step = step
-        self._is_to_mend = True
         self._runtime.emit(Warned(step=step, message=f"step {step} is done again: {failure}"))
-        self._microbatches.fetch_anew(step)
+        self._do_again()
+
+    def _do_again(self) -> None:
+        """Be ready to do a step again that was not applied; all ranks are."""
+        self._is_to_mend = True
+        self._microbatches.fetch_anew(self._state.progress.step)
 
     def _hint(self, task: Task) -> None:
         """Say what the task probably does not mean, and what it says of its data."""

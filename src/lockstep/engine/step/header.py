@@ -10,7 +10,7 @@ from lockstep.engine.timing import Times
 STOP_REASONS = ("", "interrupted", "terminated", "preempted")
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
-_NUM_OWN = 5
+_NUM_OWN = 7
 _NUM_FIXED = _NUM_OWN + len(Times._fields)
 
 
@@ -31,21 +31,29 @@ class Header(NamedTuple):
     """Number of elements of what this rank's microbatches carry, packed."""
     asked: int = 0
     """What code has asked of the run's length on this rank (`Asked.bits`)."""
+    is_suspicious: bool = False
+    """Whether this rank's passes have changed state, so that the step has to be done again."""
+    settings: int = 0
+    """Digest of the learning rates of this step and of the optimizer's other settings."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
         stop = STOP_REASONS.index(self.stop_reason)
-        own = map(float, (self.has_failed, stop, self.grows, self.carry_length, self.asked))
-        return [*own, *self.times, *self.counters]
+        own = (
+            *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
+            *(self.is_suspicious, self.settings),
+        )
+        return [*map(float, own), *self.times, *self.counters]
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> Header:
         """The inverse of `pack`."""
-        has_failed, stop, grows, length, asked = values[:_NUM_OWN]
+        has_failed, stop, grows, length, asked, is_suspicious, settings = values[:_NUM_OWN]
         times = Times(*values[_NUM_OWN:_NUM_FIXED])
         counters = tuple(values[_NUM_FIXED:])
         reason = STOP_REASONS[int(stop)]
-        return cls(bool(has_failed), reason, bool(grows), times, counters, int(length), int(asked))
+        own = bool(has_failed), reason, bool(grows), times, counters
+        return cls(*own, int(length), int(asked), bool(is_suspicious), int(settings))
 
 
 def num_values(num_counters: int) -> int:

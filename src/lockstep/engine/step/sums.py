@@ -47,8 +47,23 @@ class StepSums:
         self._log_every = log_every
         self._asked = asked
 
-    def reduce(self, step: int, workspace: Workspace, error: Raised | None) -> list[Header]:
-        """The canonical sum over all ranks, and every rank's header."""
+    def reduce(
+        self,
+        step: int,
+        workspace: Workspace,
+        error: Raised | None,
+        is_suspicious: bool = False,
+        settings: int = 0,
+    ) -> list[Header]:
+        """The canonical sum over all ranks, and every rank's header.
+
+        Args:
+            step: number of the step.
+            workspace: has the sums of this rank's microbatches.
+            error: what this rank's passes have raised, if anything.
+            is_suspicious: whether they have changed state (`Header.is_suspicious`).
+            settings: digest of the optimizer's settings (`Header.settings`).
+        """
         runtime = self._runtime
         own = Header(
             has_failed=error is not None,
@@ -58,6 +73,8 @@ class StepSums:
             counters=tuple(self._passes.counters),
             carry_length=self._carries.copy_length if self._carries and not error else 0,
             asked=self._asked.bits if self._asked is not None else 0,
+            is_suspicious=is_suspicious,
+            settings=settings,
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.allocation import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
+from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.carry.compressed import dealt_carries
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
@@ -28,11 +29,13 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
+from lockstep.engine.recovery.consistency import check_same
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
-from lockstep.engine.step.header import num_values
+from lockstep.engine.step.header import Header, num_values
 from lockstep.engine.step.sliced_parameters import SlicedParameters
+from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.step_result import StepResult, Summed
 from lockstep.engine.step.sums import StepSums
 from lockstep.engine.step.workspace import Workspace
@@ -78,6 +81,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         places: Places,
         total_steps: int,
+        pass_state: PassState,
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
@@ -94,6 +98,7 @@ class TrainStep:
         self._local = compute.local
         self.watch = Stopwatch(places.world.traffic)
         self._constants = constants
+        self._audit = StepAudit(runtime, pass_state)
         self._storage: BlockStorage | None = None
         if config.shards_gradients:
             give_back_large()
@@ -158,6 +163,7 @@ class TrainStep:
         What this rank has applied stays.
         """
         self._passes.restart()
+        self._audit.forget()
         if self.tables is not None:
             self.tables.take_back()
         if self.applied is not None:
@@ -185,6 +191,7 @@ class TrainStep:
             state: whole state of the optimizer if it is sharded and the group is another one.
         """
         self._apply.summed = None
+        self._audit.forget()
         self.workspace = self._lay_out(ranges)
         if state is not None:
             self.flat_optimizer.own(self.workspace.stepped)
@@ -250,6 +257,8 @@ class TrainStep:
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite, on every rank.
             TaskFailure: the task's code raised an exception on some rank, on every rank.
+            StepRepeated: the step is to be done again, on every rank, since its passes have changed
+                state; nothing was applied.
         """
         watch = self.watch
         watch.start()
@@ -269,21 +278,30 @@ class TrainStep:
                 self._local.factors = factors
             self.places.refresh()
             self._constants.mark(step)
+            self._audit.begin(step)
             self._passes.run(step, self.workspace.passes, batches, self.workspace.leaves)
+            self._audit.end()
             self._constants.check(f"step {step}")
         except (Exception, SystemExit) as caught:
             # Not raised here: the other ranks are about to enter the reduction, and would wait in
             # it for this one. The header tells them, and all raise the same error.
             error = caught
+            self._audit.leave()
             if self.places.are_coupled and not self._runtime.transport.can_regroup:
                 raise  # others wait for this rank, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
-        headers = self._sums.reduce(step, self.workspace, error)
+        settings = self.flat_optimizer.settings(factors)
+        headers = self._sums.reduce(
+            step, self.workspace, error, self._audit.is_suspicious, settings
+        )
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
         # Before anything is stepped: an error leaves parameters as after the step before.
+        self._audit.check_failed(headers)
         self._sums.check(step, error, headers, scalars)
+        self._check_settings(step, headers, factors)
+        self._audit.check(headers, scalars, self.workspace)
         summed = Summed(scalars, headers)
         if self.sharded:
             self.workspace.exchange_slices()
@@ -310,6 +328,22 @@ class TrainStep:
         self._apply.summed = None
         watch.compute_s += watch.lap()
         return result
+
+    def _check_settings(
+        self, step: int, headers: Sequence[Header], factors: Sequence[float]
+    ) -> None:
+        """Refuse to step with other learning rates, or other options, than other ranks."""
+        if any(header.settings != headers[0].settings for header in headers):
+            mine = self.flat_optimizer.described_settings(factors)
+            check_same(self._runtime.transport, {f"step {step}: {k}": v for k, v in mine.items()})
+
+    def check_modules(self) -> None:
+        """Make sure that the model has the tensors that are trained and saved, and no others.
+
+        Raises:
+            TaskError: naming one that is another.
+        """
+        self._constants.check_identity(f"step {self.places.step}")
 
     @property
     def shares_state(self) -> bool:

@@ -2,7 +2,7 @@
 
 from lockstep.engine.task.anew import made_anew, observed, with_config
 from lockstep.engine.task.loss import Loss, Number, Phase
-from lockstep.engine.task.named import data_buffers, is_scratch
+from lockstep.engine.task.named import data_buffers, is_part_of, is_scratch
 from lockstep.engine.task.task import Task, has_carry, has_lookups, own_collate
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "data_buffers",
     "has_carry",
     "has_lookups",
+    "is_part_of",
     "is_scratch",
     "made_anew",
     "observed",

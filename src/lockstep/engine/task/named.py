@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -16,8 +17,12 @@ def is_scratch(task: Task, path: str) -> bool:
     Raises:
         TaskError: `scratch` is no tuple of texts.
     """
-    scratch = _texts(task, "scratch", "paths", "task.calls")
-    return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in scratch)
+    return is_part_of(path, _texts(task, "scratch", "paths", "task.calls"))
+
+
+def is_part_of(path: str, wholes: Iterable[str]) -> bool:
+    """Whether a path is one of some others, or of something that lies inside of one."""
+    return any(path == one or path.startswith((f"{one}.", f"{one}[", f"{one}!")) for one in wholes)
 
 
 def data_buffers(task: Task, model: nn.Module) -> set[str]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lockstep.engine.passes.buffers import same_bits
 from lockstep.errors import TaskError
+
+_WHY = (
+    "though samples, random state, parameters and buffers were the same; something keeps "
+    "state between batches, or draws from a generator of its own (use torch's, numpy's or "
+    "Python's global one, or lockstep.generator())"
+)
 
 
 class Outcome(NamedTuple):
@@ -44,15 +51,9 @@ def check_equal(first: Outcome, second: Outcome) -> None:
     Raises:
         TaskError: naming what differs.
     """
-    why = (
-        "though samples, random state, parameters and buffers were the same; something keeps "
-        "state between batches, or draws from a generator of its own (use torch's, numpy's or "
-        "Python's global one, or lockstep.generator())"
-    )
+    why = _WHY
     if first.batch != second.batch:
-        raise TaskError(
-            f"dataset('train'): gave another batch when the same was fetched again, {why}"
-        )
+        raise TaskError(another_batch("train"))
     _check_drawn(first, second)
     for name, value in first.values.items():
         if not all(map(_same, value, second.values[name])):
@@ -75,6 +76,30 @@ def check_equal(first: Outcome, second: Outcome) -> None:
             "the rows of a SparseEmbedding got other gradients, or other rows were looked up "
             f"(Task.lookups), when the same batch was computed again, {why}"
         )
+
+
+def another_batch(split: str) -> str:
+    """What to say of a split that gives other samples the second time."""
+    return f"dataset({split!r}): gave another batch when the same was fetched again, {_WHY}"
+
+
+def check_evaluated(split: str, first: Mapping[str, Any], again: Mapping[str, Any]) -> None:
+    """Refuse a task of which the same batch does not evaluate to the same.
+
+    Args:
+        split: name of the split.
+        first: metrics of its first batch by name.
+        again: those after another batch.
+
+    Raises:
+        TaskError: naming a metric.
+    """
+    for name, value in first.items():
+        if repr(value) != repr(again.get(name)):
+            raise TaskError(
+                f"Task.evaluate: gave another {name} of {split} when the same batch was evaluated "
+                f"again after another one, {_WHY}"
+            )
 
 
 def _check_drawn(first: Outcome, second: Outcome) -> None:

@@ -25,6 +25,7 @@ from lockstep.engine.audit.held_state import (
     module_globals,
     tensors_held,
 )
+from lockstep.engine.audit.pass_state import named, remedy
 from lockstep.engine.audit.reads import attributes_read
 from lockstep.engine.audit.shard_errors import shards_explained
 from lockstep.engine.carry.carries import Carries
@@ -34,11 +35,16 @@ from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
-from lockstep.engine.trial.outcome import Outcome, check_equal, check_rehearsed, read_elsewhere
+from lockstep.engine.trial.outcome import (
+    Outcome,
+    another_batch,
+    check_equal,
+    check_evaluated,
+    check_rehearsed,
+    read_elsewhere,
+)
 from lockstep.engine.trial.rehearsal import Rehearsal
 from lockstep.errors import TaskError
-
-_MOST_NAMED = 3
 
 
 class Trial:
@@ -147,8 +153,14 @@ class Trial:
                     "pass, or set mesh.pp=1, mesh.tp=1 and at most sharding=gradients"
                 )
 
-    def evaluate(self, val: Evaluation) -> dict[str, object]:
+    def evaluate(self, split: str, val: Evaluation) -> dict[str, object]:
         """Evaluate a batch, and compute the microbatch once more; talks to nobody.
+
+        The batch is evaluated again after another one.
+
+        Args:
+            split: name of the split.
+            val: its evaluation.
 
         Returns:
             The batch's metrics by name.
@@ -158,7 +170,13 @@ class Trial:
         """
         metrics: dict[str, object] = {}
         with shards_explained(self._model):
+            digest = val.first_digest()
             self._check_after(lambda: metrics.update(val.first_batch(self._model, self._compute)))
+            changed_by(self._model, lambda: val.compute_second_batch(self._model, self._compute))
+            if val.first_digest() != digest:
+                raise TaskError(another_batch(split))
+            again = val.first_batch(self._model, self._compute)
+        check_evaluated(split, metrics, again)
         return metrics
 
     def _check_after(self, other: Callable[[], object]) -> None:
@@ -283,11 +301,7 @@ def _check_held(before: Mapping[str, str], after: Mapping[str, str], task: Task)
     ]
     moved = [path for path in dict.fromkeys(moved) if not is_scratch(task, path)]
     if moved:
-        more = f" (and {len(moved) - _MOST_NAMED} more)" if len(moved) > _MOST_NAMED else ""
         raise TaskError(
-            f"{', '.join(moved[:_MOST_NAMED])}{more}: is changed by every microbatch, so it "
-            "depends on how many this rank computes. Draw random numbers from the global "
-            "generators or from lockstep.generator(), which are set for each microbatch; change "
-            "state once a step, in Task.after_step(model, step), and save it by Task.state_dict(); "
-            f"if no result depends on it, say so: `scratch = ({moved[0]!r},)` in the task's class"
+            f"{named(moved)}: is changed by every microbatch, so it depends on how many this rank "
+            f"computes. {remedy(moved[0])}"
         )
