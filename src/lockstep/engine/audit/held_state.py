@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
-from lockstep.engine.audit.leaves import leaf, short
+from lockstep.engine.audit.leaves import MOST_BYTES, leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
@@ -57,7 +57,9 @@ _OPAQUE_MODULES = frozenset({
 """Modules whose objects hold values that depend on time; what ranks have said does, too."""
 
 
-def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, str]:
+def held_state(
+    roots: Mapping[str, object], without: Iterable[object] = (), most_bytes: int = MOST_BYTES
+) -> dict[str, str]:
     """What can be reached from some objects through attributes, containers and closures.
 
     Parameters and buffers of the roots that are modules are left out, as are the global random
@@ -66,11 +68,12 @@ def held_state(roots: Mapping[str, object], without: Iterable[object] = ()) -> d
     Args:
         roots: objects by name; a value is reported under the first name that reaches it.
         without: objects that are left out, with all that is reached by them alone.
+        most_bytes: number of bytes of each tensor or array that are looked at, evenly spread.
 
     Returns:
         For each path, such as `task.calls`, a text that differs when its value does.
     """
-    return _Walk(roots, without).texts
+    return _Walk(roots, without, most_bytes).texts
 
 
 def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
@@ -138,7 +141,13 @@ def _is_library(module: object) -> bool:
 class _Walk:
     """Visits each object once, depth first, up to a bound on their number."""
 
-    def __init__(self, roots: Mapping[str, object], without: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        roots: Mapping[str, object],
+        without: Iterable[object] = (),
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._most_bytes = most_bytes
         self.texts: dict[str, str] = {}
         self.generators: dict[str, AnyGenerator] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -165,7 +174,7 @@ class _Walk:
             self.generators[path] = value
         if _is_of_own_class(value):
             self.objects[path] = value
-        text = leaf(value)
+        text = leaf(value, self._most_bytes)
         if text is not None and id(value) not in self._known:
             self.texts[path] = text
             if isinstance(value, Tensor):

@@ -13,18 +13,23 @@ from torch import Tensor
 
 from lockstep.data.generators import GENERATORS, generator_state
 
-_MOST_BYTES = 1 << 20
-"""Number of bytes of an array that are hashed; those of a larger one are evenly spread."""
+MOST_BYTES = 1 << 20
 
 
-def leaf(value: object) -> str | None:
-    """A text for objects without parts of their own, and for tensors; None for all others."""
+def leaf(value: object, most_bytes: int = MOST_BYTES) -> str | None:
+    """A text for objects without parts of their own, and for tensors; None for all others.
+
+    Args:
+        value: the object.
+        most_bytes: number of bytes of an array that are hashed; those of a larger one are evenly
+            spread.
+    """
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return _tensor(value, most_bytes)
     if isinstance(value, np.ndarray):
-        return None if value.dtype == object else _array(value)
+        return None if value.dtype == object else _array(value, most_bytes)
     if isinstance(value, (bytes, bytearray, array.array)):
-        stride = max(1, len(value) // _MOST_BYTES)
+        stride = max(1, len(value) // most_bytes)
         return f"{len(value)} {short(bytes(value[::stride]))}"
     if isinstance(value, GENERATORS):
         return short(repr(generator_state(value)))
@@ -33,11 +38,11 @@ def leaf(value: object) -> str | None:
     return None
 
 
-def _tensor(value: Tensor) -> str:
+def _tensor(value: Tensor, most_bytes: int) -> str:
     if value.layout != torch.strided or value.device.type == "meta":
         return f"{value.layout} {tuple(value.shape)} {value._version}"
     value = value.detach()
-    stride = max(1, value.numel() * value.element_size() // _MOST_BYTES)
+    stride = max(1, value.numel() * value.element_size() // most_bytes)
     if value.is_contiguous() or stride == 1:
         sample = value.reshape(-1)[::stride]
     else:  # without a copy of all of it
@@ -48,11 +53,11 @@ def _tensor(value: Tensor) -> str:
     return f"{value.dtype} {tuple(value.shape)} {digest}"
 
 
-def _array(value: np.ndarray[Any, Any]) -> str:
+def _array(value: np.ndarray[Any, Any], most_bytes: int) -> str:
     if value.dtype.hasobject:
         return f"{value.dtype} {value.shape}"
     flat = value.reshape(-1) if value.flags.c_contiguous else value.flat
-    stride = max(1, value.nbytes // _MOST_BYTES)
+    stride = max(1, value.nbytes // most_bytes)
     return f"{value.dtype} {value.shape} {short(flat[::stride].tobytes())}"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -21,15 +22,19 @@ from lockstep.comm.transport import Transport
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.streams.passes import is_stream
 from lockstep.engine.audit.held_state import KEYS, held_state, module_globals, objects_held
+from lockstep.engine.audit.leaves import MOST_BYTES
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_part_of, is_scratch
 from lockstep.errors import TaskError, shared
 
+_IS_TRAINING = attrgetter("training")
 _MOST_NAMED = 3
 _MOST_TRUSTED = 8
 """Values of one attribute that are looked into, before it has to be named in `scratch`."""
 _BLOCK = 100
 """In each block of so many steps, the passes of one are looked at."""
+_QUICK_BYTES = 1 << 16
+"""Bytes of a tensor or array that are looked at where it happens often."""
 _MOST_TIME = 0.005
 """Greatest part of the time that looks at random steps and before checkpoints may take."""
 
@@ -72,6 +77,7 @@ class PassState:
         self._at_start: dict[str, str] | None = None
         self._seed = seed
         self._every = checkpoint_every
+        self._modules: dict[str, nn.Module] = {}
         self._began, self._spent = perf_counter(), 0.0
         self._block, self._drawn = -1, 0
 
@@ -79,6 +85,20 @@ class PassState:
         """Begin to watch."""
         there = objects_held({"model": self._model, **self._roots}, self._streams)
         self.guard.watch(there, self.is_scratch)
+        self._modules = dict(self._model.named_modules())
+
+    def modes(self) -> list[bool]:
+        """Whether each module is in training mode; looked at in every step."""
+        return list(map(_IS_TRAINING, self._modules.values()))
+
+    def modes_apart(self, before: Sequence[bool]) -> list[str]:
+        """Paths of the modes that are not as they were, unless they are known to change."""
+        changed = [
+            f"model.{name}.training" if name else "model.training"
+            for name, was, now in zip(self._modules, before, self.modes(), strict=True)
+            if was != now
+        ]
+        return [p for p in changed if p not in self.free and not self.is_scratch(p)]
 
     def note_start(self) -> None:
         """Take note of everything as it is before the first step of this process."""
@@ -131,15 +151,18 @@ class PassState:
         """Whether the task says of a path that no result depends on it."""
         return is_scratch(self._task, path)
 
-    def held(self) -> dict[str, str]:
-        """Everything there is, by path, but for what no result depends on."""
+    def held(self, is_quick: bool = True) -> dict[str, str]:
+        """Everything there is, by path, but for what no result depends on.
+
+        Args:
+            is_quick: whether to look at fewer elements of large tensors and arrays.
+        """
         began = perf_counter()
         there = {"model": self._model, **self._roots}
         for kind in self._kinds:
             there |= module_globals(kind)
-        texts = held_state(there, self._streams)
-        for name, module in self._model.named_modules():
-            texts[f"model.{name}.training" if name else "model.training"] = str(module.training)
+        most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
+        texts = held_state(there, self._streams, most_bytes)
         known = [*self.free, *self.guard.paths]
         texts = {
             path: text
@@ -213,20 +236,25 @@ class Repetition:
     def forget(self) -> None:
         """Have nothing to compare with: ranks compute other microbatches from now on."""
         self.is_second = False
+        self._is_quick = True
+        self._modes: list[bool] = []
         self._before: dict[str, str] | None = None
         self._after: dict[str, str] | None = None
         self._read: list[PassAttribute] = []
         self._changed: list[str] = []
 
-    def begin(self, is_due: bool) -> None:
+    def begin(self, is_due: bool, is_quick: bool = True) -> None:
         """Before the passes.
 
         Args:
             is_due: whether what they change in place is to be looked for.
+            is_quick: whether to look at fewer elements of large tensors and arrays.
         """
         self._guard.begin(cleared=self.is_second)
         if not self.is_second:
-            self._before = self._state.held() if is_due else None
+            self._is_quick = is_quick
+            self._modes = self._state.modes()
+            self._before = self._state.held(is_quick) if is_due else None
 
     def end(self) -> None:
         """After the passes; those of the first time may turn out to be suspicious."""
@@ -235,8 +263,10 @@ class Repetition:
             return
         self._read, self._changed, self._after = list(self._guard.read), [], None
         if self._before is not None:
-            self._after = self._state.held()
+            self._after = self._state.held(self._is_quick)
             self._changed = _differing(self._before, self._after)
+        if self._modes != self._state.modes():
+            self._changed += self._state.modes_apart(self._modes)
 
     @property
     def suspects(self) -> list[str]:
@@ -252,8 +282,8 @@ class Repetition:
         """
         if self._after is None:
             return
-        known = self.suspects_read
-        moved = [p for p in _differing(self._after, self._state.held()) if p not in known]
+        now = self._state.held(self._is_quick)
+        moved = [p for p in _differing(self._after, now) if p not in self.suspects_read]
         if moved:
             raise TaskError(
                 f"{named(moved)}: is changed by microbatches or evaluation batches, so it depends "

@@ -47,7 +47,8 @@ class StepAudit:
             if self._first is not None or self._is_given_up:
                 self.forget()
             self._step = step
-        self._passes.begin(not self._is_given_up and self._state.is_due(step))
+        is_due = not self._is_given_up and self._state.is_due(step)
+        self._passes.begin(is_due, is_quick=(step + 1) & step != 0)
 
     def end(self) -> None:
         """After them."""

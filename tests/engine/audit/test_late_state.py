@@ -1,0 +1,539 @@
+"""State that microbatches and evaluations leave behind when training has gone on for a while."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep import front
+from lockstep.errors import TaskError
+from lockstep.front import Sitting
+
+SAMPLES = 48
+LATE = 5
+NUM_SEEN = [0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.scale = 1.0
+        self.is_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu()) * self.scale
+        return y
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Late(ls.Task):
+    """A task that counts steps, which is allowed, and may do something from step `LATE` on."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.step = 0
+
+    @property
+    def is_late(self) -> bool:
+        return self.step >= LATE
+
+    def build_model(self) -> nn.Module:
+        return Net()
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return None if split == "test" else TensorDataset(*samples())
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = self.plain(model, batch)
+        return ls.Loss(loss.sum * self.factor(model, loss), loss.weight)
+
+    def plain(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y = batch
+        return ls.Loss(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return 1.0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(SAMPLES, 3, generator=generator), torch.arange(SAMPLES) % 2
+
+
+class Samples(Dataset[Any]):
+    """A dataset that may keep something from the second epoch on."""
+
+    epoch = 0
+
+    def __init__(self) -> None:
+        self.x, self.y = samples()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index]
+
+
+def run(folder: Path, task: ls.Task, **more: Any) -> ls.Result:
+    values: dict[str, Any] = {"batch_size": 12, "num_microbatches": 4, "steps": 12, "lr": 0.1}
+    values |= {"eval_every": 6, "eval_batch_size": 16, "checkpoint": {"every": 6}}
+    config = ls.TrainConfig(**values | more)
+    return front.run(task, config, Sitting(str(folder), console=False))
+
+
+class Mean(Late):
+    mean = 1.0
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.mean = 0.9 * self.mean + 0.1 * float(loss.sum)
+        return self.mean
+
+
+class RareCount(Late):
+    hard = 0
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if model.training and self.is_late and float(loss.sum) % 0.01 > 0.007:
+            self.hard += 1
+        return 1 + 0.1 * self.hard
+
+
+class OfModule(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            model.scale *= 0.99
+        return 1.0
+
+
+class OfSlots(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.kept = Slotted()
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.kept.value *= 1.01
+        return self.kept.value
+
+
+class OfHook(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.hook = Remembers()
+
+    def hooks(self) -> list[ls.Hook]:
+        return [self.hook]
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.hook.seen += 1
+        return 1 + 0.01 * self.hook.seen
+
+
+class Remembers(ls.Hook):
+    seen = 0
+
+    def after_step(self, run: ls.Run) -> None:
+        pass
+
+
+class OfEvaluation(Late):
+    last = 1.0
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = self.plain(model, batch)
+        if self.is_late:
+            self.last = float(loss.sum)
+        return loss
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return self.last
+
+
+class InDict(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.seen: dict[float, float] = {}
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        key = round(float(loss.weight))
+        if self.is_late:
+            self.seen[key] = self.seen.get(key, 0.0) + 1
+        return 1 + 0.1 * self.seen.get(key, 0.0)
+
+
+class InArray(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.sums = np.ones(3)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.sums += 0.01
+        return float(self.sums[0])
+
+
+class InDeque(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.window: deque[float] = deque([1.0], maxlen=3)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.window.append(float(loss.sum))
+        return sum(self.window) / len(self.window)
+
+
+class InClass(Late):
+    count = 0
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            type(self).count += 1
+        return 1 + 0.1 * self.count
+
+
+class InGlobal(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            NUM_SEEN[0] += 1
+        return 1 + 0.1 * NUM_SEEN[0]
+
+
+class BehindItsBack(Late):
+    scale = 1.0
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            vars(self)["scale"] = self.scale * 1.01
+        return self.scale
+
+
+class OfMode(Late):
+    def build_model(self) -> nn.Module:
+        model = Net()
+        model.add_module("drop", nn.Dropout(0.5))
+        return model
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        was_training = model.drop.training
+        if self.is_late and model.training:
+            model.drop.eval()
+        return 1.0 if was_training else 2.0
+
+
+class OfDataset(Late):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        class Counts(Samples):
+            seen = 0
+
+            def __getitem__(self, index: int) -> Any:
+                if self.epoch:
+                    self.seen += 1
+                return self.x[index] + 0.01 * self.seen, self.y[index]
+
+        return Counts() if split == "train" else super().dataset(split)
+
+
+class InPlace(Late):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        class Fades(Samples):
+            def __getitem__(self, index: int) -> Any:
+                if self.epoch:
+                    self.x[index] *= 0.9
+                return self.x[index], self.y[index]
+
+        return Fades() if split == "train" else super().dataset(split)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (Mean, r"task\.mean"),
+        (RareCount, r"task\.hard"),
+        (OfModule, r"model\.scale"),
+        (OfSlots, r"task\.kept\.value"),
+        (OfHook, r"task\.hook\.seen"),
+        (OfEvaluation, r"task\.last"),
+        (InDict, r"task\.seen"),
+        (InArray, r"task\.sums"),
+        (InDeque, r"task\.window"),
+        (InClass, r"task\.count"),
+        (InGlobal, r"\.NUM_SEEN"),
+        (BehindItsBack, r"task\.scale"),
+        (OfMode, r"model\.drop\.training"),
+        (OfDataset, r"dataset\('train'\)\.seen"),
+        (InPlace, r"dataset\('train'\)\.x"),
+    ],
+)
+def test_state_of_microbatches_that_begins_late_is_refused_by_name(
+    tmp_path: Path, kind: type[ls.Task], place: str
+) -> None:
+    with pytest.raises(TaskError, match=place):
+        run(tmp_path, kind())
+
+
+class Memo(Late):
+    """Keeps what it has computed of each number of samples, and of each batch's first label."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.weights: dict[int, Tensor] = {}
+        self.mask: Tensor | None = None
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        y = batch[1]
+        if self.is_late and (self.mask is None or len(self.mask) < len(y)):
+            self.mask = torch.ones(len(y))
+        if self.is_late:
+            key = int(y[0]) + 2 * len(y)
+            weights = self.weights.setdefault(key, torch.ones(len(y)))
+            loss = self.plain(model, batch)
+            return ls.Loss(loss.sum * weights.mean() * self.mask.mean(), loss.weight)
+        return self.plain(model, batch)
+
+
+class LastLogits(Late):
+    """Keeps what only the same microbatch reads."""
+
+    def loss(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y = batch
+        if self.is_late:
+            self.logits = model(x)
+            return ls.Loss(nn.functional.cross_entropy(self.logits, y, reduction="sum"), len(y))
+        return self.plain(model, batch)
+
+
+class OpensParts(Late):
+    """Reads a part of its samples at a time, as from files."""
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        class Parts(Samples):
+            present, part = -1, None
+
+            def __getitem__(self, index: int) -> Any:
+                if index // 16 != self.present and self.epoch:
+                    self.present = index // 16
+                    self.part = self.x[16 * self.present : 16 * self.present + 16].clone()
+                if not self.epoch:
+                    return self.x[index], self.y[index]
+                return self.part[index % 16], self.y[index]  # type: ignore[index]
+
+        return Parts() if split == "train" else super().dataset(split)
+
+
+@pytest.mark.parametrize("kind", [Memo, LastLogits, OpensParts])
+def test_caches_change_no_bit_and_are_let_be(tmp_path: Path, kind: type[ls.Task]) -> None:
+    plain = run(tmp_path / "plain", Late())
+    cached = run(tmp_path / "cached", kind())
+    assert cached.params_sha256 == plain.params_sha256
+    assert cached.metrics == plain.metrics
+
+
+class Shown(Late):
+    scratch = ("task.calls",)
+    calls = 0
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if self.is_late:
+            self.calls += 1
+        return 1.0
+
+
+def test_what_a_task_names_in_scratch_may_be_set_and_read_by_any_microbatch(tmp_path: Path) -> None:
+    assert run(tmp_path, Shown()).step == 12
+
+
+class Unsaid(Shown):
+    scratch = ()
+
+
+def test_a_counter_that_nothing_depends_on_has_to_be_named_in_the_end(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"over and over again.*scratch = \('task\.calls',\)"):
+        run(tmp_path, Unsaid(), steps=24)
+
+
+class EvaluationMean(Late):
+    mean: Tensor | None = None
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        x, y = batch
+        logits = model(x)
+        own = logits.mean(0)
+        if self.is_late:
+            self.mean = own if self.mean is None else 0.9 * self.mean + 0.1 * own
+            logits = logits - self.mean
+        return ls.Loss(nn.functional.cross_entropy(logits, y, reduction="sum"), len(y))
+
+
+class EvaluationCount(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.counts = [0]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = self.plain(model, batch)
+        if self.is_late:
+            self.counts[0] += 1
+        return ls.Loss(loss.sum + self.counts[0], loss.weight)
+
+
+class EvaluationNoise(Late):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        task = self
+
+        class Noisy(Samples):
+            noise = torch.Generator().manual_seed(5)
+
+            def __getitem__(self, index: int) -> Any:
+                more = torch.randn(3, generator=self.noise) if task.is_late else 0.0
+                return self.x[index] + more, self.y[index]
+
+        return Noisy() if split == "val" else super().dataset(split)
+
+
+class EvaluationInPlace(Late):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        task = self
+
+        class Normed(Samples):
+            def __getitem__(self, index: int) -> Any:
+                if task.is_late:
+                    self.x[index] /= 2
+                return self.x[index], self.y[index]
+
+        return Normed() if split == "val" else super().dataset(split)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (EvaluationMean, r"the evaluation of val: .* task\.mean"),
+        (EvaluationCount, r"the evaluation of val: .* task\.counts"),
+        (EvaluationNoise, r"the evaluation of val: .* dataset\('val'\)\.noise"),
+        (EvaluationInPlace, r"the evaluation of val: .* dataset\('val'\)\.x"),
+    ],
+)
+def test_state_of_evaluations_that_begins_late_is_refused_by_name(
+    tmp_path: Path, kind: type[ls.Task], place: str
+) -> None:
+    with pytest.raises(TaskError, match=place):
+        run(tmp_path, kind())
+
+
+class MeanFromTheStart(EvaluationMean):
+    is_late = True  # type: ignore[assignment]
+
+
+class NoiseFromTheStart(EvaluationNoise):
+    is_late = True  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (MeanFromTheStart, "Task.evaluate: gave another loss of val"),
+        (NoiseFromTheStart, r"dataset\('val'\): gave another batch"),
+    ],
+)
+def test_a_batch_is_evaluated_again_after_another_one_before_training(
+    tmp_path: Path, kind: type[ls.Task], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, kind())
+
+
+class Forgets(Late):
+    """A `state_dict` that leaves something out once training has warmed up."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.total = 0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        super().after_step(model, step)
+        self.total += step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step} | ({} if self.step > 9 else {"total": self.total})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.total = state.get("total", 0)
+
+
+class Replaces(Late):
+    """Puts a new module in place between two steps that are looked at."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        super().after_step(model, step)
+        if step == 13:
+            model.extra = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Forgets, r"task\.total: is changed by after_step, and does not come back"),
+        (Replaces, r"extra\.weight is another tensor than when the model was built"),
+    ],
+)
+def test_what_no_checkpoint_would_hold_is_found_before_it_is_saved(
+    tmp_path: Path, kind: type[ls.Task], message: str
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        run(tmp_path, kind(), steps=13)
+    assert not (tmp_path / "checkpoints" / "step_00000013").exists()
+
+
+class GlobalCounter(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        NUM_SEEN[0] += 1
+        for group in self.param_groups:
+            group["lr"] *= 1 + 0.01 * NUM_SEEN[0]
+        return super().step(closure)
+
+
+class OwnOptimizer(Late):
+    def build_optimizer(self, model: Any) -> torch.optim.Optimizer:
+        return GlobalCounter(model.parameters(), lr=0.1)
+
+
+def test_state_of_an_optimizer_outside_of_it_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"NUM_SEEN\[0\]: is changed by GlobalCounter\.step"):
+        run(tmp_path, OwnOptimizer())
+
+
+def test_classes_are_as_they_were_after_training(tmp_path: Path) -> None:
+    before = {kind: dict(vars(kind)) for kind in (Late, Net, Memo)}
+    run(tmp_path, Memo())
+    assert {kind: dict(vars(kind)) for kind in before} == before
