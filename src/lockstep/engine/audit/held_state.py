@@ -44,6 +44,8 @@ _STATEFUL = (
 """Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
 """Classes from these keep no state of a run in themselves."""
+_OF_ENGINE = tuple(f"lockstep.{room}." for room in ("comm", "parallel", "engine", "observe"))
+"""Packages whose objects keep no state of a user's."""
 KEYS = " keys"
 """What the text of a dict's size ends with; that of a list is a number."""
 _HEAP_TYPE = 1 << 9
@@ -192,7 +194,9 @@ def _is_opaque(value: object) -> bool:
     if isinstance(value, types.MethodType):  # hooks of the engine's own
         return str(value.__module__).startswith("lockstep.engine.")
     module = type(value).__module__
-    return module.startswith("lockstep.comm.") or module.partition(".")[0] in _OPAQUE_MODULES
+    if module.startswith(_OF_ENGINE):  # a model in slices or stages refers to them
+        return not module.startswith("lockstep.engine.task.")
+    return module.partition(".")[0] in _OPAQUE_MODULES
 
 
 def _is_of_own_class(value: object) -> bool:

@@ -1,0 +1,108 @@
+"""Tasks whose state differs between ranks, or begins late."""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+
+RANK = int(os.environ.get("LOCKSTEP_LOCAL_RANK", "0"))
+
+
+class StateConfig(ls.TrainConfig):
+    batch_size: int = 24
+    num_microbatches: int = 6
+    steps: int = 14
+    lr: float = 0.05
+    eval_every: int = 5
+    eval_batch_size: int = 8
+    checkpoint: ls.CheckpointConfig = ls.CheckpointConfig(every=13)
+
+
+class Plain(ls.Task):
+    """Keeps the number of steps."""
+
+    Config = StateConfig
+    config: StateConfig
+    tag = 0
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.step = 0
+
+    def build_model(self):
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+        return ls.nn.Pipeline(*blocks, nn.Linear(6, 2))
+
+    def dataset(self, split):
+        if split == "test":
+            return None
+        x = torch.randn(72, 6, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(x, (x[:, 0] > 0).long())
+
+    def loss(self, model, batch):
+        x, y = batch
+        return ls.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+class Late(Plain):
+    """Divides by a mean of the losses that it has computed, once they are small."""
+
+    mean = 1.0
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if torch.is_grad_enabled() and float(loss.sum.detach()) < 0.45 * loss.weight:
+            self.mean = 0.9 * self.mean + 0.1 * float(loss.sum.detach())
+        return ls.Loss(loss.sum / self.mean, loss.weight)
+
+
+class Parts(Plain):
+    """Keeps something else on each rank, from a step on that nobody looks at."""
+
+    def after_step(self, model, step):
+        if step == 11:
+            self.tag = RANK
+
+
+class Apart(Plain):
+    """Has something else on each rank from the start, of which no result depends."""
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.tag = RANK
+
+
+class OwnRate(Plain):
+    """Has one rank step with another weight decay from some step on."""
+
+    def build_optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+    def hooks(self):
+        return [Decays()]
+
+
+class Decays(ls.Hook):
+    changes_model = True
+
+    def after_step(self, run):
+        if run.step == 11 and RANK == 1:
+            for group in run.optimizer.param_groups:
+                group["weight_decay"] = 0.0
+
+
+class Caches(Plain):
+    """Keeps what it has made of each sample: other ones on each rank."""
+
+    def __init__(self, config=None):
+        super().__init__(config)
+        self.made = {}
+
+    def loss(self, model, batch):
+        x, y = batch
+        rows = [self.made.setdefault(round(float(row[0]), 4), row.clone()) for row in x]
+        return super().loss(model, (torch.stack(rows), y))

@@ -1,0 +1,53 @@
+"""State that nobody has told of gives one SHA-256 on any number of ranks, or is refused by name."""
+
+from pathlib import Path
+
+import pytest
+from tests.conftest import result
+from tests.distributed.test_errors import refused
+
+TASKS = Path(__file__).with_name("state_tasks.py")
+
+
+@pytest.fixture
+def train(lockstep):
+    def call(name, num_ranks, *more):
+        arguments = ("train", f"{TASKS}:{name}", "-n", num_ranks, "--launcher", "local")
+        return lockstep(*arguments, "--run-dir", f"{name}{num_ranks}", *more)
+
+    return call
+
+
+@pytest.mark.parametrize("keys", [(), ("mesh.pp=2",), ("sharding=optimizer",)])
+def test_state_that_begins_late_is_refused_on_all_ranks(train, keys):
+    ended = train("Late", 2, *keys)
+    refused(ended, "came out otherwise when it was done again", "scratch = ('task.")
+
+
+def test_what_becomes_different_on_one_rank_is_refused_before_it_is_saved(train, tmp_path):
+    refused(train("Parts", 2), "step 13: task.tag: has become different on different ranks")
+    steps = {path.name for path in (tmp_path / "Parts2" / "checkpoints").glob("step_*")}
+    assert steps == {"step_00000005", "step_00000010"}
+
+
+def test_what_differs_from_the_start_is_a_warning(train, tmp_path):
+    assert train("Apart", 1).returncode == 0
+    ended = train("Apart", 2)
+    assert ended.returncode == 0, ended.stderr
+    assert (
+        ended.stdout.count("task.tag, lockstep_user_state_tasks.RANK: differs between ranks") == 1
+    )
+    one, two = (result(tmp_path / f"Apart{n}")["params_sha256"] for n in (1, 2))
+    assert one == two
+
+
+def test_ranks_that_would_step_with_other_options_are_stopped(train):
+    refused(train("OwnRate", 2), "'weight_decay' of the optimizer's group 0: is 0.1 on rank 0 but")
+
+
+def test_caches_of_other_samples_on_each_rank_are_let_be(train, tmp_path):
+    assert train("Caches", 1).returncode == 0
+    ended = train("Caches", 3)
+    assert ended.returncode == 0, ended.stderr
+    one, three = (result(tmp_path / f"Caches{n}")["params_sha256"] for n in (1, 3))
+    assert one == three
