@@ -33,6 +33,12 @@ MAX_YAML_CHARS = 256 << 10
 T = TypeVar("T")
 
 
+_SHORT = 60
+"""Characters of a value that are shown where two of them differ late."""
+_BEFORE = 20
+"""Characters before the difference that are shown."""
+
+
 def shown(value: Any) -> str:
     """`repr(value)` for a message, with the middle left out where it is long."""
     short = reprlib.Repr()
@@ -40,6 +46,26 @@ def shown(value: Any) -> str:
     short.maxlist = short.maxtuple = short.maxdict = short.maxset = 8
     text = short.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 40]}...{text[-37:]}"
+
+
+def shown_apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two values for a message, so that it can be seen where they differ.
+
+    Where the usual texts are the same, or long, what both begin with is left out.
+    """
+    texts = shown(one), shown(other)
+    whole = repr(one), repr(other)
+    if texts[0] != texts[1] and max(map(len, texts)) <= _SHORT:
+        return texts
+    apart = (i for i, (a, b) in enumerate(zip(*whole, strict=False)) if a != b)
+    common = next(apart, min(map(len, whole)))
+    if common <= _BEFORE:
+        return texts
+    first = common - _BEFORE
+    parts = [text[first : first + _SHORT] for text in whole]
+    cut = [first + _SHORT < len(text) for text in whole]
+    shorts = [f"...{p}{'...' if c else ''}" for p, c in zip(parts, cut, strict=True)]
+    return shorts[0], shorts[1]
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -13,10 +13,10 @@ import pytest
 from tests.reading.test_histories import PLAN, done, joined
 
 from lockstep.commands.report import report
+from lockstep.engine.checkpoint.contents import ENTRIES, own_entries
 from lockstep.engine.events import Event, Logged
 from lockstep.engine.logs.log import Logbook, log
 from lockstep.observe import EventsJsonl, Pictures
-from lockstep.reading.contents import ENTRIES, own_entries
 from lockstep.reading.follow import read_run
 from lockstep.reading.removal import remove_run
 from lockstep.reading.report.blocks import Paragraph, Picture

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.asked import Asked, watched
@@ -106,17 +107,19 @@ def train(
         if is_script(target):
             path = run_dir or new_run_dir(Path(target).stem)
             sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
-            return _start(start((), replacements), sitting, threads=1)
+            with kept_if_refused(Path(path)):
+                return _start(start((), replacements), sitting, threads=1)
         kind, config = configured(target, overrides, config_file, sitting.resumed)
         task = make_task(kind, config)
         foretold(config, num_ranks)  # so that what is wrong with its file is said at once
         sitting = replace(sitting, run_dir=str(run_dir or new_run_dir(task.name)))
         directory = RunDirectory(Path(str(sitting.run_dir)))
-        claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
-        directory.close()
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
-        return _start(start(arguments, replacements), sitting, config.threads)
+        with kept_if_refused(directory.path):
+            claim(directory, task, config, sitting)  # so that what is wrong is said at once
+            directory.close()
+            return _start(start(arguments, replacements), sitting, config.threads)
 
 
 def resume(

@@ -18,6 +18,7 @@ from lockstep.allocation import collect_as_usual, skip_last_collection
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
@@ -31,7 +32,7 @@ from lockstep.errors import LockstepError, shortened
 from lockstep.front.device import choose_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
 from lockstep.front.result import Result, Stopped
-from lockstep.front.sitting import Sitting
+from lockstep.front.sitting import SITTING, Sitting
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.output import whole_lines
@@ -111,6 +112,8 @@ def _run(
     pulse = Pulse()
     transport.observer = pulse
     with ExitStack() as stack:
+        if transport.rank == 0 and not transport.is_newcomer and SITTING not in os.environ:
+            stack.enter_context(kept_if_refused(directory.path))  # else the launcher does it
         stack.callback(directory.close)
         hub = EventHub(
             lambda: open_sinks(

@@ -14,6 +14,7 @@ from lockstep import errors
 from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.kept_directory import kept_if_refused
 from lockstep.engine.checkpoint.listing import read_hint
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -109,6 +110,7 @@ def launch(
         search_path=tuple(map(os.path.abspath, sys.path)),
     )
     with ExitStack() as stack:
+        stack.enter_context(kept_if_refused(directory.path))
         server = stack.enter_context(new_server(chosen, config.threads))
         if target:
             command = _by_name(target, config, directory, chosen, num_ranks, replacements, server)
@@ -120,7 +122,7 @@ def launch(
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
         ended = start_shown(command, sitting, config.threads)
-    return _outcome(ended, task, config, directory)
+        return _outcome(ended, task, config, directory)
 
 
 def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from lockstep.engine.checkpoint.contents import own_entries
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import RunDirectoryError
-from lockstep.reading.contents import own_entries
 from lockstep.reading.listing import is_run, summarise
 
 

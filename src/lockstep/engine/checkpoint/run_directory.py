@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,12 +15,14 @@ from typing import IO
 
 from lockstep.config import TrainConfig, outcome
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.contents import own_entries
 from lockstep.engine.flight.folder import FlightFolder
 from lockstep.errors import RunDirectoryError
 from lockstep.files import leftovers, open_regular, read_text, replacing
-from lockstep.parsing import as_type, flattened, parse_object, parse_yaml, shown
+from lockstep.parsing import as_type, flattened, parse_object, parse_yaml, shown_apart
 
 _IDENTITY = "run.json"
+_COMMITTED = b'"event": "StepDone"'
 _HANG_REPORT = "hang_of_slot_"
 
 _LOCK_POLL_S = 0.02
@@ -161,6 +164,8 @@ class RunDirectory:
 
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         is_other = False
+        if (self.path / _IDENTITY).exists() and not self._is_begun():
+            self._clear()
         if (self.path / _IDENTITY).exists():
             known = self.identity()
             if known.task != identity.task:
@@ -230,6 +235,28 @@ class RunDirectory:
                 "back from a copy"
             ) from None
 
+    def _is_begun(self) -> bool:
+        """Whether a step of the run that is there was ever committed."""
+        if any(self.checkpoints.glob("*step_*")):
+            return True
+        try:
+            with os.fdopen(open_regular(self.path / "events.jsonl"), "rb") as file:
+                return any(_COMMITTED in line for line in file)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def _clear(self) -> None:
+        """Remove what starts without a committed step have left, so that any config may be next."""
+        for entry in own_entries(self.path):
+            with suppress(OSError):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != ".lock":
+                    entry.unlink()
+        self.checkpoints.mkdir(exist_ok=True)
+
     def _is_of_other_length(self, known: Identity, config: TrainConfig) -> bool:
         """Whether the run that is there differs in `epochs` and `steps` only.
 
@@ -253,9 +280,8 @@ class RunDirectory:
         new = flattened(config.model_dump(mode="json"))
         harmless = new.keys() - flattened(outcome(config)).keys()
         keys = [k for k in {**old, **new} if k not in harmless and old.get(k) != new.get(k)]
-        return ", ".join(
-            f"{k} is {shown(old.get(k))} there, {shown(new.get(k))} here" for k in keys[:5]
-        )
+        pairs = {key: shown_apart(old.get(key), new.get(key)) for key in keys[:5]}
+        return ", ".join(f"{k} is {there} there, {here} here" for k, (there, here) in pairs.items())
 
     def _write(self, name: str, text: str) -> None:
         try:

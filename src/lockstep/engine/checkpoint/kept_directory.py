@@ -1,0 +1,125 @@
+"""Leaving a run directory as it was when a start is refused.
+
+Ranks say why they refuse a start in the files of the run directory, and a launcher reads it there.
+So what was there before is kept in memory, and put back at the end, unless a run was started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lockstep.engine.checkpoint.contents import own_entries
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.errors import LockstepError
+from lockstep.files import open_regular, replacing_binary
+
+_EVENTS = "events.jsonl"
+_STARTED = b'"event": "RunStarted"'
+_MOST_BYTES = 4 << 20
+"""Size up to which a file is kept whole; a larger one may have been appended to only."""
+_APPENDED_ONLY = ("checkpoints", "tensorboard", "trackers", "logged", "profile")
+"""Folders of which no file is kept: a start may add to them and change nothing else."""
+
+
+@contextmanager
+def kept_if_refused(run_dir: Path) -> Iterator[None]:
+    """Leave a run directory as it was before, unless a run is started in it meanwhile.
+
+    What is new is removed, with folders that did not exist. Nothing is touched while another job
+    uses the directory.
+
+    Args:
+        run_dir: the run directory, which need not exist.
+    """
+    before = _Before(run_dir)
+    try:
+        yield
+    finally:
+        if not before.has_started():
+            with suppress(OSError):
+                before.put_back()
+
+
+class _Before:
+    """A run directory at some time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        above = [run_dir, *run_dir.parents]
+        self._new_folders = [path for path in above if not path.exists()]
+        self._paths = set(_all(run_dir))
+        self._contents: dict[Path, bytes] = {}
+        self._sizes: dict[Path, int] = {}
+        for path in self._paths:
+            with suppress(OSError):
+                size = path.stat().st_size
+                is_kept = path.relative_to(run_dir).parts[0] not in _APPENDED_ONLY
+                if path.is_file() and not path.is_symlink():
+                    self._sizes[path] = size
+                    if is_kept and size <= _MOST_BYTES:
+                        self._contents[path] = path.read_bytes()
+
+    def has_started(self) -> bool:
+        """Whether a run was started here since, by whichever process."""
+        events = self._run_dir / _EVENTS
+        try:
+            with os.fdopen(open_regular(events), "rb") as file:
+                file.seek(self._sizes.get(events, 0))
+                return any(_STARTED in line for line in file)
+        except OSError:
+            return False
+
+    def put_back(self) -> None:
+        """Make everything as it was."""
+        if not self._run_dir.is_dir():
+            return
+        directory = RunDirectory(self._run_dir)
+        try:
+            directory.lock()
+        except LockstepError:
+            return  # another job's, by now
+        try:
+            self._put_back()
+        finally:
+            directory.close()
+            lock = self._run_dir / ".lock"
+            if lock not in self._paths:
+                lock.unlink(missing_ok=True)
+            for folder in self._new_folders:
+                with suppress(OSError):  # there is something of others
+                    folder.rmdir()
+
+    def _put_back(self) -> None:
+        new = [path for path in _all(self._run_dir) if path not in self._paths]
+        for path in sorted(new, key=lambda p: len(p.parts), reverse=True):
+            if path.name == ".lock":
+                continue
+            with suppress(OSError):
+                if path.is_dir() and not path.is_symlink():
+                    path.rmdir()
+                else:
+                    path.unlink()
+        for path, size in self._sizes.items():
+            content = self._contents.get(path)
+            with suppress(OSError):
+                if content is None:
+                    if path.stat().st_size > size:
+                        os.truncate(path, size)
+                elif not path.exists() or path.read_bytes() != content:
+                    path.parent.mkdir(exist_ok=True)
+                    with replacing_binary(path) as file:
+                        file.write(content)
+
+
+def _all(run_dir: Path) -> list[Path]:
+    """Everything there that Lockstep may have written."""
+    found: list[Path] = []
+    for entry in own_entries(run_dir):
+        if entry.is_symlink() or entry.exists():
+            found.append(entry)
+            if entry.is_dir() and not entry.is_symlink():
+                found += entry.rglob("*")
+    return found
