@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lockstep.engine.checkpoint.kept_directory import kept_if_refused
+from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.asked import Asked, watched
@@ -107,8 +107,8 @@ def train(
         if is_script(target):
             path = run_dir or new_run_dir(Path(target).stem)
             sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
-            with kept_if_refused(Path(path)):
-                return _start(start((), replacements), sitting, threads=1)
+            with kept_if_refused(Path(path)) as kept:
+                return _start(start((), replacements), sitting, 1, kept)
         kind, config = configured(target, overrides, config_file, sitting.resumed)
         task = make_task(kind, config)
         foretold(config, num_ranks)  # so that what is wrong with its file is said at once
@@ -116,10 +116,10 @@ def train(
         directory = RunDirectory(Path(str(sitting.run_dir)))
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
-        with kept_if_refused(directory.path):
+        with kept_if_refused(directory.path) as kept:
             claim(directory, task, config, sitting)  # so that what is wrong is said at once
             directory.close()
-            return _start(start(arguments, replacements), sitting, config.threads)
+            return _start(start(arguments, replacements), sitting, config.threads, kept)
 
 
 def resume(
@@ -220,8 +220,8 @@ def _train_here(
     return 0
 
 
-def _start(command: RankCommand, sitting: Sitting, threads: int) -> int:
-    ended = start_shown(command, sitting, threads)
+def _start(command: RankCommand, sitting: Sitting, threads: int, kept: KeptDirectory) -> int:
+    ended = start_shown(command, sitting, threads, kept.note_started)
     if ended.message:
         print(f"error: {ended.message}", file=sys.stderr, flush=True)
     return ended.exit_code

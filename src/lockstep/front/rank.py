@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
@@ -18,7 +19,7 @@ from lockstep.allocation import collect_as_usual, skip_last_collection
 from lockstep.comm.transport import GroupBroken, Transport
 from lockstep.config import TrainConfig, override
 from lockstep.data.random import kept_generators
-from lockstep.engine.checkpoint.kept_directory import kept_if_refused
+from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
@@ -27,6 +28,7 @@ from lockstep.engine.faults import edited, injector
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
+from lockstep.engine.step.header import DIRECTORY_LOST
 from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
 from lockstep.front.device import choose_device
@@ -45,6 +47,9 @@ from lockstep.parsing import flattened
 
 TIMEOUT_S = 600.0
 """How long ranks wait for one another over gloo or NCCL."""
+
+_LOOK_S = 0.25
+"""How often it is looked whether the run directory is still there."""
 
 TAKE_OVER_S = 30.0
 """How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
@@ -107,13 +112,16 @@ def _run(
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
+    path = directory.path
     if sitting.target is None:
         sitting = replace(sitting, target=_script())
     pulse = Pulse()
     transport.observer = pulse
     with ExitStack() as stack:
+        kept: KeptDirectory | None = None
+        # A launcher that reads there why a start was refused does it itself.
         if transport.rank == 0 and not transport.is_newcomer and SITTING not in os.environ:
-            stack.enter_context(kept_if_refused(directory.path))  # else the launcher does it
+            kept = stack.enter_context(kept_if_refused(directory.path))
         stack.callback(directory.close)
         hub = EventHub(
             lambda: open_sinks(
@@ -140,6 +148,7 @@ def _run(
             folder = directory.path / "profile"
             on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
 
+        watch = DirectoryWatch(directory)
         planned, said = _planned(config, environment.world_size)
         runtime = Runtime(
             transport=transport,
@@ -149,7 +158,7 @@ def _run(
             local_rank=environment.local_rank,
             listen=hub,
             take_over=take_over,
-            stop_reason=stop.reason,
+            stop_reason=lambda: watch.reason() or stop.reason(),
             at=injector(os.environ, environment.rank),
             on_step=on_step,
             pulse=pulse,
@@ -178,13 +187,34 @@ def _run(
                 claimed = partial(claim, directory, task, config, sitting)
                 trainer, untold = _assembled(task, planned, claimed, runtime, directory)
                 said += untold
+            if kept is not None:
+                kept.note_started()
             for hint in (*hints, *said):
                 runtime.emit(Warned(step=0, message=hint))
             finished = trainer.run()
             return _result(trainer, finished, config, directory), finished.exit_code
         except BaseException as error:
+            if directory.path != path:  # it is gone: nothing may be written where it was
+                hub.close()
+                hub.open()
             runtime.emit(_failed(error))
             raise
+
+
+class DirectoryWatch:
+    """Notices that the run directory of this process is gone; looks now and then."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._look_at = 0.0
+
+    def reason(self) -> str:
+        """Why the run has to end; empty if it does not."""
+        now = perf_counter()
+        if now < self._look_at:
+            return ""
+        self._look_at = now + _LOOK_S
+        return DIRECTORY_LOST if self._directory.is_gone() else ""
 
 
 def _result(

@@ -110,7 +110,7 @@ def launch(
         search_path=tuple(map(os.path.abspath, sys.path)),
     )
     with ExitStack() as stack:
-        stack.enter_context(kept_if_refused(directory.path))
+        kept = stack.enter_context(kept_if_refused(directory.path))
         server = stack.enter_context(new_server(chosen, config.threads))
         if target:
             command = _by_name(target, config, directory, chosen, num_ranks, replacements, server)
@@ -121,7 +121,7 @@ def launch(
             command = local_command(num_ranks, argv, replacements, (fd,), server)
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
-        ended = start_shown(command, sitting, config.threads)
+        ended = start_shown(command, sitting, config.threads, kept.note_started)
         return _outcome(ended, task, config, directory)
 
 

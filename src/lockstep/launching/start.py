@@ -186,12 +186,27 @@ def _notice(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
-    """Run ranks to their end, shown on the console or in the notebook as `sitting` says."""
+def start_shown(
+    command: RankCommand, sitting: Sitting, threads: int, on_started: Callable[[], None]
+) -> Ended:
+    """Run ranks to their end, shown on the console or in the notebook as `sitting` says.
+
+    Args:
+        command: command that starts the ranks.
+        sitting: request that the ranks get by their environment.
+        threads: number of threads of each rank.
+        on_started: function that is called when the ranks have started the run.
+    """
     shown = view(sitting.quiet, per_rank=sitting.per_rank)
     with Sinks([shown]) as sinks:
         shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
-        return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))
+
+        def show(row: dict[str, Any]) -> None:
+            if row["event"] == "RunStarted":
+                on_started()
+            sinks(event_from_row(row))
+
+        return start(command, sitting, threads, on_row=show)
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> Ended:
@@ -214,6 +229,8 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
         again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
         return Ended(code, message, again, row)
     code = outcome.exit_code
+    if told and launcher == "torchrun" and code == 1:  # its own, whatever the ranks' codes were
+        code = LockstepError.exit_code
     if outcome.stopped_by is not None:
         stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
         lost = (

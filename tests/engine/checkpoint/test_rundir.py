@@ -42,8 +42,27 @@ def opened(path: Path, config: TrainConfig = CONFIG, resume: bool = False) -> Ru
 
 
 def used(path: Path, config: TrainConfig = CONFIG) -> Path:
+    """A folder of a run that has committed a step."""
     opened(path, config).close()
+    (path / "events.jsonl").write_text('{"event": "StepDone", "step": 1}\n')
     return path
+
+
+@pytest.mark.parametrize("fields", [{"task": "other"}, {}])
+def test_a_run_without_a_committed_step_gives_way_to_any_other(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    opened(tmp_path).close()
+    (tmp_path / "events.jsonl").write_text('{"event": "Failed", "step": 0}\n')
+    (tmp_path / "mine.txt").write_text("kept")
+    other = CONFIG.model_copy(update={"lr": 0.5})
+    directory = RunDirectory(tmp_path)
+    directory.open(other, identity(other, **fields), resume=False)
+    assert directory.identity() == identity(other, **fields)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock", "checkpoints", "config.yaml", "mine.txt", "run.json",
+    }  # fmt: skip
+    directory.close()
 
 
 def refused(path: Path, config: TrainConfig = CONFIG, resume: bool = True, **fields: Any) -> str:

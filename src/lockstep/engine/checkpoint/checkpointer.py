@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -65,16 +66,39 @@ class Checkpointer:
         self._root = directory.checkpoints
         self._asked = asked_of(parts.task_state.task.config)
         self._on_written = on_written
-        self._writer = AsyncWriter(
-            self._root,
-            config.checkpoint.keep,
-            config.checkpoint.background,
-            self._emit,
-            runtime.pulse,
-            runtime.at,
-            config.checkpoint.keep_every_s,
-        )
+        self._writer = self._new_writer()
         self._saved_step = -1
+
+    def _new_writer(self) -> AsyncWriter:
+        config = self._config.checkpoint
+        return AsyncWriter(
+            self._root,
+            config.keep,
+            config.background,
+            self._emit,
+            self._runtime.pulse,
+            self._runtime.at,
+            config.keep_every_s,
+        )
+
+    def rescue(self, progress: Progress) -> str:
+        """Save the state in another folder, since that of the run is gone; its path.
+
+        Raises:
+            RunDirectoryError: there is no such folder.
+            CheckpointError: the state could not be written.
+        """
+        path: str = on_first(self._transport, self._directory.rescue)
+        with suppress(CheckpointError):  # of what went into the folder that is gone
+            self._writer.wait()
+        self._root = Path(path) / "checkpoints"
+        self._writer, self._saved_step = self._new_writer(), -1
+        self.finish(progress)
+        return path
+
+    def check_directory(self) -> bool:
+        """Whether the run directory is gone; a collective."""
+        return bool(on_first(self._transport, self._directory.is_gone))
 
     def poll(self) -> None:
         """Emit what the background thread has to say."""
@@ -120,7 +144,7 @@ class Checkpointer:
             if is_first:
                 meta = self._meta(progress)
                 make = capture(parts.train_step, parts.model, progress, meta, state, whole, carries)
-        if is_first:
+        if is_first and not self._directory.is_gone():  # else it would come into being again
             files = streamed.files if streamed is not None else None
             self._writer.save(make, best, started, files)
             if best and self._transport.can_regroup and self._transport.size > 1:

@@ -25,7 +25,7 @@ _APPENDED_ONLY = ("checkpoints", "tensorboard", "trackers", "logged", "profile")
 
 
 @contextmanager
-def kept_if_refused(run_dir: Path) -> Iterator[None]:
+def kept_if_refused(run_dir: Path) -> Iterator[KeptDirectory]:
     """Leave a run directory as it was before, unless a run is started in it meanwhile.
 
     What is new is removed, with folders that did not exist. Nothing is touched while another job
@@ -34,20 +34,21 @@ def kept_if_refused(run_dir: Path) -> Iterator[None]:
     Args:
         run_dir: the run directory, which need not exist.
     """
-    before = _Before(run_dir)
+    before = KeptDirectory(run_dir)
     try:
-        yield
+        yield before
     finally:
         if not before.has_started():
             with suppress(OSError):
                 before.put_back()
 
 
-class _Before:
-    """A run directory at some time."""
+class KeptDirectory:
+    """What a run directory was like at some time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._is_started = False
         above = [run_dir, *run_dir.parents]
         self._new_folders = [path for path in above if not path.exists()]
         self._paths = set(_all(run_dir))
@@ -62,8 +63,14 @@ class _Before:
                     if is_kept and size <= _MOST_BYTES:
                         self._contents[path] = path.read_bytes()
 
+    def note_started(self) -> None:
+        """Take note that a run was started here, whatever becomes of the directory."""
+        self._is_started = True
+
     def has_started(self) -> bool:
         """Whether a run was started here since, by whichever process."""
+        if self._is_started:
+            return True
         events = self._run_dir / _EVENTS
         try:
             with os.fdopen(open_regular(events), "rb") as file:

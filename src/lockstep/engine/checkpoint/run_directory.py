@@ -69,6 +69,8 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.flight = FlightFolder(path)
         self._lock: IO[str] | None = None
+        self._folder: tuple[int, int] | None = None
+        self._files: tuple[str, str] = ("", "")
         self._unsettled: tuple[str, str] | None = None
 
     def hang_report(self, slot: int) -> Path:
@@ -135,6 +137,7 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock = os.fdopen(open_regular(self.path / ".lock", os.O_RDWR | os.O_CREAT))
+            self._folder = _identity(os.stat(self.path))
         except OSError as error:
             raise RunDirectoryError(
                 f"{self.path}: is not writable: {error.strerror}; choose another with --run-dir"
@@ -162,12 +165,50 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
+    def is_gone(self) -> bool:
+        """Whether another folder, or none, is where this process has locked its own.
+
+        A disk that does not answer for a moment is no reason to think so.
+        """
+        if self._lock is None:
+            return False
+        try:
+            lock = os.stat(self.path / ".lock")
+            return _identity(os.stat(self.path)) != self._folder or _identity(lock) != _identity(
+                os.fstat(self._lock.fileno())
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+
+    def rescue(self) -> str:
+        """Go on in a new folder beside this one, which is gone; its path.
+
+        Raises:
+            RunDirectoryError: there can be none.
+        """
+        name = f"{self.path.name}-rescued"
+        number, path = 1, self.path.with_name(name)
+        while path.exists():
+            number += 1
+            path = self.path.with_name(f"{name}-{number}")
+        self.close()
+        self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
+        self.lock()
+        config, identity = self._files
+        self._write("config.yaml", config)
+        self._write(_IDENTITY, identity)
+        return str(path)
+
     def _bind(self, config: TrainConfig, identity: Identity, resume: bool) -> None:
         is_other = False
-        if (self.path / _IDENTITY).exists() and not self._is_begun():
-            self._clear()
         if (self.path / _IDENTITY).exists():
             known = self.identity()
+            is_same = (known.task, known.config_hash) == (identity.task, identity.config_hash)
+            if not is_same and not self._is_begun():
+                self._clear()
+                known = identity
             if known.task != identity.task:
                 raise RunDirectoryError(
                     f"{self.path}: holds a run of {known.task}, this is {identity.task}; choose "
@@ -200,7 +241,8 @@ class RunDirectory:
         with suppress(OSError):
             self.flight.begin()
         whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
-        self._unsettled = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
+        self._files = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
+        self._unsettled = self._files
         if not is_other:
             self.settle()
 
@@ -291,3 +333,8 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{self.path / name}: cannot be written: {error.strerror}"
             ) from None
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file or folder from any other one, whatever it is called."""
+    return status.st_dev, status.st_ino

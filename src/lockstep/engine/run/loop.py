@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import NoReturn
 
 from torch import nn
 
@@ -29,10 +30,11 @@ from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.streamed import streamed_digest
 from lockstep.engine.snapshot.whole_tensors import whole_digest
+from lockstep.engine.step.header import DIRECTORY_LOST
 from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
-from lockstep.errors import TaskFailure
+from lockstep.errors import RunDirectoryError, TaskFailure, shared
 
 EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143, TOO_FEW_RANKS: 75}
 """What a process that stopped before the end exits with: 128 + the number of the usual signal, or
@@ -65,7 +67,7 @@ class Trainer:
         """
         self._started = perf_counter()
         self._config = config
-        self._checkpoints = directory.checkpoints
+        self._directory = directory
         self._runtime = runtime
         self._transport = runtime.transport
         if not joins:
@@ -164,6 +166,8 @@ class Trainer:
     def _follow_up(self) -> None:
         """Evaluate, check and save what is due after the last step; may be done again."""
         state, progress = self._state, self._state.progress
+        if state.stop_reason == DIRECTORY_LOST:
+            self._rescue()
         # First: what a hook has left half done must not be evaluated or saved.
         self._hooks.check_step()
         # Not twice, if a loss has broken off what comes after it.
@@ -180,6 +184,22 @@ class Trainer:
             self._checkpointer.save(progress, improved)
             state.is_save_overdue = False
 
+    def _rescue(self) -> NoReturn:
+        """Save the state beside a run directory that is gone, and end.
+
+        Raises:
+            RunDirectoryError: always; on all ranks.
+        """
+        gone, step = self._directory.path, self._state.progress.step
+        path = self._checkpointer.rescue(self._state.progress)
+        raise shared(
+            RunDirectoryError(
+                f"{gone}: was deleted, moved or replaced while the run trained in it, so training "
+                f"has stopped after step {step}. The state of that step is in {path}: go on with "
+                f"`lockstep resume {path}`"
+            )
+        )
+
     def _on_written(self, folder: Path) -> None:
         self._hooks.after_checkpoint(self._state.progress, folder)
 
@@ -190,7 +210,7 @@ class Trainer:
         if self._config.test_on == "last" or best in (0, last):
             self._evaluate(splits)
             return
-        root, runtime = self._checkpoints, self._runtime
+        root, runtime = self._directory.checkpoints, self._runtime
         with borrowed_state(root, best, last, parts.train_step, parts.model, runtime) as step:
             self._evaluate(splits, None if step == last else step)
 
@@ -268,6 +288,8 @@ class Trainer:
         """Make sure the state is saved, evaluate the test splits, and sum up."""
         state, progress, parts = self._state, self._state.progress, self._parts
         self._microbatches.close()
+        if self._checkpointer.check_directory():
+            self._rescue()
         # Before the test split is evaluated: an error in that must not cost the last steps.
         folder = self._checkpointer.finish(progress)
         tests = [name for name in parts.evaluations if not is_validation(name)]
