@@ -148,7 +148,10 @@ def test_a_plan_counts_the_samples_that_there_are(
         given.append(list(overrides))
         size = next(int(o.removeprefix("batch_size=")) for o in overrides if "batch_size" in o)
         plan = {"event": "RunStarted", "time": 0.5, "num_samples": 20, "batch_size": min(size, 20)}
-        folder(path.parent, [plan, row(1.0, 0.5), row(2.0, 0.5), row(3.0, 0.5)])
+        rows = [plan, row(1.0, 0.5), row(2.0, 0.5), row(3.0, 0.5)]
+        path.mkdir(parents=True)
+        text = "".join(f"{json.dumps({'step': 0} | each)}\n" for each in rows)
+        (path / "events.jsonl").write_text(text)
 
     monkeypatch.setattr(Prober, "_start", started)
     config = override(configured("digits", ())[1], ["batch_size=1000000", "num_microbatches=8"])

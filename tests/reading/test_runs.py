@@ -55,7 +55,7 @@ def test_pauses_between_sessions_are_no_time_of_a_run(tmp_path):
         now = [began]
         sink = EventsJsonl(tmp_path / "run" / EVENTS, clock=lambda: now[0])
         for row in (joined(0), PLAN, *(done(n, 1.0) for n in steps), *ended):
-            sink(event_from_row(row))
+            sink(event_from_row({"step": 0, **row}))
             now[0] += 2.0
         sink.close()
 
@@ -74,7 +74,7 @@ def test_of_a_run_of_an_earlier_version_all_time_counts(tmp_path):
     run = run_in(tmp_path / "run", *rows)
     assert summarise(run).value("seconds") == 40.0
     with closing(EventsJsonl(run / EVENTS, clock=lambda: 9000.0)) as sink:
-        sink(event_from_row(PLAN))
+        sink(event_from_row({"step": 0, **PLAN}))
     assert summarise(run).value("seconds") == 40.0
 
 

@@ -98,8 +98,9 @@ class StepMeter:
 
     Reports count if they come from as many ranks as the run's session began with. The first report
     is left out, for the first step is slow. Without a plan the next reports, of ten steps or five
-    seconds together, are the prediction. What steps cost is the median over all later reports, without
-    evaluations and checkpoints, and the most memory that a rank had; it takes as many of them. It takes the same memory however many reports there are.
+    seconds together, are the prediction. What steps cost is the median over all later reports,
+    without evaluations and checkpoints, and the most memory that a rank had, once they are as many.
+    It takes the same memory however many reports there are.
     """
 
     def __init__(self) -> None:
