@@ -138,6 +138,38 @@ def test_a_training_that_a_slow_start_made_short_is_made_again(
     assert asked == [5, 7, 200, 200]
 
 
+def test_a_plan_counts_the_samples_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch larger than the data set is all of it, and a microbatch its part of that."""
+    given: list[list[str]] = []
+
+    def started(self: Prober, shape: Shape, path: Path, overrides: list[str], server: str) -> None:
+        given.append(list(overrides))
+        size = next(int(o.removeprefix("batch_size=")) for o in overrides if "batch_size" in o)
+        plan = {"event": "RunStarted", "time": 0.5, "num_samples": 20, "batch_size": min(size, 20)}
+        rows = [plan, row(1.0, 0.5), row(2.0, 0.5), row(3.0, 0.5)]
+        path.mkdir(parents=True)
+        text = "".join(f"{json.dumps({'step': 0} | each)}\n" for each in rows)
+        (path / "events.jsonl").write_text(text)
+
+    monkeypatch.setattr(Prober, "_start", started)
+    config = override(configured("digits", ())[1], ["batch_size=1000000", "num_microbatches=8"])
+    prober = Prober("digits", config, (), tmp_path, "local", 1.0)
+    prober.first(2)
+    assert "batch_size=6" in given[-1]  # two microbatches of 20 / 8
+    assert prober._train(Shape(8), 5, 1, "").plan["batch_size"] == 20
+
+
+def test_an_interval_longer_than_the_run_is_a_checkpoint_at_its_end() -> None:
+    long = make_plan(facts(total_steps=10**9), network(), (1,), 2, 1000.0)
+    assert any("; best every " in line for line in lines(long))
+    short = make_plan(facts(total_steps=2), network(), (1,), 2, 1000.0)
+    (said,) = (line for line in lines(short) if line.startswith("checkpoints: "))
+    assert "; best at the end only: the best interval, " in said
+    assert said.endswith("is not shorter than the run (2 steps)")
+
+
 def test_jitter_is_free_of_accidents() -> None:
     usual = [row(n, 1.0 if n % 2 else 3.0) for n in range(98)]
     made = Probe(((*usual, row(98, 50.0), row(99, 80.0)),), 0.0, (), {})

@@ -123,6 +123,20 @@ def test_the_command_line_comes_before_a_job_file(here, tmp_path):
     assert "export OMP_NUM_THREADS=2\n" in text
 
 
+def test_threads_of_a_job_file_give_way_to_fewer_cores_of_the_command_line(here, tmp_path):
+    job = ("--job", EXAMPLES / "two-nodes.yaml", "--cpus-per-task", "1")
+    done = here("slurm", "ufs", *job)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "ufs.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=1\n" in text
+    assert "export OMP_NUM_THREADS=1\n" in text
+    assert "threads=1" in text
+    assert "threads=40" not in text
+    # What is asked for beside it on the command line is an error as before.
+    done = here("slurm", "ufs", "threads=40", *job)
+    assert (done.returncode, "less than threads=40" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -43,14 +43,31 @@ def test_once_says_all_of_a_single_run(here, tmp_path):
 
 
 def test_once_says_what_steps_take_beside_what_was_predicted(here, tmp_path):
-    folder = run_in(tmp_path / "run", *START, *(done(n, 2.0) for n in range(1, 5)))
+    folder = run_in(tmp_path / "run", *START, *(done(n, 2.0) for n in range(1, 23)))
     out = here("monitor", str(folder), "--once").stdout
     assert "\na step 500 ms; 500 ms predicted by the first reports\n" in out
     hostile = {"event": "Predicted", "by": HOSTILE, "cost": {"step_s": 0.25, "peak_bytes": 1}}
-    folder = run_in(tmp_path / "other", hostile, *START, *(done(n, 2.0) for n in range(1, 3)))
+    folder = run_in(tmp_path / "other", hostile, *START, *(done(n, 2.0) for n in range(1, 12)))
     out = here("monitor", str(folder), "--once").stdout
     assert r"a step 500 ms; 250 ms predicted by a\x1b[31mb\x07c" in out
     assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(("above", "code"), [(1.0, 1), (9.0, 0)])
+def test_once_with_rules_is_a_check_for_cron(here, tmp_path, above, code):
+    """Whether an alert is on is the exit code; what has to last is not waited for."""
+    running(tmp_path / "runs/going", *START, done(4, 1.5))
+    when = f"{{metric: train/loss, above: {above}}}"
+    rule = f"{{name: high, when: {when}, for_s: 600, for_steps: 100, do: [{{print: true}}, "
+    mark = "{command: [touch, told]}]}"
+    (tmp_path / "rules.yaml").write_text(f"rules: [{rule}{mark}]")
+    ended = here("monitor", "--once", "--alerts", "rules.yaml")
+    assert (ended.returncode, ended.stderr) == (code, "")
+    picture, *alerts = ended.stdout.splitlines()
+    assert picture.startswith("going")
+    told = ["alert high on: runs/going: train/loss 1.5 is above 1"]
+    assert [line for line in alerts if line.startswith("alert")] == (told if code else [])
+    assert (tmp_path / "told").exists() == bool(code)
 
 
 def test_once_works_before_the_first_run(here, tmp_path):
@@ -81,7 +98,7 @@ def test_hostile_names_are_printed_as_escapes(here, tmp_path):
         (["--host", "0.0.0.0"], "--host: needs --web or --prometheus"),
         (["--prometheus", "0", "--host", ""], "--host '': must be an address"),
         (["--check"], "--check: needs --alerts FILE"),
-        (["--once", "--web"], "--once: does not go with --web, --prometheus and --alerts"),
+        (["--once", "--web"], "--once: does not go with --web and --prometheus"),
         (["--once", "--prometheus", "0"], "--once: does not go with"),
         (["--alerts", "missing.yaml"], "missing.yaml: cannot be read"),
         (["--grafana", "no/folder/file"], "no/folder/file: cannot be written"),

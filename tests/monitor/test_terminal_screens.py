@@ -71,7 +71,7 @@ def test_a_run_is_followed_from_its_start_to_its_end(tmp_path):
 
 def test_what_a_step_takes_is_beside_what_was_predicted_while_a_run_goes_on(tmp_path):
     plan = {"event": "Predicted", "by": "plan.json", "cost": {"step_s": 0.25, "peak_bytes": 1}}
-    folder = running(tmp_path / "run", plan, *START, done(1, 3.0), done(2, 2.0))
+    folder = running(tmp_path / "run", plan, *START, *(done(n, 3.0) for n in range(1, 12)))
 
     async def drive(app, pilot):
         await until(

@@ -80,7 +80,7 @@ def test_without_a_plan_the_second_report_predicts_the_median_of_those_that_foll
 def test_fewer_than_three_reports_say_nothing(num_reports: int) -> None:
     found = metered([*START, *(report(10 * n, 0.1) for n in range(num_reports))])
     assert (found.measured, found.predicted, found.by) == (None, None, "")
-    assert found.reason == "fewer than 3 reports of 2 ranks"
+    assert found.reason == "too few steps on 2 ranks"
     assert metered([]).reason == "no report"
 
 
@@ -104,7 +104,23 @@ def test_a_plan_of_another_run_is_replaced_by_the_first_reports() -> None:
     other = Predicted(step=0, by="", cost=None, reason="of config X")
     found = metered([other, *START, *(report(10 * n, 0.1) for n in range(5))])
     assert (found.by, found.reason) == ("the first reports", "of config X")
-    assert metered([other, *START]).reason == "of config X; fewer than 3 reports of 2 ranks"
+    assert metered([other, *START]).reason == "of config X; too few steps on 2 ranks"
+
+
+@pytest.mark.parametrize("by", ["plan", "reports"])
+def test_a_prediction_stands_beside_no_fewer_than_ten_steps(by: str) -> None:
+    """A slow second step predicts nothing, and a few steps measure nothing."""
+    plan = [PLAN] if by == "plan" else []
+    times = [9.0, 4.0, *[0.1] * (9 if plan else 19)]
+    reports = [report(n, time, num_steps=1, seconds=time) for n, time in enumerate(times, 1)]
+    few = metered([*plan, *START, *reports[:-2]])
+    assert few.measured is None
+    assert step_time(few) == ""
+    enough = metered([*plan, *START, *reports])
+    assert values(enough.measured) == (pytest.approx(0.1), 0)
+    expected = 0.25 if plan else 0.1
+    assert enough.predicted is not None
+    assert enough.predicted.step_s == pytest.approx(expected)
 
 
 def test_evaluations_and_checkpoints_are_no_steps() -> None:
@@ -127,11 +143,11 @@ def test_reports_of_another_number_of_ranks_do_not_count() -> None:
 def test_a_sitting_counts_by_itself_and_its_plan_too() -> None:
     reports = [report(10 * n, 0.1 * n) for n in range(1, 5)]
     first = [PLAN, *START, *reports]
-    assert metered([*first, *START]).reason == "fewer than 3 reports of 2 ranks"
+    assert metered([*first, *START]).reason == "too few steps on 2 ranks"
     assert metered([*first, *START, *reports]).by == "the first reports"
     said = Measured(step=40, measured=None, predicted=None, reason="so it said")
     assert metered([*first, said]) is said
-    assert metered([*first, said, *START]).reason == "fewer than 3 reports of 2 ranks"
+    assert metered([*first, said, *START]).reason == "too few steps on 2 ranks"
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_goes_on_being_measured() -> None:

@@ -233,6 +233,31 @@ def test_a_hang_that_nobody_could_report_is_told_from_the_files(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("reason", "sentence", "advice"),
+    [
+        ("was stopped by a signal for 4 s", "rank 1 (slot 1) was stopped by a signal in step 6",
+         "look for who has stopped it"),
+        ("did nothing for 4.0 s; its Python stack:\nThread 0x2 (most recent call first):\n"
+         '  File "/x/lockstep/comm/listen.py", line 1 in listen\n\n'
+         "Current thread 0x1 (most recent call first):\n"
+         '  File "/x/lockstep/comm/mailbox.py", line 7 in wait\n'
+         '  File "/x/.venv/bin/lockstep", line 8 in <module>\n',
+         "rank 1 (slot 1) hung in step 6, at mailbox.py:7 in wait", "look at that line"),
+    ],
+)  # fmt: skip
+def test_a_rank_that_stands_still_is_named_with_its_step_and_cause(
+    tmp_path, reason, sentence, advice
+):
+    """Neither the command's own script is where it stood, nor a thread that waits all the time."""
+    lost = event("RankLost", **LOST, reason=reason, reached="in step 6", waiting="")
+    causes_found, _ = found(tmp_path, step(times(0), times(1)), lost)
+    hang = next(cause for cause in causes_found if cause.name == "hang")
+    assert hang.sentence == sentence
+    assert hang.evidence[0].startswith("after step 5 its watchdog ended it, since it ")
+    assert advice in hang.advice
+
+
 def test_a_hang_of_before_does_not_hide_that_ranks_stand_still_now(tmp_path):
     rows = [step(times(0), times(1), times(2)), event("RankLost", **LOST, reason=STACK),
             joined(1, slot=7, step=5), event("Recovered", **BACK | {"world_size": 3})]  # fmt: skip

@@ -89,7 +89,7 @@ def test_what_processes_have_said_is_in_their_table(tmp_path):
 
 
 def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):
-    reports = [done(n, 2.0) for n in range(1, 5)]
+    reports = [done(n, 2.0) for n in range(1, 22)]
     for row in reports:
         row["ranks"][0]["peak_bytes"] = row["step"] << 20
     kept = {"step_s": 0.004, "peak_bytes": 3 << 20}
@@ -99,7 +99,7 @@ def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):
                  measured=kept, predicted=foretold, predicted_reason="")  # fmt: skip
     text = as_markdown(report_of([one]), "figures")
     assert "| time of a step | 500 ms; 500 ms predicted by the first reports |" in text
-    assert "| memory of a rank | 4.0 MiB; 2.0 MiB predicted by the first reports |" in text
+    assert "| memory of a rank | 21.0 MiB; 11.0 MiB predicted by the first reports |" in text
     text = as_markdown(report_of([one, two]), "figures").replace("\\|", "|")
     assert "| time of a step | 500 ms | 4 ms |" in text
     assert "| predicted | 500 ms (the first reports) | 5 ms (p|an.json) |" in text

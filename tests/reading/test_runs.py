@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.conftest import environment
 from tests.reading.test_histories import PLAN, done, joined, written
 
 from lockstep.errors import ConfigError, RunDirectoryError
+from lockstep.observe.storing.jsonl import EventsJsonl, event_from_row
 from lockstep.reading import newest_rows
 from lockstep.reading.choice import chosen
 from lockstep.reading.follow import EVENTS, is_claimed
@@ -44,6 +46,36 @@ def run_in(folder, *rows, **result):
         ended = {"status": "completed", "step": 9, "params_sha256": "ab", "metrics": {}}
         (folder / "result.json").write_text(json.dumps(ended | {"exit_code": 0} | result))
     return folder
+
+
+def test_pauses_between_sessions_are_no_time_of_a_run(tmp_path):
+    """Also one that was killed, whose next session only finds its file."""
+
+    def session(began, steps, *ended):
+        now = [began]
+        sink = EventsJsonl(tmp_path / "run" / EVENTS, clock=lambda: now[0])
+        for row in (joined(0), PLAN, *(done(n, 1.0) for n in steps), *ended):
+            sink(event_from_row({"step": 0, **row}))
+            now[0] += 2.0
+        sink.close()
+
+    run_in(tmp_path / "run")
+    session(100.0, range(3))  # five rows: 8 s
+    assert summarise(tmp_path / "run").value("seconds") == 8.0
+    session(90_000.0, range(3, 5))  # 6 s
+    session(100_000.0, range(5, 6))  # 4 s
+    summary = summarise(tmp_path / "run")
+    assert (summary.started, summary.newest) == (100.0, 100_004.0)
+    assert summary.value("seconds") == 18.0
+
+
+def test_of_a_run_of_an_earlier_version_all_time_counts(tmp_path):
+    rows = [{**joined(0), "time": 100.0}, {**PLAN, "time": 101.0}, {**done(1, 1.0), "time": 140.0}]
+    run = run_in(tmp_path / "run", *rows)
+    assert summarise(run).value("seconds") == 40.0
+    with closing(EventsJsonl(run / EVENTS, clock=lambda: 9000.0)) as sink:
+        sink(event_from_row({"step": 0, **PLAN}))
+    assert summarise(run).value("seconds") == 40.0
 
 
 def test_states_are_told_apart(tmp_path):

@@ -54,7 +54,7 @@ def test_the_modes_train_to_the_same_bits(cluster, alone, cache, tmp_path):
         assert result(tmp_path / name / "run")["params_sha256"] == alone
         assert f"on {nodes} node(s): n" in log
         assert f"{nodes} rank(s), 1 a node with 2 CPU(s) each, 2 thread(s) each;" in log
-        assert "what: ufs threads=40 threads=2 steps=20" in log
+        assert "what: ufs threads=2 steps=20" in log
         rows = (tmp_path / name / "run" / "events.jsonl").read_text().splitlines()
         joined = [row for row in map(json.loads, rows) if row["event"] == "Joined"]
         assert [row["threads"] for row in joined] == [2] * nodes

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.options import leave
 from lockstep.commands.waiting import importing
 from lockstep.launchers.rank.early import ending_at_interrupt
 
@@ -76,7 +77,10 @@ def monitor(
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", help="Between two looks.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print what is known, and end.")] = False,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="Print what is known, and end; with --alerts, 1 if one is on."),
+    ] = False,
 ) -> None:
     """Watch runs while they go on: on the terminal, in a browser, by Prometheus, by alerts.
 
@@ -86,18 +90,17 @@ def monitor(
     with ending_at_interrupt():
         from lockstep.commands.monitor.command import Options
         from lockstep.commands.monitor.command import monitor as command
-    command(
-        Options(
-            folders=folders or (),
-            web=web,
-            host=host,
-            port=port,
-            token=token,
-            prometheus=prometheus,
-            alerts=alerts,
-            check=check,
-            grafana=grafana,
-            interval_s=interval,
-            once=once,
-        )
+    options = Options(
+        folders=folders or (),
+        web=web,
+        host=host,
+        port=port,
+        token=token,
+        prometheus=prometheus,
+        alerts=alerts,
+        check=check,
+        grafana=grafana,
+        interval_s=interval,
+        once=once,
     )
+    leave(command(options))

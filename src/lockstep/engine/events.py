@@ -38,6 +38,7 @@ class RunStarted(Event):
     threads: int
     num_microbatches: int
     batch_size: int
+    """Samples of a full step: the config's `batch_size`, or all of an epoch if it has fewer."""
     continued: bool = False
     """Rank 0 was lost, and another one goes on in its place: not the start of a sitting."""
 

@@ -13,6 +13,10 @@ FIRST_REPORTS = "the first reports"
 """What predicts steps where no plan does."""
 
 _MOST_VALUES = 4096
+_LEAST_STEPS = 10
+"""Fewer are noise: a single one may be ten times as slow as the next."""
+_LEAST_S = 5.0
+"""Unless they have taken so many seconds together."""
 
 
 class SampledMedian:
@@ -60,20 +64,49 @@ class SampledMedian:
         return statistics.median_low(self._values)
 
 
+class _Costs:
+    """What the steps of some reports have cost."""
+
+    def __init__(self) -> None:
+        self._times = SampledMedian()
+        self._peak_bytes = self._num_steps = 0
+        self._seconds = 0.0
+
+    def add(self, step_s: float, peak_bytes: int, num_steps: int) -> None:
+        """Count a report in.
+
+        Args:
+            step_s: mean seconds of its steps.
+            peak_bytes: most memory that a rank has had.
+            num_steps: number of its steps.
+        """
+        self._times.add(step_s)
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        self._num_steps += num_steps
+        self._seconds += num_steps * step_s
+
+    @property
+    def cost(self) -> StepCost | None:
+        """The median time and the most memory; None while there are too few steps."""
+        if self._num_steps < _LEAST_STEPS and self._seconds < _LEAST_S:
+            return None
+        return StepCost(self._times.value, self._peak_bytes)
+
+
 class StepMeter:
     """Follows a run's events, and says what the steps of the newest sitting cost.
 
-    Reports count if they come from as many ranks as the sitting began with. The first report is
-    left out, for the first step is slow. Without a plan the second one is the prediction. What
-    steps cost is the median over all later reports, without evaluations and checkpoints, and the
-    most memory that a rank had. It takes the same memory however many reports there are.
+    Reports count if they come from as many ranks as the run's session began with. The first report
+    is left out, for the first step is slow. Without a plan the next reports, of ten steps or five
+    seconds together, are the prediction. What steps cost is the median over all later reports,
+    without evaluations and checkpoints, and the most memory that a rank had, once they are as many.
+    It takes the same memory however many reports there are.
     """
 
     def __init__(self) -> None:
         self._plan: RunStarted | None = None
         self._coming: Predicted | None = None
         self._said: Measured | None = None
-        self._second: StepCost | None = None
         self._evaluating_s = 0.0
         self._start(None)
 
@@ -106,14 +139,14 @@ class StepMeter:
         """
         if self._said is not None:
             return self._said
-        measured = StepCost(self._times.value, self._peak_bytes) if len(self._times) else None
+        measured = self._later.cost
         told, reasons = self._told, []
         if told is not None and told.reason:
             reasons.append(told.reason)
         if told is not None and told.by:
             predicted, by = told.cost, told.by
         else:
-            predicted, by = self._second if measured else None, FIRST_REPORTS
+            predicted, by = self._first.cost if measured else None, FIRST_REPORTS
             if predicted is None:
                 reasons.append(self._why_nothing())
         return Measured(
@@ -130,8 +163,8 @@ class StepMeter:
         return self._coming if self._plan is None else self._predicted
 
     @property
-    def _goes_by_second(self) -> bool:
-        """Whether the second report is the prediction."""
+    def _goes_by_first(self) -> bool:
+        """Whether the first reports are the prediction."""
         return self._plan is not None and not (self._told and self._told.by)
 
     def _start(self, plan: RunStarted | None) -> None:
@@ -145,9 +178,7 @@ class StepMeter:
         self._has_joined = False
         self._num_reports = 0
         self._evaluating_s = 0.0
-        self._second = None
-        self._times = SampledMedian()
-        self._peak_bytes = 0
+        self._first, self._later = _Costs(), _Costs()
 
     def _report(self, done: StepDone) -> None:
         pauses_s = self._evaluating_s + max((r.checkpoint_s for r in done.ranks), default=0.0)
@@ -160,15 +191,12 @@ class StepMeter:
         if not 0 < step_s < math.inf:
             return
         peak_bytes = max((r.peak_bytes for r in done.ranks if r.peak_bytes > 0), default=0)
-        if self._goes_by_second and self._second is None:
-            self._second = StepCost(step_s, peak_bytes)
-            return
-        self._times.add(step_s)
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        is_first = self._goes_by_first and self._first.cost is None
+        (self._first if is_first else self._later).add(step_s, peak_bytes, done.num_steps)
 
     def _why_nothing(self) -> str:
         if self._plan is None and self._num_reports:
             return "the process that stores this has joined after the first reports"
         if not self._num_ranks:
             return "no report"
-        return f"fewer than 3 reports of {text.count(self._num_ranks, 'rank')}"
+        return f"too few steps on {text.count(self._num_ranks, 'rank')}"

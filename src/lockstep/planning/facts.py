@@ -98,7 +98,7 @@ class Facts:
         cores: cores that its ranks may use.
         memory_bytes: memory that all ranks of a host have together.
         launcher: launcher of groups of ranks.
-        batch_size: samples of a step.
+        batch_size: samples of a full step, of which there are no more than an epoch has.
         num_microbatches: microbatches of a step.
         total_steps: steps of the whole run.
         buddy: whether a rank keeps the slice of another one too.

@@ -42,6 +42,7 @@ class Summary:
         ranks: number of ranks.
         started: Unix time of the first event; 0.0 if there is none.
         newest: Unix time of the newest event.
+        seconds: time that the run has taken, without the pauses between its sessions.
         sha256: of the final parameters; empty if it has not ended in order.
         metrics: newest ones, by "split/name".
         tags: words that people have put on it.
@@ -60,6 +61,7 @@ class Summary:
     ranks: int = 0
     started: float = 0.0
     newest: float = 0.0
+    seconds: float = 0.0
     sha256: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tags: tuple[str, ...] = ()
@@ -80,7 +82,7 @@ class Summary:
             "name": self.path.name, "path": str(self.path), "task": self.task, "state": self.state,
             "step": self.step, "total_steps": self.total_steps, "ranks": self.ranks,
             "started": self.started, "newest": self.newest, "sha256": self.sha256,
-            "tags": self.tags, "seconds": max(0.0, self.newest - self.started),
+            "tags": self.tags, "seconds": self.seconds,
             "step_s": _step_s(cost.measured if cost else None),
             "predicted_step_s": _step_s(cost.predicted if cost else None),
         }  # fmt: skip
@@ -162,6 +164,7 @@ def summarise(run_dir: Path) -> Summary:
         ranks=count(result.get("world_size") or group.get("world_size")),
         started=rows.first_time,
         newest=rows.last_time,
+        seconds=rows.ran_s,
         sha256=str(result.get("params_sha256") or ""),
         metrics=_metrics(rows) | result.get("metrics", {}),
         tags=read_tags(run_dir),

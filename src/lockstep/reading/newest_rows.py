@@ -41,12 +41,15 @@ class NewestRows:
         by_kind: the newest ones of each kind that a summary needs, in their order.
         first_time: Unix time of the first row; 0.0 if there is none.
         last_time: of the newest row.
+        ran_s: seconds that the run has taken, without the pauses between its sessions; with them
+            where an earlier version has written the newest row.
         written: Unix time at which the file was last written.
     """
 
     by_kind: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     first_time: float = 0.0
     last_time: float = 0.0
+    ran_s: float = 0.0
     written: float = 0.0
 
     def newest(self, kind: str) -> dict[str, Any]:
@@ -86,7 +89,9 @@ def rows_at_both_ends(path: Path) -> NewestRows:
         rows = [row for line in some[-_MOST_ROWS:] if (row := _row(line))]
         found.by_kind |= {kind: rows} if rows else {}
     found.first_time = next((t for line in lines if (t := _time(line))), 0.0)
-    found.last_time = next((t for line in reversed(lines) if (t := _time(line))), 0.0)
+    newest = next((row for line in reversed(lines) if number((row := _row(line)).get("time"))), {})
+    found.last_time = number(newest.get("time"))
+    found.ran_s = max(0.0, number(newest.get("ran_s", found.last_time - found.first_time)))
     return found
 
 

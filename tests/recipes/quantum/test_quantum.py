@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +271,16 @@ def test_any_number_of_ranks_gives_the_same_bits_whatever_is_dealt(lockstep, key
     done = lockstep("verify", "quantum", "--launchers", "mpi", "epochs=12", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: 5 runs, one SHA-256" in done.stdout
+
+
+def test_a_run_says_how_many_samples_a_step_has_and_not_how_many_fit(here, tmp_path) -> None:
+    """The corpus has 8 sentences, and batch_size is a million."""
+    ended = here("train", "quantum", "steps=2", "--run-dir", "run")
+    assert "batch       8 samples in 8 microbatches" in ended.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (started,) = (row for row in rows if row["event"] == "RunStarted")
+    assert (started["batch_size"], started["num_samples"]) == (8, 8)
+    assert {row["samples"] for row in rows if row["event"] == "StepDone"} == {8}
 
 
 def test_stop_resume_predict_and_export(here, tmp_path: Path) -> None:

@@ -49,24 +49,20 @@ def skipped_lines(profile: Profile) -> Iterator[str]:
 
 
 def speed_text(bytes_per_s: float) -> str:
-    """A bandwidth in GB/s or MB/s of powers of 1,000."""
-    if bytes_per_s >= 1e8:
-        return f"{bytes_per_s / 1e9:.2f} GB/s"
-    return f"{bytes_per_s / 1e6:.2f} MB/s"
+    """A bandwidth in GB/s or MB/s of powers of 1,000, with three digits."""
+    if bytes_per_s >= 999.5e6:  # rounded to three digits it would be 1,000
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
 
 
 def _times(title: str, measurements: list[Measurement]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("operation", no_wrap=True)
-    for name in ("size", "calls", "least", "median", "99 %", "algorithm", "bus"):
-        table.add_column(name, justify="right")
+    table = _table(title, "size", "calls", "least", "median", "99 %", "algorithm", "bus")
     for measurement in measurements:
-        key = f"{measurement.layer}/{measurement.operation}"
+        table.add_row(f"{measurement.layer}/{measurement.operation}")
         for point in measurement.points:
             has_size = point.num_bytes > 0
             table.add_row(
-                key,
-                size_text(point.num_bytes) if has_size else "",
+                f"  {size_text(point.num_bytes)}" if has_size else "",
                 str(point.num_samples),
                 brief(point.min_s),
                 brief(point.median_s),
@@ -74,31 +70,40 @@ def _times(title: str, measurements: list[Measurement]) -> Table:
                 speed_text(point.algorithm_bytes_per_s) if has_size else "",
                 speed_text(point.bus_bytes_per_s) if has_size else "",
             )
-            key = ""
     return table
 
 
 def _fits(measurements: list[Measurement]) -> Table:
-    title = "seconds = α + β·bytes"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("operation", no_wrap=True)
-    for name in ("sizes", "α", "1/β", "bus", "worst"):
-        table.add_column(name, justify="right")
+    table = _table("seconds = α + β·bytes", "sizes", "α", "1/β", "bus", "worst")
     for measurement in measurements:
         if measurement.fit is None:
             continue
         key = f"{measurement.layer}/{measurement.operation}"
+        table.add_row(key)
         factor = OPERATIONS[key].factor(measurement.num_ranks)
         worst = f"{100 * measurement.fit.worst_residual:.0f} %"
         for piece in measurement.fit.pieces:
             speed = 1 / piece.beta_s_per_byte if piece.beta_s_per_byte else 0.0
             table.add_row(
-                key,
-                f"{size_text(piece.first_bytes)}–{size_text(piece.last_bytes)}",
+                f"  {size_text(piece.first_bytes)}–{size_text(piece.last_bytes)}",
                 brief(piece.alpha_s),
                 speed_text(speed) if speed else "∞",
                 speed_text(speed * factor) if speed else "∞",
                 worst,
             )
-            key = worst = ""
+            worst = ""
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """A table whose first column has names, and below each name its sizes.
+
+    So it fits into 80 columns, at which a number would be parted from its unit.
+    """
+    table = Table(
+        title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True
+    )
+    table.add_column(f"operation, {first}", no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -65,8 +65,11 @@ class Options:
     once: bool = False
 
 
-def monitor(options: Options) -> None:
+def monitor(options: Options) -> int:
     """Watch runs until Ctrl-C or SIGTERM, which end it in order.
+
+    Returns:
+        The exit code: 1 where a single look has found an alert, else 0.
 
     Raises:
         ConfigError: an option does not fit, or what it needs is not installed.
@@ -80,18 +83,28 @@ def monitor(options: Options) -> None:
 
         write_dashboard(options.grafana)
         print(f"dashboard  {options.grafana}")
-        return
+        return 0
     if options.check and rules is not None:
         from lockstep.monitor.alerts.rules import told_rules
 
         print("\n".join(map(telling.shown, told_rules(rules))))
-        return
+        return 0
     watch = _watch(options)
     if options.once:
         print("\n".join(picture(watch, time.time())))
-        return
+        return 0 if rules is None else _look_once(rules, watch)
     with _ending(), ExitStack() as opened:
         _run(options, rules, watch, opened)
+    return 0
+
+
+def _look_once(rules: Rules, watch: Watch) -> int:
+    """Try rules once, do what they ask for, and say whether an alert is on by the exit code."""
+    with _ending(), ExitStack() as opened:
+        alarms, alerts = _alarms(rules, _print, opened, looks_once=True)
+        alarms(watch, list(watch.runs.values()))
+        return 1 if alerts() else 0
+    return 130
 
 
 def _check(options: Options) -> None:
@@ -109,9 +122,8 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--host {shown(options.host)}: must be an address, such as 0.0.0.0")
     if options.check and options.alerts is None:
         raise ConfigError("--check: needs --alerts FILE")
-    goes_on = options.web or options.prometheus is not None
-    if options.once and (goes_on or options.alerts is not None):
-        raise ConfigError("--once: does not go with --web, --prometheus and --alerts")
+    if options.once and (options.web or options.prometheus is not None):
+        raise ConfigError("--once: does not go with --web and --prometheus")
 
 
 def _rules(options: Options) -> Rules | None:
@@ -170,14 +182,14 @@ def _exporter(
 
 
 def _alarms(
-    rules: Rules, tell: Callable[[str], None], opened: ExitStack
+    rules: Rules, tell: Callable[[str], None], opened: ExitStack, looks_once: bool = False
 ) -> tuple[Listener, Callable[[], Sequence[Alert]]]:
     from lockstep.monitor.alerts.actions import Actions
     from lockstep.monitor.alerts.alarms import Alarms
 
     actions = Actions(tell)
     opened.callback(actions.close)
-    alarms = Alarms(rules, actions)
+    alarms = Alarms(rules, actions, looks_once=looks_once)
     return alarms, lambda: alarms.on
 
 

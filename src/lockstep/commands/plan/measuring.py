@@ -107,7 +107,7 @@ def measure(measuring: Measuring, say: Callable[[str], None]) -> Facts:
         cores=measuring.cores,
         memory_bytes=max(0, min(free for _, free in memory_limits())),
         launcher=measuring.launcher,
-        batch_size=config.batch_size,
+        batch_size=int(alone.plan["batch_size"]),
         num_microbatches=config.num_microbatches,
         total_steps=_total_steps(config, alone),
         buddy=config.optimizer.buddy,

@@ -132,13 +132,20 @@ class Prober:
         self._server = server
         self._number = 0
         self._microbatch_s = 0.0
+        self._step_size = config.batch_size
+        """Samples of a full step, as far as is known."""
 
     def first(self, num_ranks: int) -> Probe:
         """A few steps of one microbatch for each of some ranks: what all others go by.
 
         These ranks start by themselves, as on several hosts.
         """
-        probe = self._train(Shape(num_ranks, num_replicas=num_ranks), 5, log_every=1, server="")
+        shape = Shape(num_ranks, num_replicas=num_ranks)
+        probe = self._train(shape, 5, log_every=1, server="")
+        num_samples = int(probe.plan.get("num_samples", 0)) or self._step_size
+        if num_samples < self._step_size:  # the microbatches were larger than those of the run are
+            self._step_size = num_samples
+            probe = self._train(shape, 5, log_every=1, server="")
         self._microbatch_s = probe.step_s
         return probe
 
@@ -191,7 +198,7 @@ class Prober:
         return probe_of(folders, since)
 
     def _keys(self, shape: Shape, num_steps: int, log_every: int) -> list[str]:
-        size = -(-self._config.batch_size // self._config.num_microbatches)
+        size = -(-self._step_size // self._config.num_microbatches)
         return [
             f"batch_size={size * shape.num_microbatches}",
             f"num_microbatches={shape.num_microbatches}",

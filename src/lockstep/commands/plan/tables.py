@@ -32,7 +32,7 @@ def lines(plan: Plan) -> Iterator[str]:
     """What is recommended and why, what checkpoints and losses cost, and what is assumed."""
     yield "c/s/w: parts of a step that are computing, sums of gradients, waiting for the slowest"
     best, facts = plan.recommended, plan.facts
-    way, lost = best.prediction, best.losses
+    way = best.prediction
     hosts = f" on {count(way.num_hosts, 'host')}" if way.num_hosts > 1 else ""
     keys = " ".join(way.layout.overrides)
     yield f"recommended: {count(way.layout.num_ranks, 'rank')}{hosts}, mesh {way.layout.name}" + (
@@ -45,9 +45,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {steps} take {took}, after a start of {facts.start_s:.1f} s"
     yield (
         f"checkpoints: {size(facts.checkpoint_bytes)} in {brief(facts.write_s)}, of which "
-        f"training stands still for {brief(facts.checkpoint_s)}; best every "
-        f"{count(lost.interval_steps, 'step')} ({duration(lost.interval_s)}), which costs "
-        f"{lost.checkpoints:.2%}"
+        f"training stands still for {brief(facts.checkpoint_s)}; {_interval(plan)}"
     )
     yield f"lost ranks: {_losses(plan)}"
     yield "assumed:"
@@ -61,6 +59,18 @@ def _is_shown(plan: Plan, row: Row) -> bool:
     if way.layout.sharding == "none" or whole is None:
         return True
     return way.peak_bytes <= _WORTH * whole.prediction.peak_bytes
+
+
+def _interval(plan: Plan) -> str:
+    """How often a checkpoint is best, which may be less often than a run has steps."""
+    lost, total_steps = plan.recommended.losses, plan.facts.total_steps
+    steps = count(lost.interval_steps, "step")
+    if 0 < total_steps <= lost.interval_steps:
+        return (
+            f"best at the end only: the best interval, {steps}, is not shorter than the run "
+            f"({count(total_steps, 'step')})"
+        )
+    return f"best every {steps} ({duration(lost.interval_s)}), which costs {lost.checkpoints:.2%}"
 
 
 def _losses(plan: Plan) -> str:

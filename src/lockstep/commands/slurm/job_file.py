@@ -43,6 +43,10 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
     """
     job = JobFile() if path is None else load(JobFile, path)
     chosen = {name: value for name, value in given.items() if value is not None}
+    if (cpus := chosen.get("cpus_per_task")) is not None:
+        # The file's threads go with its own cores: with fewer, the default counts.
+        fitting = (item for item in job.overrides if _threads(item) <= cpus)
+        chosen["overrides"] = tuple(fitting)
     job = job.model_copy(update=chosen)
     if job.time is None:
         raise LaunchError(
@@ -50,3 +54,9 @@ def job_file(path: Path | None, given: Mapping[str, Any]) -> JobFile:
             "the file of --job"
         )
     return job
+
+
+def _threads(item: str) -> int:
+    """The number of threads that a `key=value` item sets; 0 if it sets none."""
+    key, _, value = item.partition("=")
+    return int(value) if key == "threads" and value.isdecimal() else 0

@@ -265,7 +265,7 @@ class Reporter:
                 device=str(runtime.device),
                 threads=config.threads,
                 num_microbatches=config.num_microbatches,
-                batch_size=config.batch_size,
+                batch_size=parts.sampler.step_size(0),
                 continued=continued,
             )
         )

@@ -113,9 +113,12 @@ def main(
 ) -> None:
     """Watch the process `pid`, this one's parent, until it ends."""
 
-    def end(reason: str) -> None:
+    def end(reason: str, is_stopped: bool = False) -> None:
         _copy(calls_fd, calls)
-        _end(pid, stack_fd, report, reason)
+        # To write its stack a stopped process would have to go on, and would train meanwhile. Where
+        # it was stopped says nothing of what has stopped it anyway.
+        text = reason if is_stopped else f"{reason}; its Python stack:\n{_stack(pid, stack_fd)}"
+        _end(pid, report, text)
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     pulse = memoryview(mmap.mmap(pulse_fd, 24, prot=mmap.PROT_READ)).cast("q")
@@ -140,7 +143,7 @@ def main(
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
         if stopped_since:
             if now - stopped_since > timeout_s:
-                end(f"was stopped by a signal for {timeout_s:g} s")
+                end(f"was stopped by a signal for {timeout_s:g} s", is_stopped=True)
         elif pulse[2] and now - since > max(timeout_s, _FACTOR * longest_s):
             end(f"did nothing for {now - since:.1f} s")
         time.sleep(poll_s)
@@ -154,10 +157,9 @@ def _is_stopped(pid: int) -> bool:
     return state in "Tt"
 
 
-def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
-    """Write down where the process stands, and kill it."""
+def _stack(pid: int, stack_fd: int) -> str:
+    """The Python stacks of the process, as far as it writes them down."""
     os.kill(pid, STACK_SIGNAL)
-    os.kill(pid, signal.SIGCONT)  # or a stopped process would not write
     grown = time.monotonic()
     deadline, size = grown + _STACK_S, 0
     while (now := time.monotonic()) < deadline and (not size or now - grown < _QUIET_S):
@@ -165,8 +167,11 @@ def _end(pid: int, stack_fd: int, report: str, reason: str) -> None:
         before, size = size, os.fstat(stack_fd).st_size
         if size > before:
             grown = time.monotonic()
-    stack = os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
-    text = f"{reason}; its Python stack:\n{stack}"
+    return os.pread(stack_fd, 1 << 16, 0).decode(errors="replace")
+
+
+def _end(pid: int, report: str, text: str) -> None:
+    """Write down why, and kill the process."""
     _write(report, json.dumps({"reason": text}).encode())
     sys.stderr.write(f"process {pid} {text}\n")
     sys.stderr.flush()

@@ -37,12 +37,14 @@ class Alarms:
     """Tries rules at each look.
 
     On the first look runs that have ended are noted. They are looked at by rules with `past` only,
-    until somebody goes on with them.
+    until somebody goes on with them. Where there is a single look, `for_s` and `for_steps` cannot
+    be waited for: what holds is told at once.
 
     Args:
         rules: what is looked for.
         act: called with an alert that has come or gone, and the rule.
         clock: returns Unix time.
+        looks_once: whether no other look follows.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class Alarms:
         rules: Rules,
         act: Callable[[Alert, Rule], None],
         clock: Callable[[], float] = time.time,
+        looks_once: bool = False,
     ) -> None:
         self._rules = rules
         self._act = act
         self._clock = clock
+        self._looks_once = looks_once
         self._since = clock()
         self._held: dict[Key, _Held] = {}
         self._told: set[Key] = set()
@@ -120,7 +124,7 @@ class Alarms:
         if held.alert is not None:
             return
         is_long = now - held.since >= rule.for_s and summary.step - held.step >= rule.for_steps
-        if not (is_long or finding.is_past):
+        if not (is_long or finding.is_past or self._looks_once):
             return
         alert = Alert(
             rule=rule.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -52,7 +53,8 @@ class EventsJsonl(Sink):
     """Appends a row for each event; it can be read by others as soon as the call returns.
 
     An event that comes again after a fault is not written again, also when another process has
-    written it.
+    written it. Each row says in `ran_s` how many seconds the run has taken up to it, without the
+    pauses between its sessions.
 
     Args:
         path: path of the file; created if it is not there, else continued.
@@ -66,6 +68,9 @@ class EventsJsonl(Sink):
         with opening(path):
             self._file = AppendFile(path)
         self._clock = clock
+        self._since: float | None = None
+        """Unix time of the first row that is written here."""
+        self._earlier_s = 0.0
         self._written: dict[_Key, None] = {}
         self._keys = _Keys()
 
@@ -81,7 +86,11 @@ class EventsJsonl(Sink):
             return
         if key is not None:
             self._remember(key)
-        self._file.append(dumps(row_of(event, self._clock())).encode() + b"\n")
+        now = self._clock()
+        if self._since is None:  # not before: another process may have written until now
+            self._since, self._earlier_s = now, _ran_seconds(self._file.path)
+        row = row_of(event, now) | {"ran_s": self._earlier_s + max(0.0, now - self._since)}
+        self._file.append(dumps(row).encode() + b"\n")
 
     def _remember(self, key: _Key) -> None:
         """Note what is written; what is many, and older than a step, is forgotten."""
@@ -231,6 +240,18 @@ def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
         if key is not None:
             keys.append(key)
     return keys
+
+
+def _ran_seconds(path: Path) -> float:
+    """How many seconds a run has taken by the newest row of its file; 0.0 where that is unknown."""
+    with suppress(OSError, RunDirectoryError, KeyError, TypeError, ValueError):
+        newest = _tail(path)[-1:]
+        if newest and "ran_s" not in newest[0]:  # an earlier version has written it
+            with open_to_read(path) as file:
+                first = parse_object(file.readline(MAX_TEXT_BYTES))
+            return max(0.0, float(newest[0]["time"]) - float(first["time"]))
+        return max(0.0, float(newest[0]["ran_s"])) if newest else 0.0
+    return 0.0
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:

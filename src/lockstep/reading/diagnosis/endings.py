@@ -14,6 +14,9 @@ from lockstep.reading.diagnosis.facts import Facts
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in ([^\n]+)')
 _LIBRARIES = ("site-packages", "/lockstep/", "/lib/python", "<frozen")
+_CURRENT = "Current thread "
+"""What stands before the stack of the thread that was interrupted."""
+_COMMAND = re.compile(r"/bin/[^/]+$")
 _SAID = {
     "NonFiniteError": ("not_finite", "the loss or its gradient became NaN or infinite"),
     "DivergenceError": ("divergence", "ranks no longer held the same bits"),
@@ -74,11 +77,10 @@ def _failure(end: Failed, step: int) -> Cause:
 
 def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
     why, _, stack = lost.reason.partition("; its Python stack:")
-    frames = _FRAME.findall(stack)
-    own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
-    evidence = [f"step {lost.step:,}: its watchdog ended it, since it {why}"]
+    is_stopped = why.startswith("was stopped by a signal")
+    evidence = [f"after step {lost.step:,} its watchdog ended it, since it {why}"]
     place = ""
-    for path, line, function in (own or frames)[:1]:
+    for path, line, function in [] if is_stopped else _frames(stack)[:1]:
         evidence.append(f"it stood at {path}:{line}, in {function}")
         place = f", at {Path(path).name}:{line} in {function}"
     if count > 1:
@@ -89,17 +91,40 @@ def _hang(facts: Facts, lost: RankLost, count: int) -> Cause:
     return Cause(
         "hang",
         max(_HANG, part or 0.0),
-        _sentence(lost, place),
+        _sentence(lost, "was stopped by a signal" if is_stopped else "hung", place),
         evidence,
-        "look at that line; hang_timeout_s says how long others wait",
+        f"{_advice(is_stopped, bool(place))}; hang_timeout_s says how long others wait",
         explains=("lost_ranks", "latency", "bandwidth", "slow_rank"),
         lost=part,
     )
 
 
-def _sentence(lost: RankLost, place: str) -> str:
+def _frames(stack: str) -> list[tuple[str, str, str]]:
+    """File, line and function of the user's code that a rank stood in, the newest call first.
+
+    Where none is the user's, all that it stood in. The thread that was interrupted counts, which
+    is the one that trains: others wait all the time.
+    """
+    frames: list[tuple[str, str, str]] = _FRAME.findall(
+        stack.rpartition(_CURRENT)[2].partition("\n\n")[0]
+    )
+    # A command's script has no code but the call that starts the command.
+    own = [f for f in frames if not any(part in f[0] for part in _LIBRARIES)]
+    return [f for f in own if not _COMMAND.search(f[0])] or frames
+
+
+def _advice(is_stopped: bool, is_placed: bool) -> str:
+    if is_stopped:
+        return (
+            "look for who has stopped it: a debugger, `kill -STOP`, or a batch system that "
+            "suspends jobs"
+        )
+    return "look at that line" if is_placed else "look at what its host did then"
+
+
+def _sentence(lost: RankLost, what: str, place: str) -> str:
     """Who hung and where, and who waited in which call, as far as that is known."""
-    who = f"rank {lost.rank} (slot {lost.slot}) hung"
+    who = f"rank {lost.rank} (slot {lost.slot}) {what}"
     if not lost.reached:
         return f"{who}, and all others waited for it"
     waited = f"; {lost.waiting}" if lost.waiting else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced
+from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced, RunStarted
 from lockstep.observe import text
 from lockstep.reading.diagnosis.cause import Cause, measured, percent
 from lockstep.reading.diagnosis.facts import Facts
@@ -230,9 +230,17 @@ def _exchange(facts: Facts) -> Cause | None:
         else "the exchange of gradients takes much of the time",
         [f"a step computes for {1e3 * compute:.2f} ms and exchanges for {1e3 * each:.2f} ms, "
          f"{text.size(gradients)} of gradients"],
-        "raise batch_size, or use fewer ranks" if is_small
-        else "raise batch_size, so that there are fewer exchanges; or a faster network",
+        _fewer_exchanges(facts.history.plan, is_small),
     )  # fmt: skip
+
+
+def _fewer_exchanges(plan: RunStarted, is_small: bool) -> str:
+    if 0 < plan.num_samples <= plan.batch_size:
+        fewer = "a step has all samples of an epoch already"
+        return f"use fewer ranks: {fewer}" if is_small else f"use a faster network: {fewer}"
+    if is_small:
+        return "raise batch_size, or use fewer ranks"
+    return "raise batch_size, so that there are fewer exchanges; or a faster network"
 
 
 def _idle(facts: Facts) -> Cause | None:
