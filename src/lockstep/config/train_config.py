@@ -93,6 +93,10 @@ class TrainConfig(Section):
     """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
     is stopped for this long by a signal, so that the others can go on; 0 never does."""
 
+    strict: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
+    """Refuse to go on from a checkpoint that a machine computed which rounds otherwise (another
+    processor or maths library), and ranks on such machines; else that is a warning."""
+
     eval_every: Count = 0
     """Steps between evaluations of `val`; 0 evaluates at each epoch's end. There always is one
     after the last step."""

@@ -24,6 +24,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
 from lockstep.engine.places import Places
 from lockstep.engine.recovery.consistency import check_same, check_start
+from lockstep.engine.rounding import Rounding, rounding_of
 from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
@@ -53,6 +54,7 @@ class Parts:
         total_steps: number of optimizer steps of the whole run.
         evaluations: evaluations by split, of those in `Task.splits` that the task has.
         pass_state: what passes find and leave in task, hooks, datasets and model.
+        rounding: how this machine rounds.
         facts: values that must be equal on all processes of a run, by a name for people.
     """
 
@@ -65,6 +67,7 @@ class Parts:
     evaluations: dict[str, Evaluation]
     total_steps: int
     pass_state: PassState
+    rounding: Rounding
     facts: dict[str, Any]
 
     @property
@@ -199,6 +202,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         pass_state,
         agreed,
     )
+    rounding = everywhere(transport, lambda: rounding_of(config.precision.dtype, runtime.device))
+    if config.strict:
+        facts["how the machine rounds (strict)"] = rounding.digest
     facts |= train_step.flat_optimizer.description
     facts["learning rates"] = everywhere(transport, train_step.schedule.probe)
     check_same(transport, facts)
@@ -212,6 +218,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         splits,
         total_steps,
         pass_state,
+        rounding,
         facts,
     )
 

@@ -61,6 +61,10 @@ class Joined(Event):
     """Cores that all ranks of its host may use; 0 if that is not known."""
     counted_cores: int = 0
     """Cores that it may run on itself, whose work is `RankTimes.cores_s`; 0 if not known."""
+    rounding: str = ""
+    """Digest of what a few kernels compute: the same on machines that round alike."""
+    machine: str = ""
+    """Its processor and libraries, in words."""
 
 
 @dataclass(frozen=True)

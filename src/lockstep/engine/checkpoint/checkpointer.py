@@ -20,6 +20,7 @@ from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
+from lockstep.engine.rounding import check_rounding
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
 from lockstep.engine.snapshot.capture import capture
@@ -273,7 +274,7 @@ class Checkpointer:
             self._writer.wait()  # in the middle of a run, one may be on its way
             snapshot, folder, skipped = checkpoint.newest_valid(self._root)
 
-        def check() -> tuple[list[str], tuple[int, ...], list[str] | None, str] | None:
+        def check() -> tuple[list[str], tuple[int, ...], list[str] | None, list[str]] | None:
             if snapshot is None:
                 if skipped:
                     reasons = "\n".join(skipped)
@@ -288,7 +289,12 @@ class Checkpointer:
             _, data = check_meta(snapshot, where)
             check_data(data, parts, where)
             assert folder is not None
-            said = stretch(snapshot, self._config, parts, folder)
+            said = [
+                stretch(snapshot, self._config, parts, folder),
+                check_rounding(
+                    parts.rounding, snapshot.meta.get("rounding"), where, self._config.strict
+                ),
+            ]
             check_training_state(snapshot, self._config, parts.total_steps, parts.train_step, where)
             check_optimizer_fits(snapshot, parts.train_step, where)
             check_optimizer_state(snapshot, parts.train_step, where)
@@ -315,8 +321,8 @@ class Checkpointer:
         for reason in skipped:
             message = f"{reason}; the one before is used"
             self._runtime.emit(Warned(step=progress.step, message=message))
-        if said:
-            self._runtime.emit(Warned(step=progress.step, message=said))
+        for message in filter(None, said):
+            self._runtime.emit(Warned(step=progress.step, message=message))
         if missing:
             message = (
                 f"{folder}: was written before buffers that are not persistent were saved; "

@@ -52,6 +52,7 @@ def facts_of(
             "tp": parts.places.mesh.tp,
             "transport": transport.name,
         },
+        "rounding": parts.rounding._asdict(),
         "versions": {
             "lockstep": version("lockstep-train"),
             "torch": str(torch.__version__),

@@ -75,6 +75,8 @@ class Reporter:
             "threads": self._config.threads,
             "cores": runtime.cores,
             "counted_cores": counted_cores(),
+            "rounding": self._parts.rounding.digest,
+            "machine": self._parts.rounding.machine,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,6 +191,13 @@ class Reporter:
                 own = tuple(ranges[rank])
                 joined = Joined(step=progress.step, rank=rank, microbatches=own, **row)
                 self._runtime.emit(joined)
+                if row["rounding"] != rows[0]["rounding"]:
+                    message = (
+                        f"rank {rank} rounds otherwise than rank 0, so the bits of the result "
+                        f"depend on what each of them computes: {row['machine']}, and "
+                        f"{rows[0]['machine']}"
+                    )
+                    self._runtime.emit(Warned(step=progress.step, message=message))
 
     def start(self, progress: Progress, is_over: bool) -> None:
         """Say who takes part, what is planned, and what may not be expected; a collective."""
