@@ -19,7 +19,7 @@ from lockstep.commands.groups import (
 )
 from lockstep.commands.runs import app as runs
 from lockstep.errors import LockstepError
-from lockstep.launchers.rank.early import INTERRUPTED, Interrupted, interrupts
+from lockstep.launchers.rank.early import Interrupted, interrupts
 from lockstep.recipes import command_groups
 
 app = typer.Typer(
@@ -71,9 +71,9 @@ def main() -> NoReturn:
     try:
         with interrupts():
             app(prog_name="lockstep", standalone_mode=True)
-    except Interrupted:
+    except Interrupted as stop:
         print("interrupted", file=sys.stderr, flush=True)
-        sys.exit(INTERRUPTED)
+        sys.exit(stop.exit_code)
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

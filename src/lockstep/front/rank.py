@@ -35,6 +35,7 @@ from lockstep.front.device import choose_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import SITTING, Sitting
+from lockstep.launchers.rank.early import INTERRUPTED
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.output import whole_lines
@@ -323,6 +324,9 @@ def new_run_dir(name: str) -> Path:
 
 
 def _failed(error: BaseException) -> Failed:
+    if isinstance(error, KeyboardInterrupt):
+        message = "ended at once by a second Ctrl-C; steps since the newest checkpoint are lost"
+        return Failed(step=0, error="KeyboardInterrupt", message=message, exit_code=INTERRUPTED)
     user = isinstance(error, LockstepError)
     message = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
     return Failed(

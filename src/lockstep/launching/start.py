@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lockstep.engine.run.loop import EXIT_CODES
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import usable_cores
@@ -29,6 +30,7 @@ from lockstep.launchers.job.commands import (
 )
 from lockstep.launchers.job.run import Outcome, run_ranks
 from lockstep.launchers.rank.early import NOTHING_SAVED
+from lockstep.launchers.rank.signals import PREEMPTED
 from lockstep.launchers.warm.stand_in import standing_in
 from lockstep.observe import Sinks, event_from_row, read_result, view
 from lockstep.observe.text import count, resume_command
@@ -42,6 +44,7 @@ _SAID_BY_MPI = ("*** Process received signal ***", "*** An error occurred in MPI
 """Of a process that crashes or aborts, after which mpirun may well leave with code 0."""
 
 _MOST_DELAY_S = 60.0
+_STOPPED = frozenset(EXIT_CODES.values()) - {TRY_AGAIN}
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,8 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
         row = _result(Path(str(sitting.run_dir)), since)
     if row is not None:
         code = int(row["exit_code"])
+        if outcome.stopped_by is not None and code in _STOPPED:
+            code = 128 + _asked(outcome.stopped_by)  # of several signals, the first one counts
         message = str(row["message"]) if row["event"] == "Failed" else ""
         again = (message or str(row["reason"])) if code == TRY_AGAIN else ""
         return Ended(code, message, again, row)
@@ -232,7 +237,7 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     if told and launcher == "torchrun" and code == 1:  # its own, whatever the ranks' codes were
         code = LockstepError.exit_code
     if outcome.stopped_by is not None:
-        stopped = signal.SIGINT if outcome.stopped_by == signal.SIGINT else signal.SIGTERM
+        stopped = _asked(outcome.stopped_by)
         lost = (
             "ended before a checkpoint was written; steps since the newest one are lost\n"
             f"go on with {resume_command(str(sitting.run_dir))}"
@@ -254,6 +259,11 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
         told or f"the ranks ended with code {code} before they had a result; {where}",
         "a rank ended before all had started" if is_lost else "",
     )
+
+
+def _asked(signum: signal.Signals) -> signal.Signals:
+    """The signal whose number tells what a launch was stopped by."""
+    return signal.SIGTERM if signum == PREEMPTED else signum
 
 
 def _is_full(path: Path) -> bool:

@@ -19,7 +19,7 @@ from lockstep.launching.start import Ended, rank_command, start
 from lockstep.observe import read_result
 from lockstep.targets import absolute, configured, is_script
 
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 @dataclass(frozen=True)

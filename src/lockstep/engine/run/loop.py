@@ -36,7 +36,13 @@ from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared
 
-EXIT_CODES = {"interrupted": 130, "terminated": 143, "preempted": 143, TOO_FEW_RANKS: 75}
+EXIT_CODES = {
+    "interrupted": 130,
+    "hung up": 129,
+    "terminated": 143,
+    "preempted": 143,
+    TOO_FEW_RANKS: 75,
+}
 """What a process that stopped before the end exits with: 128 + the number of the usual signal, or
 EX_TEMPFAIL, which asks for another try."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lockstep.engine.timing import Times
 
 DIRECTORY_LOST = "the run directory is gone"
-STOP_REASONS = ("", "interrupted", "terminated", "preempted", DIRECTORY_LOST)
+STOP_REASONS = ("", "interrupted", "hung up", "terminated", "preempted", DIRECTORY_LOST)
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
 _NUM_OWN = 7

@@ -25,7 +25,7 @@ from lockstep.comm.torchdist.messages import ToRank
 from lockstep.launchers.host.supervised_rank import HOST, SupervisedRank
 
 _GRACE_S = 3.0
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:

@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from lockstep.launchers.host.processes import (
@@ -28,7 +29,7 @@ from lockstep.launchers.host.processes import (
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import SLOT
-from lockstep.launchers.rank.signals import ASK_STOP, PREEMPTED
+from lockstep.launchers.rank.signals import ASK_STOP, PREEMPTED, STOP_FILE, write_reason
 from lockstep.launchers.warm.stand_in import STAND_IN
 
 GRACE_S = 5.0
@@ -67,6 +68,7 @@ class Job:
         start_timeout_s: seconds that the ranks may take to meet each other.
         written: function that returns the rows that the ranks have written so far, of which
             `note` may not know all yet.
+        stop_file: path of the file in which ranks read why they are to stop.
 
     Attributes:
         ended: event that is set when all processes are gone.
@@ -84,6 +86,7 @@ class Job:
         notify: Callable[[str], None],
         start_timeout_s: float,
         written: Callable[[], list[dict[str, Any]]],
+        stop_file: Path,
     ) -> None:
         self.ended = threading.Event()
         self.failure: str | None = None
@@ -92,6 +95,7 @@ class Job:
         self._command = command
         self._notify = notify
         self._written = written
+        self._stop_file = stop_file
         self._start_timeout_s = start_timeout_s
         self._start_deadline = time.monotonic() + start_timeout_s
         self._kill_deadline: float | None = None
@@ -107,7 +111,7 @@ class Job:
         death_signal = signal.SIGTERM if command.launcher == "mpi" else signal.SIGKILL
         self._child = subprocess.Popen(
             tethered(list(command.argv), death_signal),
-            env={**env, MARK: self._mark},
+            env={**env, MARK: self._mark, STOP_FILE: str(stop_file)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -167,7 +171,11 @@ class Job:
             return
         hint = "" if signum == PREEMPTED else " (again to end the ranks at once)"
         self._notify(f"{signum.name}: stopping at the next step boundary{hint}")
-        self._ask_stop(PREEMPTED if signum == PREEMPTED else ASK_STOP)
+        if signum == PREEMPTED:
+            self._ask_stop(PREEMPTED)
+        else:
+            write_reason(self._stop_file, signum)
+            self._ask_stop(ASK_STOP)
 
     def look_after(self) -> None:
         """Check whether the command has ended, or must be ended; called every now and then."""

@@ -18,7 +18,7 @@ from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.files import open_regular
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.job.job import GRACE_S, Job
-from lockstep.launchers.rank.signals import PREEMPTED
+from lockstep.launchers.rank.signals import PREEMPTED, Terminal
 from lockstep.observe.storing.jsonl import end_of_events, follow_events
 
 Row: TypeAlias = dict[str, Any]
@@ -85,7 +85,7 @@ def run_ranks(
     """
     log, events = run_dir / LOG_NAME, run_dir / "events.jsonl"
     # Whoever sees the log may send signals.
-    with _received_signals() as received, _opened(log) as stderr:
+    with _received_signals() as received, _opened(log) as stderr, _stop_file() as stop_file:
         log_start, rows_start = stderr.tell(), end_of_events(events)
 
         def written() -> list[Row]:
@@ -94,7 +94,7 @@ def run_ranks(
                 rows.extend(follow_events(events, lambda: True, start=rows_start))
             return rows
 
-        job = Job(command, env, stderr, on_notice, start_timeout_s, written)
+        job = Job(command, env, stderr, on_notice, start_timeout_s, written, stop_file)
         # Bounded: ranks that print faster than is shown have to wait.
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 
@@ -162,18 +162,29 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
     """A list that signals are appended to, instead of what they do otherwise."""
     received: list[signal.Signals] = []
     previous: dict[signal.Signals, Any] = {}
+    terminal = Terminal()
     if threading.current_thread() is threading.main_thread():
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PREEMPTED):
             # nohup and the like have signals ignored on purpose.
             if signal.getsignal(signum) != signal.SIG_IGN:
                 previous[signum] = signal.signal(
-                    signum, lambda number, _: received.append(signal.Signals(number))
+                    signum, lambda number, _: received.append(terminal.meant_by(number))
                 )
     try:
         yield received
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _stop_file() -> Iterator[Path]:
+    """The path of a file in which ranks are told why they are to stop: of memory, on no disk."""
+    descriptor = os.memfd_create("lockstep-stop")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def _opened(log: Path) -> IO[bytes]:

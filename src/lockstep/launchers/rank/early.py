@@ -31,8 +31,22 @@ _WARM = "LOCKSTEP_WARM"
 """A variable that users set; see `launchers.warm.ahead`."""
 
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command in order too, unless whoever has started it wants otherwise."""
+
+
 class Interrupted(BaseException):
-    """Ctrl-C in a command; not a `KeyboardInterrupt`, which the argument parser swallows."""
+    """Ctrl-C in a command, SIGTERM or SIGHUP.
+
+    No `KeyboardInterrupt`, which the argument parser swallows.
+
+    Attributes:
+        exit_code: exit code of a process that ends for it.
+    """
+
+    def __init__(self, signum: int = signal.SIGINT) -> None:
+        super().__init__()
+        self.exit_code = 128 + signum
 
 
 class EarlyNotice:
@@ -57,7 +71,7 @@ def is_rank() -> bool:
 
 @contextlib.contextmanager
 def ending_at_interrupt(before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Ctrl-C ends this process at once while in here: for imports.
+    """Ctrl-C, SIGTERM and SIGHUP end this process at once, in one line, while in here: for imports.
 
     Only where Ctrl-C would otherwise raise an exception: a program with a handler of its own, a
     notebook and an interactive interpreter keep theirs.
@@ -69,28 +83,36 @@ def ending_at_interrupt(before: Callable[[], None] = lambda: None) -> Iterator[N
     if not _is_ours() or previous not in (signal.default_int_handler, _raise):
         yield
         return
-    signal.signal(signal.SIGINT, partial(_end, before))
-    try:
+    with _handled(partial(_end, before)):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """Ctrl-C raises `Interrupted` while in here: for commands.
+    """Ctrl-C, SIGTERM and SIGHUP raise `Interrupted` while in here: for commands.
 
     Raises:
-        Interrupted: Ctrl-C was pressed.
+        Interrupted: one of them came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGINT, _raise)
+    with _handled(_raise):
+        yield
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], NoReturn]) -> Iterator[None]:
+    """Have a handler for Ctrl-C, and in a command for what else ends it."""
+    previous = {signal.SIGINT: signal.signal(signal.SIGINT, handler)}
+    for signum in () if is_rank() else _ENDING:  # a rank is ended by its launcher
+        if signal.getsignal(signum) in (signal.SIG_DFL, _raise):  # nohup has SIGHUP ignored
+            previous[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, one in previous.items():
+            signal.signal(signum, one)
 
 
 def prepare() -> None:
@@ -124,11 +146,11 @@ def _end(before: Callable[[], None], signum: int, frame: FrameType | None) -> No
         before()
         sys.stdout.flush()
     os.write(2, f"{NOTHING_SAVED}\n".encode())
-    os._exit(INTERRUPTED)  # the imports that are under way need not be unwound
+    os._exit(128 + signum)  # the imports that are under way need not be unwound
 
 
 def _raise(signum: int, frame: FrameType | None) -> NoReturn:
-    raise Interrupted
+    raise Interrupted(signum)
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

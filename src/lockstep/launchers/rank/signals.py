@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,12 +19,42 @@ where it would answer SIGINT and SIGTERM by killing the ranks."""
 PREEMPTED = signal.SIGUSR1
 """Signal that a batch system sends some time before it ends the job."""
 
+STOP_FILE = "LOCKSTEP_STOP_FILE"
+"""Environment variable with the path of a file in which a launcher says what `ASK_STOP` is for."""
+
 _REASONS = {
     signal.SIGINT: "interrupted",
     ASK_STOP: "interrupted",
+    signal.SIGHUP: "hung up",
     signal.SIGTERM: "terminated",
     PREEMPTED: "preempted",
 }
+
+
+def write_reason(path: Path, signum: signal.Signals) -> None:
+    """Say what ranks are asked to stop for, before they are sent `ASK_STOP`."""
+    with suppress(OSError):  # they then count it as an interruption
+        path.write_text(_REASONS[signum])
+
+
+class Terminal:
+    """The terminal of this process, if it has one."""
+
+    def __init__(self) -> None:
+        self._was_there = self._is_there()
+
+    def meant_by(self, signum: int) -> signal.Signals:
+        """The signal that one stands for: closing the terminal is as pressing Ctrl-C in it."""
+        is_closed = signum == signal.SIGHUP and self._was_there and not self._is_there()
+        return signal.SIGINT if is_closed else signal.Signals(signum)
+
+    @staticmethod
+    def _is_there() -> bool:
+        try:
+            os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError:
+            return False
+        return True
 
 
 class StopRequest:
@@ -36,16 +69,19 @@ class StopRequest:
     def __init__(self) -> None:
         self._reason: str | None = None
         self._interrupts = 0
+        self._terminal = Terminal()
         self._previous: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
-        """`interrupted`, `terminated` or `preempted`, as soon as a stop has been requested."""
+        """Why a stop has been requested, as soon as it has: one of `STOP_REASONS`."""
         return self._reason
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             begin_training()
             for signum in _REASONS:
+                if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                    continue  # nohup
                 previous = self._previous[signum] = signal.signal(signum, self._handle)
                 if isinstance(previous, EarlyNotice) and previous.came:
                     self._reason = self._reason or _REASONS[signum]
@@ -63,8 +99,18 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._reason = self._reason or _REASONS[signal.Signals(signum)]
+        self._reason = self._reason or _reason(self._terminal.meant_by(signum))
         if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
+
+
+def _reason(signum: signal.Signals) -> str:
+    path = os.environ.get(STOP_FILE)
+    if signum == ASK_STOP and path:
+        with suppress(OSError, ValueError):
+            said = Path(path).read_text()
+            if said in _REASONS.values():
+                return said
+    return _REASONS[signum]
