@@ -33,6 +33,8 @@ _MOST_TRUSTED = 8
 """Values of one attribute that are looked into, before it has to be named in `scratch`."""
 _BLOCK = 100
 """In each block of so many steps, the passes of one are looked at."""
+_POWERS = 3
+"""Of the steps 1, 2, 4, 8, …, every third is done again."""
 _QUICK_BYTES = 1 << 16
 """Bytes of a tensor or array that are looked at where it happens often."""
 _MOST_TIME = 0.005
@@ -189,6 +191,22 @@ class PassState:
             return False
         return self._spent <= _MOST_TIME * (perf_counter() - self._began)
 
+    def is_repeated(self, step: int, seconds: float, spent: float) -> bool:
+        """Whether a step is done again and compared, whatever is known of it.
+
+        State may lie where nobody looks: in a module elsewhere, a file, a thread, a library.
+
+        Args:
+            step: number of the step, from 0.
+            seconds: what its passes have taken.
+            spent: seconds that were spent on doing steps again.
+        """
+        count = step + 1
+        if count & step == 0:  # 8, 64, 512, …
+            return count > 1 and count.bit_length() % _POWERS == 1
+        is_due = step == self._drawn and step // _BLOCK == self._block
+        return is_due and spent + seconds <= _MOST_TIME * (perf_counter() - self._began)
+
     def root_of(self, path: str) -> str:
         """The attribute that a path leads to or through: `task.cache` of `task.cache[3].rows`."""
         root = max((r for r in self._roots if path.startswith(r)), key=len, default="")
@@ -313,7 +331,15 @@ def depends_on(what: str, suspects: Collection[str]) -> TaskError:
         what: phrase that begins the message, such as `step 3`.
         suspects: what passes had left behind.
     """
-    first = next(iter(suspects))
+    first = next(iter(suspects), "")
+    if not first:
+        return TaskError(
+            f"{what}: came out otherwise when it was done again, though nothing that can be "
+            "reached from the task was changed; something keeps state between microbatches elsewhere (in a "
+            "module of another folder, a file, an environment variable, a thread, a setting or a "
+            "random generator of a library). Let the loss depend on its batch, the model and what "
+            "Task.after_step has set"
+        )
     return TaskError(
         f"{what}: came out otherwise when it was done again, because of what earlier microbatches "
         f"or evaluation batches have left in {named(suspects)}; which of them this rank has "
