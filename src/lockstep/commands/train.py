@@ -14,6 +14,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.asked import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, foretold, leave, new_run_dir, run
+from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import detect
 from lockstep.launching.start import (
@@ -218,7 +219,8 @@ def _train_here(
 
 
 def _start(command: RankCommand, sitting: Sitting, threads: int) -> int:
-    ended = start_shown(command, sitting, threads)
-    if ended.message:
-        print(f"error: {ended.message}", file=sys.stderr, flush=True)
+    with pumped_output():
+        ended = start_shown(command, sitting, threads)
+        if ended.message:
+            print(f"error: {ended.message}", file=sys.stderr, flush=True)
     return ended.exit_code

@@ -18,6 +18,7 @@ import torch
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.job.commands import (
     RankCommand,
     is_one_host,
@@ -163,10 +164,11 @@ def start(
         since = time.time()
         everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
         try:
-            outcome = run_ranks(
-                command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
-                on_notice=_notice,
-            )  # fmt: skip
+            with pumped_output():  # or ranks would not be looked after
+                outcome = run_ranks(
+                    command, everything, run_dir=Path(sitting.run_dir), on_row=watch,
+                    on_line=on_line, on_notice=_notice,
+                )  # fmt: skip
             ended = _ended(outcome, sitting, since, command.launcher)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
@@ -188,10 +190,11 @@ def _notice(text: str) -> None:
 
 def start_shown(command: RankCommand, sitting: Sitting, threads: int) -> Ended:
     """Run ranks to their end, shown on the console or in the notebook as `sitting` says."""
-    shown = view(sitting.quiet, per_rank=sitting.per_rank)
-    with Sinks([shown]) as sinks:
-        shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
-        return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))
+    with pumped_output():  # before there is a view, which may put a stream of its own there
+        shown = view(sitting.quiet, per_rank=sitting.per_rank)
+        with Sinks([shown]) as sinks:
+            shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
+            return start(command, sitting, threads, on_row=lambda row: sinks(event_from_row(row)))
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> Ended:
