@@ -110,6 +110,7 @@ def test_a_terminal_whose_output_was_stopped_holds_nobody_up(monkeypatch):
     os.close(follower)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_prints_by_itself(pipe):
     reader, writer = pipe
     pump = OutputPump(writer, "standard output")
