@@ -117,7 +117,8 @@ def train(
         directory.close()
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
-        return _start(start(arguments, replacements), sitting, config.threads)
+        command = start(arguments, replacements, silence_s=config.hang_timeout_s)
+        return _start(command, sitting, config.threads)
 
 
 def resume(

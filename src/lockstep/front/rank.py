@@ -34,6 +34,7 @@ from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import Sitting
 from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.host.processes import MARK
+from lockstep.launchers.host.tether import end_with_launcher
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.output import whole_lines
@@ -65,8 +66,9 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         config = settled(override(config, sitting.overrides), sitting.resumed)
         task = observed(task, config)
         environment = detect(os.environ)
-        # What Lockstep has started writes to a pipe that the launcher always reads.
+        # What Lockstep starts ends with its launcher, and writes to a pipe that is always read.
         if environment.world_size > 1 and MARK not in os.environ:
+            end_with_launcher()
             stack.enter_context(pumped_output())
         stack.enter_context(whole_lines())
         hints = stack.enter_context(num_threads(config.threads, environment))

@@ -20,6 +20,7 @@ from lockstep.front import Sitting
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.job.commands import (
+    SILENCE_S,
     RankCommand,
     is_one_host,
     local_command,
@@ -102,6 +103,7 @@ def rank_command(
     arguments: Sequence[str],
     replacements: int = 0,
     server: str = "",
+    silence_s: float = SILENCE_S,
 ) -> RankCommand:
     """The command that starts the ranks of a target; a script gets no arguments.
 
@@ -112,6 +114,7 @@ def rank_command(
         arguments: what the ranks get behind the target.
         replacements: greatest number of processes to start in the place of killed ranks.
         server: the warm server that ranks are forked from; empty if there is none.
+        silence_s: seconds after which a host that does not answer is lost; 0 for mpirun's own.
     """
     if is_script(target):
         argv = [sys.executable, str(script_path(target))]
@@ -121,7 +124,7 @@ def rank_command(
     if launcher == "mpi":
         return mpirun_command(
             num_ranks, argv, cores=usable_cores(), replacements=replacements,
-            one_host=is_one_host(os.environ),
+            one_host=is_one_host(os.environ), silence_s=silence_s,
         )  # fmt: skip
     if launcher == "local":
         return local_command(num_ranks, argv, replacements, server=server)
