@@ -64,12 +64,12 @@ def test_what_the_buffer_cannot_hold_is_dropped_and_said_once_the_reader_reads_a
     os.close(writer)
     thread.join(30.0)
     lines = b"".join(read).decode().splitlines()
-    said = [line for line in lines if line.startswith("…")]
+    said = [line for line in lines if line.startswith("...")]
     assert len(said) == 1
     number = int(said[0].split()[1])
     assert number + len(lines) - 1 == 1000, "each line was read or counted"
     end = "lines of output were dropped: the reader of standard output does not read"
-    assert said[0] == f"… {number} {end}"
+    assert said[0] == f"... {number} {end}"
     assert lines[-1].startswith("999 "), "the newest lines are kept"
 
 
@@ -84,6 +84,15 @@ def test_the_end_waits_for_a_reader_that_reads_slowly_but_not_for_one_that_does_
     assert 1.6 < time.monotonic() - started < 4.0
     slow.join()
     assert 0 < lost < 400
+
+
+def test_printing_nothing_ends_nothing(pipe):
+    reader, writer = pipe
+    pump = OutputPump(writer, "standard output")
+    pump.write(b"")
+    pump.write(b"one\n")
+    assert os.read(reader, 100) == b"one\n"
+    assert pump.finish(5.0) == 0
 
 
 def test_a_reader_that_is_gone_is_an_error_for_who_prints(pipe):

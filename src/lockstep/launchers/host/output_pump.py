@@ -79,7 +79,8 @@ class OutputPump(io.RawIOBase):
             return len(data)
         with self._changed:
             self._raise_error()
-            self._keep(data)
+            if data:  # nothing is the sign of the end
+                self._keep(data)
             # Once only: whoever prints a thousand lines must not wait a thousand times.
             if not self._is_late:
                 self._is_late = not self._changed.wait_for(self._is_idle, _PROMPT_S)
@@ -177,8 +178,8 @@ def _write_all(fd: int, data: bytes) -> None:
 
 def dropped_message(num_lines: int, name: str) -> str:
     """The line that says that output was dropped."""
-    lines = "1 line" if num_lines == 1 else f"{num_lines} lines"
-    return f"… {lines} of output were dropped: the reader of {name} does not read\n"
+    lines = "1 line of output was" if num_lines == 1 else f"{num_lines:,} lines of output were"
+    return f"... {lines} dropped: the reader of {name} does not read\n"
 
 
 @contextlib.contextmanager
