@@ -335,10 +335,10 @@ def depends_on(what: str, suspects: Collection[str]) -> TaskError:
     if not first:
         return TaskError(
             f"{what}: came out otherwise when it was done again, though nothing that can be "
-            "reached from the task was changed; something keeps state between microbatches elsewhere (in a "
-            "module of another folder, a file, an environment variable, a thread, a setting or a "
-            "random generator of a library). Let the loss depend on its batch, the model and what "
-            "Task.after_step has set"
+            "reached from the task was changed; something keeps state between microbatches "
+            "elsewhere (in a module of another folder, a file, an environment variable, a thread, "
+            "a setting or a random generator of a library). Let the loss depend on its batch, the "
+            "model and what Task.after_step has set"
         )
     return TaskError(
         f"{what}: came out otherwise when it was done again, because of what earlier microbatches "
