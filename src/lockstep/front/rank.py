@@ -26,6 +26,7 @@ from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.pulse import Pulse
+from lockstep.engine.run.group_size import check_enough_left
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.step.header import DIRECTORY_LOST
@@ -292,6 +293,7 @@ def _assembled(
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
+            check_enough_left(config, transport.size)
             patience_s = TAKE_OVER_S
 
 
