@@ -308,6 +308,22 @@ def test_state_of_microbatches_that_begins_late_is_refused_by_name(
         run(tmp_path, kind())
 
 
+class SetsDtype(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        was = torch.get_default_dtype()
+        if self.is_late:
+            torch.set_default_dtype(torch.float64)
+        return 1.0 if was == torch.float32 else 1.1
+
+
+def test_a_setting_of_torch_that_a_microbatch_changes_is_named(tmp_path: Path) -> None:
+    try:
+        with pytest.raises(TaskError, match=r"step 5: .* torch\.get_default_dtype\(\)"):
+            run(tmp_path, SetsDtype())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class InEnvironment(Late):
     def factor(self, model: Any, loss: ls.Loss) -> float:
         count = int(os.environ.get("LATE_STATE", "0"))

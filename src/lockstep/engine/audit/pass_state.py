@@ -16,6 +16,7 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.comm.transport import Transport
@@ -27,6 +28,7 @@ from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_part_of, is_scratch
 from lockstep.errors import TaskError, shared
 
+_SETTINGS = ("torch.get_default_dtype()", "torch.get_num_threads()", "torch.is_grad_enabled()")
 _IS_TRAINING = attrgetter("training")
 _MOST_NAMED = 3
 _MOST_TRUSTED = 8
@@ -89,17 +91,17 @@ class PassState:
         self.guard.watch(there, self.is_scratch)
         self._modules = dict(self._model.named_modules())
 
-    def modes(self) -> list[bool]:
-        """Whether each module is in training mode; looked at in every step."""
-        return list(map(_IS_TRAINING, self._modules.values()))
+    def modes(self) -> list[object]:
+        """Modes of all modules, and settings of torch; looked at in every step."""
+        modes: list[object] = list(map(_IS_TRAINING, self._modules.values()))
+        modes += (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+        return modes
 
-    def modes_apart(self, before: Sequence[bool]) -> list[str]:
+    def modes_apart(self, before: Sequence[object]) -> list[str]:
         """Paths of the modes that are not as they were, unless they are known to change."""
-        changed = [
-            f"model.{name}.training" if name else "model.training"
-            for name, was, now in zip(self._modules, before, self.modes(), strict=True)
-            if was != now
-        ]
+        names = [f"model.{name}.training" if name else "model.training" for name in self._modules]
+        pairs = zip([*names, *_SETTINGS], before, self.modes(), strict=True)
+        changed = [name for name, was, now in pairs if was != now]
         return [p for p in changed if p not in self.free and not self.is_scratch(p)]
 
     def note_start(self) -> None:
@@ -255,7 +257,7 @@ class Repetition:
         """Have nothing to compare with: ranks compute other microbatches from now on."""
         self.is_second = False
         self._is_quick = True
-        self._modes: list[bool] = []
+        self._modes: list[object] = []
         self._before: dict[str, str] | None = None
         self._after: dict[str, str] | None = None
         self._read: list[PassAttribute] = []

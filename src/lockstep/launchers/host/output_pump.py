@@ -9,6 +9,7 @@ thread, which alone waits, over a buffer of bounded size.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import stat
@@ -142,7 +143,8 @@ class OutputPump(io.RawIOBase):
                 self._write_out(data)
             except OSError as error:
                 with self._changed:
-                    self._error = error
+                    if error.errno != errno.EIO:  # else the terminal was closed: SIGHUP says so
+                        self._error = error
                     self._kept.clear()
                     self._num_kept = 0
             with self._changed:
