@@ -19,7 +19,7 @@ LAUNCHERS = {
 }
 
 
-def started(folder: Path, *more: str) -> "subprocess.Popen[str]":
+def started(folder: Path, *more: str, cold: bool = False) -> "subprocess.Popen[str]":
     argv = [
         sys.executable,
         "-m",
@@ -33,7 +33,7 @@ def started(folder: Path, *more: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [*argv, *more],
         cwd=folder,
-        env=environment(TERM="dumb"),
+        env=environment(cold=cold, TERM="dumb"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -83,7 +83,7 @@ def test_a_signal_while_training_has_its_code(tmp_path, launcher, signum):
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_signal_in_the_first_second_has_its_code_and_a_line(tmp_path, launcher, delay_s):
     for signum, code in CODES.items():
-        process = started(tmp_path, *LAUNCHERS[launcher])
+        process = started(tmp_path, *LAUNCHERS[launcher], cold=True)
         while not hears(process.pid, signal.SIGTERM):  # until then, the interpreter starts
             assert process.poll() is None
             time.sleep(0.005)
