@@ -253,8 +253,10 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    is_lost = launcher == "mpi" and _lost_at_start(outcome, told)
     target = sitting.target or ""
+    # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
+    is_silent = not outcome.met and code == 0 and not told and not is_script(target)
+    is_lost = launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
