@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.errors import EnvironError
+
 LOOPBACK = "127.0.0.1"
+
+_HOSTED_BY_US = "lockstep/world_size"
+"""A key that rank 0 sets as soon as it hosts a store."""
+_ANSWER = timedelta(seconds=8)
+"""How long a rank that has reached a store waits for that key."""
+_POLL_S = 0.05
 
 _hosted: dict[int, TCPStore] = {}
 """Stores by port. They live as long as this process: another rank may have connected already for a
@@ -68,7 +77,38 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
         rank: rank of this process.
         size: number of ranks.
         timeout: time to wait for rank 0, and for a key.
+
+    Raises:
+        EnvironError: something else listens on the port, on whichever rank this is found.
     """
+    try:
+        store = _store_at(host, port, rank, size, timeout)
+    except (OSError, RuntimeError) as error:  # torch's are of the second kind
+        if rank == 0 and "address already in use" in str(error).lower():
+            raise EnvironError(
+                f"MASTER_PORT={port}: something else listens on {host}:{port}, maybe another job; "
+                "set MASTER_PORT to a free port, the same on all ranks"
+            ) from None
+        raise
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return store  # torchrun's own
+    if rank == 0:
+        store.set(_HOSTED_BY_US, str(size))
+        return store
+    try:
+        store.wait([_HOSTED_BY_US], _ANSWER)
+    except (OSError, RuntimeError):
+        raise _not_ours(host, port) from None
+    there = store.get(_HOSTED_BY_US).decode(errors="replace")
+    if there != str(size):
+        raise EnvironError(
+            f"WORLD_SIZE={size}: rank 0 at {host}:{port} was started as one of {there} ranks; set "
+            "WORLD_SIZE to the same number on all ranks, or MASTER_PORT to the port of this job"
+        )
+    return store
+
+
+def _store_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     if not is_loopback(host):
         store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))
         return store
@@ -78,4 +118,35 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
         os.environ.setdefault(_NCCL_INTERFACE, interface)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return host_store(port, timeout)
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    _wait_for_listener(port, timeout)
+    try:
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=_ANSWER, wait_for_workers=False)
+    except RuntimeError:
+        raise _not_ours(LOOPBACK, port) from None
+    store.set_timeout(timeout)
+    return store
+
+
+def _wait_for_listener(port: int, timeout: timedelta) -> None:
+    """Wait until something listens on a port of this host: rank 0 may come late."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((LOOPBACK, port), timeout=_ANSWER.total_seconds()).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise EnvironError(
+                    f"MASTER_PORT={port}: rank 0 has not come to {LOOPBACK}:{port} within "
+                    f"{timeout.total_seconds():g} s; start all ranks, with the same MASTER_ADDR "
+                    "and MASTER_PORT"
+                ) from None
+        time.sleep(_POLL_S)
+
+
+def _not_ours(host: str, port: int) -> EnvironError:
+    return EnvironError(
+        f"MASTER_PORT={port}: what listens on {host}:{port} is not rank 0 of this job (it has not "
+        f"answered within {_ANSWER.total_seconds():g} s); set MASTER_PORT to a free port, the same "
+        "on all ranks"
+    )
