@@ -1,6 +1,8 @@
 """Tasks whose state differs between ranks, or begins late."""
 
 import os
+import signal
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -106,3 +108,15 @@ class Caches(Plain):
         x, y = batch
         rows = [self.made.setdefault(round(float(row[0]), 4), row.clone()) for row in x]
         return super().loss(model, (torch.stack(rows), y))
+
+
+class DiesAtStart(Plain):
+    """Has one rank killed once while it builds its model, as for want of memory."""
+
+    def build_model(self):
+        flag = Path(os.environ["DIE_FLAG"])
+        rank = os.environ.get("LOCKSTEP_LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
+        if rank == "1" and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build_model()

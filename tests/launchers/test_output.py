@@ -16,6 +16,8 @@ import time
 import pytest
 from tests.conftest import environment, result, target
 
+from lockstep.launchers.job.commands import mpirun_command
+
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 SHORT = ("steps=6", "eval_every=2")
 
@@ -109,3 +111,82 @@ def test_verify_fits_a_pipe_of_80_columns(here, monkeypatch):
     assert quiet == whole[-2:]
     assert quiet[0] == "equal: 3 runs, one SHA-256"
     assert len(quiet[1]) == 64
+
+
+LOUD = """
+import sys, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import lockstep as ls
+
+class Loud(ls.Task):
+    class Config(ls.TrainConfig):
+        batch_size: int = 8
+        num_microbatches: int = 2
+        steps: int = 60
+        log_every: int = 1
+    def build_model(self): return nn.Linear(4, 2)
+    def dataset(self, split):
+        return TensorDataset(torch.ones(8, 4), torch.zeros(8).long()) if split == "train" else None
+    def loss(self, model, batch):
+        for _ in range(10):
+            print("out " + "x" * 1000, flush=True)
+            print("err " + "x" * 1000, file=sys.stderr, flush=True)
+        time.sleep(0.01)
+        return ls.Loss(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+
+if __name__ == "__main__":
+    ls.main(Loud(), Loud.Config(hang_timeout_s=1), run_dir="run")
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["local", pytest.param("mpi", marks=pytest.mark.slow), "mpirun",
+     pytest.param("torchrun", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_ranks_train_to_the_end_while_nobody_reads_what_they_print(tmp_path, launcher):
+    (tmp_path / "loud.py").write_text(LOUD)
+    command = [sys.executable, "-m", "lockstep", "train", "loud.py:Loud", "hang_timeout_s=1"]
+    command += ["--run-dir", "run", "-n", "2", "--launcher", launcher]
+    if launcher == "mpirun":  # by hand
+        command = [*mpirun_command(2, [sys.executable, "loud.py"], cores=1).argv]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "result.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    printed, _ = process.communicate(timeout=90)
+    assert process.returncode == 0
+    done = result(tmp_path / "run")
+    assert (done["status"], done["world_size"]) == ("completed", 2)
+    own = sum(line.startswith(b"out ") for line in printed.splitlines())
+    assert own >= 1200, "the buffer holds all of it"
+    assert b"were dropped" not in printed
+
+
+@pytest.mark.parametrize("ranks", ["2"])
+def test_ranks_train_to_the_end_on_a_terminal_that_is_held(tmp_path, ranks):
+    (tmp_path / "loud.py").write_text(LOUD)
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "train", "loud.py:Loud", "hang_timeout_s=1",
+         "--run-dir", "run", "-n", ranks, "--launcher", "local"],
+        cwd=tmp_path, env=environment() | {"TERM": "xterm-256color"},
+        stdin=follower, stdout=follower, stderr=follower,
+    )  # fmt: skip
+    os.close(follower)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "result.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    shown = b""
+    while block := _read(leader):
+        shown += block
+    os.close(leader)
+    assert process.wait(30) == 0
+    assert b"SHA-256" in shown, "what was held is shown once the terminal goes on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from lockstep.front import Sitting
 from lockstep.launchers.job.commands import python_command
-from lockstep.launching.start import Ended, start
+from lockstep.launchers.job.run import Outcome
+from lockstep.launching.start import Ended, _ended, start
 
 JOINED = """
 import json, os, shutil, signal, sys
@@ -180,3 +182,14 @@ with open(run_dir + "/filler", "wb", buffering=0) as file:
         "the ranks ended with code 2 before they had a result; no space is left for "
         f"{small_disk}/run/ranks.log, where they would have said why; free some"
     )
+
+
+def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_again(
+    tmp_path: Path,
+) -> None:
+    """mpirun leaves with code 0 then, and says nothing."""
+    silent = Outcome(0, "", None, tmp_path / "ranks.log", None, met=False)
+    ended = _ended(silent, Sitting(str(tmp_path), target="digits"), time.time(), "mpi")
+    assert ended.again == "a rank ended before all had started"
+    script = Sitting(str(tmp_path), target=__file__)
+    assert not _ended(silent, script, time.time(), "mpi").again

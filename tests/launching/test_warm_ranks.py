@@ -100,7 +100,13 @@ def test_a_killed_rank_is_replaced_by_a_forked_one(tmp_path: Path, launcher: str
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
 @pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGUSR1, 143)]
+    ("signum", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 143),
+    ],
 )
 def test_signals_stop_after_a_step(
     tmp_path: Path, launcher: str, signum: signal.Signals, code: int

@@ -15,6 +15,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.asked import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
 from lockstep.front import Sitting, claim, foretold, leave, new_run_dir, run
+from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.job.commands import RankCommand
 from lockstep.launchers.rank.environment import detect
 from lockstep.launching.start import (
@@ -116,10 +117,11 @@ def train(
         directory = RunDirectory(Path(str(sitting.run_dir)))
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
+        command = start(arguments, replacements, silence_s=config.hang_timeout_s)
         with kept_if_refused(directory.path) as kept:
             claim(directory, task, config, sitting)  # so that what is wrong is said at once
             directory.close()
-            return _start(start(arguments, replacements), sitting, config.threads, kept)
+            return _start(command, sitting, config.threads, kept)
 
 
 def resume(
@@ -221,7 +223,8 @@ def _train_here(
 
 
 def _start(command: RankCommand, sitting: Sitting, threads: int, kept: KeptDirectory) -> int:
-    ended = start_shown(command, sitting, threads, kept.note_started)
-    if ended.message:
-        print(f"error: {ended.message}", file=sys.stderr, flush=True)
+    with pumped_output():
+        ended = start_shown(command, sitting, threads, kept.note_started)
+        if ended.message:
+            print(f"error: {ended.message}", file=sys.stderr, flush=True)
     return ended.exit_code

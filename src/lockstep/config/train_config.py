@@ -91,7 +91,8 @@ class TrainConfig(Section):
     """Steps between looks at whether slow ranks should get fewer microbatches; 0 never looks."""
     hang_timeout_s: NonNegativeFloat = Field(default=300.0, json_schema_extra=NO_OUTCOME)
     """Kill a rank that does nothing for this long (or ten times as long as it ever did), or that
-    is stopped for this long by a signal, so that the others can go on; 0 never does."""
+    is stopped for this long by a signal, so that the others can go on; 0 never does. Where Lockstep
+    starts `mpirun` on several hosts, one that does not answer for this long ends the job."""
 
     strict: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Refuse to go on from a checkpoint that a machine computed which rounds otherwise (another

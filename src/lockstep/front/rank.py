@@ -26,6 +26,7 @@ from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import edited, injector
 from lockstep.engine.pulse import Pulse
+from lockstep.engine.run.group_size import check_enough_left
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_step, on_first
 from lockstep.engine.step.header import DIRECTORY_LOST
@@ -35,6 +36,9 @@ from lockstep.front.device import choose_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import SITTING, Sitting
+from lockstep.launchers.host.output_pump import pumped_output
+from lockstep.launchers.host.processes import MARK
+from lockstep.launchers.host.tether import end_with_launcher
 from lockstep.launchers.rank.early import INTERRUPTED
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.rank.join import open_transport
@@ -69,8 +73,12 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         stop = stack.enter_context(StopRequest())
         config = settled(override(config, sitting.overrides), sitting.resumed)
         task = observed(task, config)
-        stack.enter_context(whole_lines())
         environment = detect(os.environ)
+        # What Lockstep starts ends with its launcher, and writes to a pipe that is always read.
+        if environment.world_size > 1 and MARK not in os.environ:
+            end_with_launcher()
+            stack.enter_context(pumped_output())
+        stack.enter_context(whole_lines())
         hints = stack.enter_context(num_threads(config.threads, environment))
         stack.enter_context(kept_generators())
         device = choose_device(config.device, environment)
@@ -285,6 +293,7 @@ def _assembled(
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
+            check_enough_left(config, transport.size)
             patience_s = TAKE_OVER_S
 
 

@@ -113,7 +113,10 @@ def launch(
         kept = stack.enter_context(kept_if_refused(directory.path))
         server = stack.enter_context(new_server(chosen, config.threads))
         if target:
-            command = _by_name(target, config, directory, chosen, num_ranks, replacements, server)
+            command = _by_name(
+                target, config, directory, chosen, num_ranks, replacements, server,
+                config.hang_timeout_s,
+            )  # fmt: skip
         else:
             fd = stack.enter_context(copied(task, config))
             argv = [sys.executable, "-m", "lockstep.launching.handed", str(fd)]
@@ -157,12 +160,13 @@ def _by_name(
     num_ranks: int,
     replacements: int,
     server: str,
+    silence_s: float,
 ) -> RankCommand:
     """Ranks that make the task from its class and the config in the run directory."""
     arguments = ["--config", str((directory.path / "config.yaml").resolve())]
     if config.stop_at_step is not None:  # of a sitting, so not in the file
         arguments.append(f"stop_at_step={config.stop_at_step}")
-    return rank_command(launcher, num_ranks, target, arguments, replacements, server)
+    return rank_command(launcher, num_ranks, target, arguments, replacements, server, silence_s)
 
 
 def _outcome(ended: Ended, task: Task, config: TrainConfig, directory: RunDirectory) -> Result:

@@ -19,7 +19,9 @@ from lockstep.engine.run.loop import EXIT_CODES
 from lockstep.errors import LaunchError, LockstepError
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import usable_cores
+from lockstep.launchers.host.output_pump import pumped_output
 from lockstep.launchers.job.commands import (
+    SILENCE_S,
     RankCommand,
     is_one_host,
     local_command,
@@ -104,6 +106,7 @@ def rank_command(
     arguments: Sequence[str],
     replacements: int = 0,
     server: str = "",
+    silence_s: float = SILENCE_S,
 ) -> RankCommand:
     """The command that starts the ranks of a target; a script gets no arguments.
 
@@ -114,6 +117,7 @@ def rank_command(
         arguments: what the ranks get behind the target.
         replacements: greatest number of processes to start in the place of killed ranks.
         server: the warm server that ranks are forked from; empty if there is none.
+        silence_s: seconds after which a host that does not answer is lost; 0 for mpirun's own.
     """
     if is_script(target):
         argv = [sys.executable, str(script_path(target))]
@@ -123,7 +127,7 @@ def rank_command(
     if launcher == "mpi":
         return mpirun_command(
             num_ranks, argv, cores=usable_cores(), replacements=replacements,
-            one_host=is_one_host(os.environ),
+            one_host=is_one_host(os.environ), silence_s=silence_s,
         )  # fmt: skip
     if launcher == "local":
         return local_command(num_ranks, argv, replacements, server=server)
@@ -166,10 +170,11 @@ def start(
         since = time.time()
         everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
         try:
-            outcome = run_ranks(
-                command, everything, run_dir=Path(sitting.run_dir), on_row=watch, on_line=on_line,
-                on_notice=_notice,
-            )  # fmt: skip
+            with pumped_output():  # or ranks would not be looked after
+                outcome = run_ranks(
+                    command, everything, run_dir=Path(sitting.run_dir), on_row=watch,
+                    on_line=on_line, on_notice=_notice,
+                )  # fmt: skip
             ended = _ended(outcome, sitting, since, command.launcher)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
@@ -200,16 +205,17 @@ def start_shown(
         threads: number of threads of each rank.
         on_started: function that is called when the ranks have started the run.
     """
-    shown = view(sitting.quiet, per_rank=sitting.per_rank)
-    with Sinks([shown]) as sinks:
-        shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
+    with pumped_output():  # before there is a view, which may put a stream of its own there
+        shown = view(sitting.quiet, per_rank=sitting.per_rank)
+        with Sinks([shown]) as sinks:
+            shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
 
-        def show(row: dict[str, Any]) -> None:
-            if row["event"] == "RunStarted":
-                on_started()
-            sinks(event_from_row(row))
+            def show(row: dict[str, Any]) -> None:
+                if row["event"] == "RunStarted":
+                    on_started()
+                sinks(event_from_row(row))
 
-        return start(command, sitting, threads, on_row=show)
+            return start(command, sitting, threads, on_row=show)
 
 
 def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> Ended:
@@ -247,8 +253,10 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    is_lost = launcher == "mpi" and _lost_at_start(outcome, told)
     target = sitting.target or ""
+    # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
+    is_silent = not outcome.met and code == 0 and not told and not is_script(target)
+    is_lost = launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import itertools
+import os
+import queue
+import threading
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +305,86 @@ def test_state_of_microbatches_that_begins_late_is_refused_by_name(
     tmp_path: Path, kind: type[ls.Task], place: str
 ) -> None:
     with pytest.raises(TaskError, match=place):
+        run(tmp_path, kind())
+
+
+class SetsDtype(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        was = torch.get_default_dtype()
+        if self.is_late:
+            torch.set_default_dtype(torch.float64)
+        return 1.0 if was == torch.float32 else 1.1
+
+
+def test_a_setting_of_torch_that_a_microbatch_changes_is_named(tmp_path: Path) -> None:
+    try:
+        with pytest.raises(TaskError, match=r"step 5: .* torch\.get_default_dtype\(\)"):
+            run(tmp_path, SetsDtype())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class InEnvironment(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        count = int(os.environ.get("LATE_STATE", "0"))
+        if self.is_late:
+            os.environ["LATE_STATE"] = str(count + 1)
+        return 1 + 0.1 * count
+
+
+class InThread(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.asked: Any = queue.SimpleQueue()
+        self.answers: Any = queue.SimpleQueue()
+        threading.Thread(target=self.count, daemon=True).start()
+
+    def count(self) -> None:
+        for number in itertools.count():
+            self.asked.get()
+            self.answers.put(number)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if not self.is_late:
+            return 1.0
+        self.asked.put(None)
+        return 1 + 0.1 * float(self.answers.get())
+
+
+class OfGlobalGenerator(Late):
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        if not self.is_late:
+            return 1.0
+        kept = getattr(builtins, "kept_state", None)
+        if kept is not None:
+            torch.set_rng_state(kept)
+        value = float(torch.rand(1))
+        builtins.kept_state = torch.get_rng_state()  # type: ignore[attr-defined]
+        return 1 + value
+
+
+class InGenerator(Late):
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+
+        def counting() -> Iterator[int]:
+            number = 0
+            while True:
+                yield number
+                number += 1
+
+        self.numbers = counting()
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        return 1 + 0.1 * next(self.numbers) if self.is_late else 1.0
+
+
+@pytest.mark.parametrize("kind", [InEnvironment, InThread, OfGlobalGenerator, InGenerator])
+def test_state_that_lies_where_nobody_looks_is_found_by_doing_steps_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ls.Task]
+) -> None:
+    monkeypatch.setenv("LATE_STATE", "0")
+    with pytest.raises(TaskError, match=r"step 7: came out otherwise|task\.numbers"):
         run(tmp_path, kind())
 
 

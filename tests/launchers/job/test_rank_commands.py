@@ -4,6 +4,7 @@ import os
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,19 @@ def test_replacements_need_open_mpi_5(tmp_path: Path, version: str) -> None:
     program = mpirun_that_says(version, tmp_path)
     with pytest.raises(LaunchError, match=r"--replace 3: .*mpirun is no Open MPI 5"):
         mpirun_command(2, ARGV, cores=2, mpirun=program, replacements=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "idle"),
+    [({}, "150"), ({"silence_s": 10.0}, "5"), ({"silence_s": 0.0}, ""), ({"one_host": True}, "")],
+)
+def test_mpirun_is_told_when_a_host_that_does_not_answer_is_lost(
+    tmp_path: Path, options: dict[str, Any], idle: str
+) -> None:
+    program = mpirun_that_says("mpirun (Open MPI) 5.0.11", tmp_path)
+    argv = mpirun_command(2, ARGV, cores=2, mpirun=program, **options).argv
+    name = "oob_tcp_keepalive_time"
+    assert (argv[argv.index(name) + 1] if name in argv else "") == idle
 
 
 def test_open_mpi_4_has_no_fault_tolerance(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def test_a_signal_stops_all_ranks_cleanly(
     outcome, lines, _ = run(ranks_of(kind, steps, ranks), tmp_path, threads=3, on_row=stopper)
     assert (outcome.exit_code, outcome.stopped_by) == (0, signum), outcome.stderr_tail
     assert outcome.last is not None
-    assert outcome.last["reasons"] == ["interrupted"] * ranks
+    reason = "terminated" if signum == signal.SIGTERM else "interrupted"
+    assert outcome.last["reasons"] == [reason] * ranks
     spoken = [line for line in lines if line.startswith("rank")]
     assert sorted(spoken) == sorted(
         f"rank {rank} says {n}" for n in range(3000) for rank in range(ranks)

@@ -213,6 +213,14 @@ def test_a_lost_rank_is_worth_a_requeue_after_progress(
     assert (tmp_path / "asked").exists() == requeued
 
 
+def test_ranks_that_mpirun_has_stopped_since_it_missed_a_node_are_requeued(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps = f"mkdir -p {run}/checkpoints/step_00000005; "
+    ranks = job(tmp_path, "bash", "-c", ending(run, "terminated", 143, steps), run_dir=run)
+    assert bash(ranks, SLURM_JOB_ID="9", PATH=scontrol(tmp_path)).returncode == 143
+    assert (tmp_path / "asked").exists()
+
+
 def bin_without(folder: Path) -> Path:
     """A folder with the programs a script needs, and no scontrol."""
     programs = folder / "programs"

@@ -18,7 +18,7 @@ from lockstep.errors import LaunchError
 from lockstep.files import read_text
 from lockstep.front import Sitting
 from lockstep.launchers.host.cores import THREAD_VARIABLES
-from lockstep.launchers.job.commands import mpirun_command
+from lockstep.launchers.job.commands import SILENCE_S, mpirun_command
 from lockstep.launchers.slurm.options import Given, checked, split_setup
 from lockstep.launchers.slurm.resources import Resources
 from lockstep.launchers.slurm.script import POINT, RUN_DIR, BatchJob
@@ -79,6 +79,7 @@ def batch_job(
     replacements: int,
     run_dir: Path | None,
     path: Path,
+    silence_s: float = SILENCE_S,
 ) -> BatchJob:
     """The job that trains a target, or runs the doctor.
 
@@ -91,6 +92,7 @@ def batch_job(
         replacements: number of lost ranks that are replaced.
         run_dir: path of the run directory; named after the job's number if None.
         path: path of the script, beside which SLURM's own log is.
+        silence_s: seconds after which a node that does not answer is lost; 0 for mpirun's own.
     """
     num_ranks = resources.num_ranks
     env = dict.fromkeys(THREAD_VARIABLES, str(threads))
@@ -107,7 +109,7 @@ def batch_job(
     # How many cores the nodes have is SLURM's business.
     command = mpirun_command(
         num_ranks, ranks, cores=num_ranks, replacements=replacements,
-        one_host=resources.nodes == 1,
+        one_host=resources.nodes == 1, silence_s=silence_s,
     ).argv  # fmt: skip
     if target == DOCTOR:
         command = (sys.executable, "-m", "lockstep", DOCTOR, "--ranks", str(num_ranks))

@@ -20,6 +20,7 @@ from lockstep.commands.slurm.job_file import JobFile
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint.origin import items
 from lockstep.errors import LaunchError
+from lockstep.launchers.job.commands import SILENCE_S
 from lockstep.targets import absolute
 
 
@@ -55,11 +56,11 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
     overrides = [*job.overrides, *(item for item in overrides if not item.startswith("-"))]
     is_doctor = target == DOCTOR
     where = target if is_doctor else absolute(target)
-    threads = 1
+    threads, silence_s = 1, SILENCE_S
     if not is_doctor:
         overrides = with_threads(overrides, job.cpus_per_task, request.run_dir)
         config = config_of(where, overrides, request.run_dir)
-        threads = config.threads
+        threads, silence_s = config.threads, config.hang_timeout_s
         overrides = [*overrides, *_weights(config)]
     if is_doctor and overrides:
         raise LaunchError(f"{overrides[0]!r}: the doctor has no config")
@@ -70,7 +71,7 @@ def slurm(target: str, overrides: Sequence[str], request: Request) -> int:
     name = _name(where)
     path = (request.output or Path(f"{name}.sbatch")).absolute()
     batch = batch_job(
-        name, where, overrides, threads, resources, job.replace, request.run_dir, path
+        name, where, overrides, threads, resources, job.replace, request.run_dir, path, silence_s
     )
     deliver(with_options(batch, job, options), path, request.submit)
     return 0

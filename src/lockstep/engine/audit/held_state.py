@@ -222,7 +222,9 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, (set, frozenset)):
         yield "!", len(value)
     elif isinstance(value, types.GeneratorType):
-        yield "!", value.gi_frame.f_lasti if value.gi_frame else None
+        frame = value.gi_frame
+        yield "!", frame.f_lasti if frame else None
+        yield from ((f".{name}", part) for name, part in (frame.f_locals if frame else {}).items())
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):

@@ -7,7 +7,7 @@ slice of it that this rank owns, and give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -334,3 +334,21 @@ class FlatOptimizer:
                     self._stepped.append(
                         Stepped(str(piece.group), parameter, piece.group, piece.segment, part)
                     )
+
+
+def unequal_settings(everyone: Sequence[Mapping[str, Any]]) -> str:
+    """What to say of ranks that would step with other settings.
+
+    Args:
+        everyone: what `described_settings` says on each rank.
+    """
+    for name, value in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != value:
+                return (
+                    f"{name}: is {value} on rank 0 but {theirs.get(name)} on rank {rank}; let "
+                    "Task.lr_factor, and what changes the optimizer's groups, depend on the step, "
+                    "the config and metrics of whole evaluations, not on what microbatches or "
+                    "evaluation batches of this rank have left"
+                )
+    return "ranks would step with other learning rates or options"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import Runtime
-from lockstep.errors import ConfigError, shared
+from lockstep.errors import ConfigError, RankFailure, shared
 from lockstep.parallel.mesh import sizes_of_replicas
 
 
@@ -33,5 +33,21 @@ def check_size(config: TrainConfig, runtime: Runtime) -> None:
             ConfigError(
                 f"min_ranks={config.min_ranks}: is more than the {runtime.transport.size} ranks "
                 "there are; start more ranks or lower it"
+            )
+        )
+
+
+def check_enough_left(config: TrainConfig, num_ranks: int) -> None:
+    """Make sure that those that are left of a start can train; else all have to start again.
+
+    Raises:
+        RankFailure: they are less than `min_ranks`, or less than a replica needs; on all ranks.
+    """
+    needed = max(config.mesh.tp * config.mesh.pp, config.min_ranks)
+    if num_ranks < needed:
+        raise shared(
+            RankFailure(
+                f"a rank was lost while ranks started, and of {needed} that are needed {num_ranks} "
+                "are left"
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 from lockstep.engine.audit.pass_state import PassState, Repetition, depends_on
@@ -29,7 +30,7 @@ class StepAudit:
 
     Each rank looks at its own passes. All ranks learn from the headers that one of them has a
     suspicion, and all do the step again, this time without what earlier passes had left in
-    attributes. A cache makes no difference then; state does.
+    attributes. A cache makes no difference then; state does. Some steps are done again in any case.
     """
 
     def __init__(self, runtime: Runtime, state: PassState) -> None:
@@ -39,10 +40,12 @@ class StepAudit:
         self._step = -1
         self._first: _Outcome | None = None
         self._suspects: list[str] = []
-        self._is_given_up = False
+        self._is_given_up = self._is_sampled = False
+        self._began = self._spent = 0.0
 
     def begin(self, step: int) -> None:
         """Before the passes of a step."""
+        self._began = perf_counter()
         if step != self._step:
             if self._first is not None or self._is_given_up:
                 self.forget()
@@ -53,6 +56,8 @@ class StepAudit:
     def end(self) -> None:
         """After them."""
         self._passes.end()
+        seconds = perf_counter() - self._began
+        self._is_sampled = self._state.is_repeated(self._step, seconds, self._spent)
 
     def leave(self) -> None:
         """The passes were broken off by an exception."""
@@ -67,7 +72,7 @@ class StepAudit:
     def is_suspicious(self) -> bool:
         """Whether the step is to be done again."""
         is_first = not self._passes.is_second and not self._is_given_up
-        return is_first and bool(self._passes.suspects)
+        return is_first and (self._is_sampled or bool(self._passes.suspects))
 
     def check_failed(self, headers: Sequence[Header]) -> None:
         """See what it means that some rank's passes have failed the second time.
@@ -116,6 +121,7 @@ class StepAudit:
             self._passes.trust()
 
         everywhere(self._runtime.transport, check)
+        self._spent += perf_counter() - self._began
         self._first, self._is_given_up = None, True
 
 

@@ -19,7 +19,7 @@ from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
 from lockstep.engine.carry.compressed import dealt_carries
 from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
+from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
@@ -29,7 +29,6 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.passes import Passes
 from lockstep.engine.passes.precision import LossScale
 from lockstep.engine.places import Places
-from lockstep.engine.recovery.consistency import check_same
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
@@ -42,6 +41,7 @@ from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.task.asked import asked_of
 from lockstep.engine.timing import Stopwatch
+from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.layout import Dealt
@@ -334,8 +334,10 @@ class TrainStep:
     ) -> None:
         """Refuse to step with other learning rates, or other options, than other ranks."""
         if any(header.settings != headers[0].settings for header in headers):
-            mine = self.flat_optimizer.described_settings(factors)
-            check_same(self._runtime.transport, {f"step {step}: {k}": v for k, v in mine.items()})
+            everyone = self._runtime.transport.gather_json(
+                self.flat_optimizer.described_settings(factors)
+            )
+            raise shared(TaskError(f"step {step}: {unequal_settings(everyone)}"))
 
     def check_modules(self) -> None:
         """Make sure that the model has the tensors that are trained and saved, and no others.

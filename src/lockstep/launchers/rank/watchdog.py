@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 3
 
 _POLL_S = 0.1
 _STACK_S = 0.3
+_SAY_S = 1.0
 _QUIET_S = 0.05
 """A stack that has not grown for this long is complete: nothing else tells its end."""
 _PATIENCE = 0.5
@@ -173,8 +175,12 @@ def _stack(pid: int, stack_fd: int) -> str:
 def _end(pid: int, report: str, text: str) -> None:
     """Write down why, and kill the process."""
     _write(report, json.dumps({"reason": text}).encode())
-    sys.stderr.write(f"process {pid} {text}\n")
-    sys.stderr.flush()
+    # In a thread: whoever reads standard error may have stopped reading, and keeps nothing alive.
+    said = threading.Thread(
+        target=os.write, args=(2, f"process {pid} {text}\n".encode()), daemon=True
+    )
+    said.start()
+    said.join(_SAY_S)
     os.kill(pid, signal.SIGKILL)
 
 

@@ -1,0 +1,26 @@
+"""A rank that is killed while ranks start costs a start, where a replica needs all of them."""
+
+from pathlib import Path
+
+import pytest
+from tests.conftest import result
+
+TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
+
+
+@pytest.mark.parametrize("launcher", ["local", "mpi"])
+def test_ranks_are_started_again_where_too_few_are_left_to_fill_a_replica(
+    lockstep, tmp_path, launcher
+):
+    ended = lockstep(
+        "train", TASK, "-n", "2", "--launcher", launcher, "--run-dir", "run", "mesh.pp=2",
+        "steps=3", DIE_FLAG=str(tmp_path / "flag"),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "of 2 that are needed 1 are left; starting again" in ended.stderr
+    alone = lockstep(
+        "train", TASK, "--run-dir", "alone", "steps=3", DIE_FLAG=str(tmp_path / "flag")
+    )
+    assert alone.returncode == 0, alone.stderr
+    both = [result(tmp_path / name)["params_sha256"] for name in ("run", "alone")]
+    assert both[0] == both[1]
