@@ -34,3 +34,9 @@ def test_a_refusal_is_one_message_and_leaves_nothing(tmp_path):
     assert ended.stderr.splitlines()[-1].startswith("error: at most 16 files may be open")
     assert "Traceback" not in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_start_where_only_the_soft_limit_on_open_files_is_low(tmp_path):
+    ended = trained(tmp_path, "ulimit -Sn 12", "-n", "2", "--launcher", "local")
+    assert ended.returncode == 0, ended.stderr
+    assert result(tmp_path / "run")["status"] == "completed"

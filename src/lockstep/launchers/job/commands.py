@@ -104,7 +104,7 @@ def local_command(
     Raises:
         LaunchError: this system lacks something that ranks need.
     """
-    check_system("local", num_ranks + replacements)
+    check_system("local", num_ranks)
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
     command = standing_in([sys.executable, supervisor.__file__, *options, *tethered(argv)], server)
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
@@ -137,7 +137,7 @@ def mpirun_command(
         LaunchError: there is no mpirun, it does not run or cannot replace ranks, or this system
             lacks something that ranks need.
     """
-    check_system("mpi", num_ranks + replacements if one_host else 1)
+    check_system("mpi", num_ranks if one_host else 1)
     program = mpirun or find_mpirun()
     major = open_mpi_version(mpi_version(program))
     flags = ["-n", str(num_ranks)]
@@ -150,7 +150,7 @@ def mpirun_command(
             flags += ["--mca", "mpi_yield_when_idle", "1"]
         if os.geteuid() == 0:
             flags += ["--allow-run-as-root"]
-        if one_host and (folder := mpi_memory_folder(num_ranks + replacements, os.environ)):
+        if one_host and (folder := mpi_memory_folder(num_ranks, os.environ)):
             for part in ("btl", "osc"):
                 flags += ["--mca", f"{part}_sm_backing_directory", str(folder)]
     if major >= 5:
