@@ -1,5 +1,6 @@
 """What the system lacks is said before a rank starts, in one message, or made up for."""
 
+import errno
 import os
 import resource
 import shutil
@@ -148,3 +149,10 @@ def test_a_record_of_calls_does_without_memory_that_it_may_not_have(
 
     monkeypatch.setattr(os, "ftruncate", refused)
     assert CallRing().fd == -1
+
+
+def test_errors_of_limits_say_which_limit() -> None:
+    error = OSError(errno.EMFILE, "Too many open files", "run/checkpoints")
+    assert preflight.resource_error(error).startswith("run/checkpoints: Too many open files; raise")
+    assert "ulimit -f" in preflight.resource_error(OSError(errno.EFBIG, "File too large"))
+    assert preflight.resource_error(OSError(errno.EACCES, "Permission denied")) == ""
