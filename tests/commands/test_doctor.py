@@ -224,7 +224,7 @@ def test_full_disks(tmp_path: Path) -> None:
     run_directory = doctor_checks.run_directory(tmp_path)
     assert (run_directory.status, "1 MiB free" in run_directory.detail) == ("fail", True)
     shared = doctor_checks.shared_memory(4, tmp_path)
-    assert (shared.status, "128 MiB for 4 ranks" in shared.fix) == ("fail", True)
+    assert (shared.status, "4 ranks over MPI need 64 MiB" in shared.detail) == ("fail", True)
 
 
 def test_shared_memory(tmp_path: Path) -> None:

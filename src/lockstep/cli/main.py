@@ -18,7 +18,8 @@ from lockstep.commands.groups import (
     show_version,
 )
 from lockstep.commands.runs import app as runs
-from lockstep.errors import LockstepError
+from lockstep.errors import LaunchError, LockstepError
+from lockstep.launchers.job.preflight import resource_error, working_directory
 from lockstep.launchers.rank.early import Interrupted, interrupts
 from lockstep.recipes import command_groups
 
@@ -38,6 +39,8 @@ Version = Annotated[
 def lockstep(context: typer.Context, version: Version = False) -> None:
     """Distributed training that gives the same answer on any number of processes."""
     show_help(context)
+    if obstacle := working_directory():
+        raise LaunchError(str(obstacle))
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
@@ -79,6 +82,12 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os._exit(141)
+    except OSError as error:
+        message = resource_error(error)
+        if not message:
+            raise
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        sys.exit(LockstepError.exit_code)
     sys.exit(0)
 
 

@@ -54,6 +54,24 @@ _FIRST_ENDED = (HEADER_BYTES + _RECORD_BYTES) // _WORD - 1
 _pack = RECORD.pack_into
 
 
+def sized_memory(name: str, num_bytes: int) -> int:
+    """File descriptor of new memory without a file; -1 where there is none.
+
+    This system may lack it, and limits on files (`ulimit -f`, `ulimit -n`) count for it too.
+    """
+    if not hasattr(os, "memfd_create"):
+        return -1
+    descriptor = -1
+    try:
+        descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return -1
+    return descriptor
+
+
 class CallGroup:
     """A group of ranks, as far as calls are counted in it.
 
@@ -108,10 +126,9 @@ class CallRing:
         It is closed with this object.
         """
         if self._fd is None:
-            self._fd = os.memfd_create("lockstep-calls") if hasattr(os, "memfd_create") else -1
+            self._fd = sized_memory("lockstep-calls", NUM_BYTES)
             if self._fd >= 0:
                 weakref.finalize(self, os.close, self._fd)
-                os.ftruncate(self._fd, NUM_BYTES)
                 shared = memoryview(mmap.mmap(self._fd, NUM_BYTES))
                 shared[:] = self._memory
                 self._use(shared)

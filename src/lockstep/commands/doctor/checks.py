@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import mmap
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,15 @@ import torch
 
 from lockstep.commands.doctor.check import Check, guarded
 from lockstep.commands.doctor.speed import file_reading, matrix_product
+from lockstep.errors import LaunchError
 from lockstep.launchers.host.cores import thread_warnings, usable_cores
+from lockstep.launchers.job.preflight import (
+    Obstacle,
+    loopback,
+    mpi_memory_folder,
+    open_files,
+    temporary_folder,
+)
 from lockstep.launchers.rank.environment import detect
 
 _PACKAGES = ("numpy", "mpi4py", "pydantic", "pyyaml", "rich", "typer", "safetensors")
@@ -28,7 +37,6 @@ _EXTRAS = {
 }
 _MIN_PYTHON = (3, 10)
 _MIN_TORCH = (2, 11)
-_SHARED_BYTES_PER_RANK = 32 << 20
 _RUN_BYTES = 256 << 20
 
 
@@ -50,6 +58,9 @@ def local_checks(ranks: int, run_dir: Path, env: Mapping[str, str]) -> list[Call
             lambda: shared_memory(ranks, Path("/dev/shm")),
             "make /dev/shm writable (mount -t tmpfs tmpfs /dev/shm)",
         ),
+        "open files": (lambda: _needed("open files", open_files("mpi", ranks), _open_files()), ""),
+        "temporary files": (_temporary_files, ""),
+        "loopback": (lambda: _needed("loopback", loopback(), "processes reach each other"), ""),
         "run directory": (
             lambda: run_directory(run_dir),
             "choose a writable place with --run-dir, on a file system that can rename and fsync",
@@ -117,6 +128,23 @@ def _threads(ranks: int, env: Mapping[str, str]) -> Check:
     return Check("threads", "ok", detail)
 
 
+def _needed(name: str, obstacle: Obstacle | None, detail: str) -> Check:
+    """The check of something that ranks cannot start without."""
+    if obstacle:
+        return Check(name, "fail", obstacle.problem, obstacle.remedy)
+    return Check(name, "ok", detail)
+
+
+def _temporary_files() -> Check:
+    obstacle = temporary_folder()
+    return _needed("temporary files", obstacle, "" if obstacle else tempfile.gettempdir())
+
+
+def _open_files() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return "no limit" if soft == resource.RLIM_INFINITY else f"{soft:,} at most"
+
+
 def shared_memory(ranks: int, folder: Path) -> Check:
     """Whether ranks on this machine can pass messages through shared memory."""
     name = "shared memory"
@@ -128,11 +156,14 @@ def shared_memory(ranks: int, folder: Path) -> Check:
             memory[:8] = b"lockstep"
         if file.read(8) != b"lockstep":
             raise ValueError(f"what was written to {folder} does not read back")
-    free, wanted = shutil.disk_usage(folder).free, ranks * _SHARED_BYTES_PER_RANK
-    detail = f"{folder} is writable, {_mib(free)} free"
-    if free < wanted:
-        fix = f"give it {_mib(wanted)} for {ranks} ranks; in Docker: --shm-size=1g"
-        return Check(name, "fail", detail, fix)
+    detail = f"{folder} is writable, {_mib(shutil.disk_usage(folder).free)} free"
+    try:
+        other = mpi_memory_folder(ranks, {}, folder)
+    except LaunchError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return Check(name, "fail", problem, remedy)
+    if other:
+        detail += f": too little for {ranks} ranks over MPI, which will use {other}"
     return Check(name, "ok", detail)
 
 

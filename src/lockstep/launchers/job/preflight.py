@@ -1,0 +1,215 @@
+"""What ranks need of the system that they start on, checked or provided before any is started.
+
+Launchers and libraries answer what is missing here with an exit code, a traceback or minutes of
+silence. All checks together take less than a millisecond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.errors import LaunchError
+
+_LOOPBACK = "127.0.0.1"
+
+MPI_SEGMENT_BYTES = 16 << 20
+"""Shared memory of a rank over Open MPI: its `btl_sm_segment_size`."""
+_MPI_MEMORY = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+"""Variables by which users choose the folder of this memory themselves."""
+SHARED_MEMORY = Path("/dev/shm")
+_TEMPORARY = "/tmp"
+
+# Least that works for 2 and for 6 ranks: 22 and 36 with `local`, 41 and 48 with MPI.
+_FILES = {"local": (24, 4), "torchrun": (24, 4), "mpi": (40, 4)}
+"""Open files of the process that starts ranks: a number, and more for each rank."""
+
+_CONNECT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Something that keeps ranks from starting.
+
+    Attributes:
+        problem: what is wrong, with the value found.
+        remedy: what the user can do about it.
+    """
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}"
+
+
+def check_system(launcher: str, num_ranks: int) -> None:
+    """Refuse to start ranks on a system on which they would fail or hang.
+
+    Args:
+        launcher: name of the launcher that is to start them.
+        num_ranks: number of ranks on this host.
+
+    Raises:
+        LaunchError: something is missing.
+    """
+    checks: list[Callable[[], Obstacle | None]] = [
+        working_directory,
+        lambda: open_files(launcher, num_ranks),
+        temporary_folder,
+        loopback,
+    ]
+    if launcher == "mpi":
+        checks.append(file_size)
+    for check in checks:
+        if obstacle := check():
+            raise LaunchError(str(obstacle))
+
+
+def working_directory() -> Obstacle | None:
+    """Whether the working directory exists; without one, libraries cannot even be loaded."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        return Obstacle(
+            f"the working directory is gone or cannot be read ({error.strerror})",
+            "change to another one, such as `cd ~`, and start again",
+        )
+    return None
+
+
+def open_files(launcher: str, num_ranks: int) -> Obstacle | None:
+    """Whether enough files can be open; raises this process's own limit where that is allowed."""
+    base, more = _FILES[launcher]
+    needed = base + more * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return None
+    return Obstacle(
+        f"at most {hard} files may be open (ulimit -n), and {num_ranks} ranks with the launcher "
+        f"{launcher} need {needed}",
+        f"raise the limit with `ulimit -n {needed}` or more, or start fewer ranks",
+    )
+
+
+def temporary_folder() -> Obstacle | None:
+    """Whether there is a folder for temporary files."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return Obstacle(
+            f"no folder for temporary files can be written ({error.strerror})",
+            "set TMPDIR to one that can, and that has some space left",
+        )
+    return None
+
+
+def loopback() -> Obstacle | None:
+    """Whether processes of this host reach each other over IPv4's loopback interface."""
+    try:
+        with (
+            socket.create_server((_LOOPBACK, 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=_CONNECT_S),
+        ):
+            return None
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return Obstacle(
+            f"{_LOOPBACK} cannot be reached ({reason}), and ranks of a host meet there",
+            f"bring the interface lo up with `ip link set lo up` and, if it lacks the address, "
+            f"`ip address add {_LOOPBACK}/8 dev lo`; in a container, allow it a network",
+        )
+
+
+def file_size() -> Obstacle | None:
+    """Whether files may be as large as the shared memory of a rank over MPI."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft == resource.RLIM_INFINITY or soft >= MPI_SEGMENT_BYTES:
+        return None
+    return Obstacle(
+        f"files may have at most {soft:,} bytes (ulimit -f), and each rank over MPI needs one of "
+        f"{MPI_SEGMENT_BYTES:,}",
+        "raise the limit with `ulimit -f unlimited`, or use --launcher local",
+    )
+
+
+def mpi_memory_folder(
+    num_ranks: int, env: Mapping[str, str], usual: Path = SHARED_MEMORY
+) -> Path | None:
+    """The folder for the shared memory of ranks over Open MPI; None leaves the choice to it.
+
+    It would take /dev/shm, and abort the ranks without saying why where that has too little space:
+    containers often have 64 MiB.
+
+    Args:
+        num_ranks: number of ranks on this host.
+        env: environment variables of the ranks.
+        usual: folder that Open MPI takes by itself.
+
+    Raises:
+        LaunchError: no folder has enough space left.
+    """
+    if any(name in env for name in _MPI_MEMORY) or not usual.is_dir():
+        return None
+    if not os.access(usual, os.W_OK):  # Open MPI sees that too, and takes its own folder
+        return None
+    needed = num_ranks * MPI_SEGMENT_BYTES
+    free = {usual: shutil.disk_usage(usual).free}
+    if free[usual] >= needed:
+        return None
+    temporary = Path(tempfile.gettempdir())
+    free[temporary] = shutil.disk_usage(temporary).free
+    if free[temporary] >= needed:
+        return temporary
+    found = " and ".join(f"{folder} has {size >> 20} MiB" for folder, size in free.items())
+    raise LaunchError(
+        f"{num_ranks} ranks over MPI need {needed >> 20} MiB of shared memory, but {found} left; "
+        f"enlarge {usual} (`mount -o remount,size=1g {usual}`; in Docker: --shm-size=1g), set "
+        "TMPDIR to a folder with more space, or use --launcher local"
+    )
+
+
+def missing_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that launchers cannot do without, where `env` lacks them or names what is unusable.
+
+    mpirun wants HOME, which services, cron and `env -i` may leave out, and a TMPDIR that it can
+    write; Python finds another folder by itself.
+    """
+    missing = {}
+    if "HOME" not in env:
+        home = os.path.expanduser("~")  # from the user database
+        missing["HOME"] = home if os.path.isabs(home) else "/"
+    folder = env.get("TMPDIR") or _TEMPORARY
+    with contextlib.suppress(OSError):  # of which `temporary_folder` tells
+        if not _can_take_files(folder):
+            missing["TMPDIR"] = tempfile.gettempdir()
+    return missing
+
+
+def _can_take_files(folder: str) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK) and shutil.disk_usage(folder).free > 0
+
+
+def resource_error(error: OSError) -> str:
+    """What to say of an error by which the system refuses a resource; empty for other errors."""
+    remedies = {
+        errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+        errno.ENFILE: "the system has no more open files to give; end other programs",
+        errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+    }
+    remedy = remedies.get(error.errno or 0)
+    if remedy is None:
+        return ""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; {remedy}"
