@@ -18,7 +18,7 @@ from lockstep.quantum.hamiltonians.symplectic import (
     commute_qubitwise,
     masks_of,
 )
-from lockstep.quantum.simulation.measure import PauliSum, probabilities, qubits_of
+from lockstep.quantum.simulation.measure import PauliSum, draw, probabilities, qubits_of
 from lockstep.quantum.simulation.statevector import Simulator
 
 _NORM = 1e-3
@@ -101,7 +101,7 @@ class Group:
         rows = self.probabilities(states.detach()).reshape(-1, states.shape[-1])
         if not ((rows.sum(-1) - 1).abs() < _NORM).all():
             raise ConfigError("only states of norm 1 can be measured")
-        drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
+        drawn = draw(rows, shots, generator)
         return drawn.view(*states.shape[:-1], shots)
 
     @property

@@ -195,7 +195,7 @@ class Kept(dict[int, Tensor]):
             self._memory.append(memory)
 
     def __del__(self) -> None:
-        for memory in self._memory:
+        for memory in getattr(self, "_memory", ()):  # `__init__` may have been refused
             self._pool.give(memory)
 
 

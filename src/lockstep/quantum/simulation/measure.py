@@ -15,6 +15,9 @@ from lockstep.errors import ConfigError
 from lockstep.quantum.circuits.circuit import as_integer, kind_of
 from lockstep.quantum.simulation.derivatives import is_transformed
 
+_MOST_CATEGORIES = 1 << 24
+"""Number of outcomes that `torch.multinomial` takes."""
+
 
 def probabilities(states: Tensor, qubits: Sequence[int] | None = None) -> Tensor:
     """The probability of each outcome.
@@ -254,9 +257,30 @@ def sample_frequencies(
     if not isinstance(likely, Tensor) or not likely.is_floating_point() or not likely.dim():
         raise ConfigError(f"probabilities must be a real tensor, not {kind_of(likely)}")
     rows = likely.detach().reshape(-1, likely.shape[-1]).clamp(min=0)
-    drawn = torch.multinomial(rows, shots, replacement=True, generator=generator)
+    drawn = draw(rows, shots, generator)
     counts = torch.zeros_like(rows).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
     return (counts / shots).view(likely.shape)
+
+
+def draw(rows: Tensor, shots: int, generator: torch.Generator | None = None) -> Tensor:
+    """Outcomes that are drawn with replacement, by probabilities.
+
+    Args:
+        rows: probabilities up to a factor, real and at least 0, [rows, outcomes].
+        shots: number of outcomes to draw for each row.
+        generator: generator of the random numbers; torch's global one if None.
+
+    Returns:
+        Numbers of outcomes, int64 [rows, shots].
+    """
+    if rows.shape[-1] <= _MOST_CATEGORIES:
+        return torch.multinomial(rows, shots, replacement=True, generator=generator)
+    # By the inverse of the distribution function (Devroye 1986, section III.2).
+    sums = rows.double().cumsum(-1)
+    shape = (len(rows), shots)
+    levels = torch.rand(shape, dtype=torch.float64, device=rows.device, generator=generator)
+    drawn = torch.searchsorted(sums, levels * sums[:, -1:], right=True)
+    return drawn.clamp(max=rows.shape[-1] - 1)
 
 
 def _check_shots(shots: int) -> None:
