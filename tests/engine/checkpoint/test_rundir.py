@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,20 @@ def used(path: Path, config: TrainConfig = CONFIG) -> Path:
     opened(path, config).close()
     (path / "events.jsonl").write_text('{"event": "StepDone", "step": 1}\n')
     return path
+
+
+def test_who_has_taken_over_can_rescue_a_run_whose_folder_is_gone(tmp_path: Path) -> None:
+    path = used(tmp_path / "run")
+    taken_over = RunDirectory(path)
+    taken_over.lock()
+    assert not taken_over.is_gone()
+    shutil.rmtree(path)
+    assert taken_over.is_gone()
+    assert taken_over.rescue() == str(tmp_path / "run-rescued")
+    assert taken_over.identity() == identity()
+    assert load(TrainConfig, tmp_path / "run-rescued" / "config.yaml") == CONFIG
+    assert not path.exists()
+    taken_over.close()
 
 
 @pytest.mark.parametrize("fields", [{"task": "other"}, {}])

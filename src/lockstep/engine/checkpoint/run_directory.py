@@ -125,6 +125,11 @@ class RunDirectory:
                 )
             on_wait()
             time.sleep(_LOCK_POLL_S)
+        if not any(self._files):  # of a process that takes over from one that was lost
+            with suppress(OSError, ValueError):
+                self._files = (
+                    read_text(self.path / "config.yaml"), read_text(self.path / _IDENTITY)
+                )  # fmt: skip
 
     def _try_lock(self) -> bool:
         """Whether this process has the lock now.
