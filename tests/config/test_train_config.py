@@ -31,6 +31,7 @@ NO_OUTCOME = {
     "weights_from.path",
     "weights_from.step",
     "balance_every",
+    "strict",
     "sharding",
     "optimizer.sharded",
     "optimizer.buddy",

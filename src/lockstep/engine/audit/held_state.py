@@ -98,13 +98,20 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
-def module_globals(kind: type) -> dict[str, object]:
+def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
     """The global variables that may hold state, of a class's module and those beside it.
+
+    Args:
+        kind: the class.
+        beside: whether to look at other modules of the same folder too.
 
     Returns:
         Modules by dotted name; one that is named like a root has the name of its file in it.
     """
-    modules = _modules_beside(kind.__module__)
+    name = kind.__module__
+    modules = (
+        _modules_beside(name) if beside else {n: m for n, m in sys.modules.items() if n == name}
+    )
     return {
         f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
         for name, module in modules.items()

@@ -164,7 +164,7 @@ class PassState:
         began = perf_counter()
         there = {"model": self._model, **self._roots}
         for kind in self._kinds:
-            there |= module_globals(kind)
+            there |= module_globals(kind, beside=False)  # others take long, again and again
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
         texts = held_state(there, self._streams, most_bytes)
         known = [*self.free, *self.guard.paths]

@@ -15,7 +15,6 @@ from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import held_state, module_globals
-from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.flat.flat_tensors import FlatTensors
 from lockstep.engine.flat.slices import Slice, is_in, storages, within
 from lockstep.engine.optimizer import bare_steps
@@ -210,9 +209,9 @@ class FlatOptimizer:
     def _outside(self, optimizer: optim.Optimizer) -> dict[str, str]:
         """State of an optimizer's code beside its object, in some steps: globals and closures."""
         kind = type(optimizer)
-        if not self.may_draw or not is_looked_at(self._num_steps):
+        if self._num_steps & (self._num_steps - 1) or not may_draw(optimizer):
             return {}
-        return held_state({kind.__name__: kind} | module_globals(kind))
+        return held_state({kind.__name__: kind} | module_globals(kind, beside=False))
 
     @property
     def optimizer(self) -> optim.Optimizer:
