@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import EnvironError
 
@@ -109,37 +111,56 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
 
 
 def _store_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    if not is_loopback(host):
-        store, _, _ = next(rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timeout))
-        return store
-    interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if interface is not None:
-        os.environ.setdefault(_GLOO_INTERFACE, interface)
-        os.environ.setdefault(_NCCL_INTERFACE, interface)
+    if is_loopback(host):
+        host = LOOPBACK
+        interface = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        if interface is not None:
+            os.environ.setdefault(_GLOO_INTERFACE, interface)
+            os.environ.setdefault(_NCCL_INTERFACE, interface)
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return host_store(port, timeout)
-    _wait_for_listener(port, timeout)
-    try:
-        store = TCPStore(LOOPBACK, port, is_master=False, timeout=_ANSWER, wait_for_workers=False)
-    except RuntimeError:
-        raise _not_ours(LOOPBACK, port) from None
+        if host == LOOPBACK:
+            return host_store(port, timeout)
+        # Waiting for the others here would keep from them, until the last has come, whose store it
+        # is. `multi_tenant` lets a script's next training have the same one.
+        return TCPStore(host, port, size, True, timeout, wait_for_workers=False, multi_tenant=True)
+    _wait_for_listener(host, port, timeout)
+    store = _connected(host, port)
+    if store is None:
+        raise _not_ours(host, port)
     store.set_timeout(timeout)
     return store
 
 
-def _wait_for_listener(port: int, timeout: timedelta) -> None:
-    """Wait until something listens on a port of this host: rank 0 may come late."""
+def _connected(host: str, port: int) -> TCPStore | None:
+    answers: SimpleQueue[TCPStore | None] = SimpleQueue()
+
+    def connect() -> None:
+        try:
+            answers.put(TCPStore(host, port, timeout=_ANSWER, wait_for_workers=False))
+        except RuntimeError:
+            answers.put(None)
+
+    # Beside this thread, since torch connects again and again, long after its timeout, to what
+    # accepts a connection and says nothing.
+    threading.Thread(target=connect, daemon=True).start()
+    with suppress(Empty):
+        return answers.get(timeout=_ANSWER.total_seconds())
+    return None
+
+
+def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
+    """Wait until something listens on a port: rank 0 may come late."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            socket.create_connection((LOOPBACK, port), timeout=_ANSWER.total_seconds()).close()
+            socket.create_connection((host, port), timeout=_ANSWER.total_seconds()).close()
             return
-        except OSError:
+        except OSError as error:
             if time.monotonic() > deadline:
                 raise EnvironError(
-                    f"MASTER_PORT={port}: rank 0 has not come to {LOOPBACK}:{port} within "
-                    f"{timeout.total_seconds():g} s; start all ranks, with the same MASTER_ADDR "
-                    "and MASTER_PORT"
+                    f"MASTER_PORT={port}: rank 0 has not come to {host}:{port} within "
+                    f"{timeout.total_seconds():g} s ({error.strerror or error}); start all ranks, "
+                    "with the same MASTER_ADDR and MASTER_PORT"
                 ) from None
         time.sleep(_POLL_S)
 

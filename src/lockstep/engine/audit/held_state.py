@@ -109,9 +109,8 @@ def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
         Modules by dotted name; one that is named like a root has the name of its file in it.
     """
     name = kind.__module__
-    modules = (
-        _modules_beside(name) if beside else {n: m for n, m in sys.modules.items() if n == name}
-    )
+    own = sys.modules.get(name)
+    modules = _modules_beside(name) if beside else {name: own} if own is not None else {}
     return {
         f"{f'{name}.py' if name in ('task', 'model') else name}.{variable}": value
         for name, module in modules.items()

@@ -33,6 +33,8 @@ _IS_TRAINING = attrgetter("training")
 _MOST_NAMED = 3
 _MOST_TRUSTED = 8
 """Values of one attribute that are looked into, before it has to be named in `scratch`."""
+_MOST_SENT = 20
+"""Number of suspects that a rank tells the others."""
 _BLOCK = 100
 """In each block of so many steps, the passes of one are looked at."""
 _POWERS = 3
@@ -293,6 +295,11 @@ class Repetition:
         """What passes have left behind, or read of what others had left, the first time."""
         roots = map(self._state.root_of, self._changed)
         return [*dict.fromkeys((*self.suspects_read, *roots))]
+
+    def suspects_of_all(self, transport: Transport) -> list[str]:
+        """The suspects of all ranks; a collective."""
+        everyone = transport.gather_json(self.suspects[:_MOST_SENT])
+        return [*dict.fromkeys(path for theirs in everyone for path in theirs)]
 
     def check_unchanged(self) -> None:
         """Refuse values that were changed once more when the same passes were done again.

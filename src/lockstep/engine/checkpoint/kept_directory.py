@@ -69,7 +69,9 @@ class KeptDirectory:
 
     def has_started(self) -> bool:
         """Whether a run was started here since, by whichever process."""
-        if self._is_started:
+        checkpoints = (self._run_dir / "checkpoints").glob("*step_*")
+        # On a full disk there may be checkpoints, and no row that says so.
+        if self._is_started or any(path not in self._paths for path in checkpoints):
             return True
         events = self._run_dir / _EVENTS
         try:

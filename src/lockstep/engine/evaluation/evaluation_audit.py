@@ -9,9 +9,6 @@ from lockstep.engine.audit.pass_state import PassState, Repetition, depends_on, 
 from lockstep.engine.evaluation.splits import Scores
 from lockstep.engine.runtime import everywhere
 
-_MOST_SENT = 20
-"""Number of suspects that a rank tells the others."""
-
 
 class EvaluationAudit:
     """Compares an evaluation with itself, if what its batches have left behind is suspicious.
@@ -38,8 +35,7 @@ class EvaluationAudit:
         count = self._counts[split] = self._counts.get(split, 0) + 1
         batches = Repetition(self._state)
         scores = self._once(batches, evaluate, is_looked_at(count))
-        everyone = self._transport.gather_json(batches.suspects[:_MOST_SENT])
-        suspects = [*dict.fromkeys(path for theirs in everyone for path in theirs)]
+        suspects = batches.suspects_of_all(self._transport)
         if not suspects:
             return scores
         batches.is_second = True

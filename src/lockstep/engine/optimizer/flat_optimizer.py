@@ -199,8 +199,7 @@ class FlatOptimizer:
         before = global_state() if is_watched else None
         outside = self._outside(optimizer)
         bare_steps.step(optimizer)
-        if outside != self._outside(optimizer):
-            now = self._outside(optimizer)
+        if outside and (now := self._outside(optimizer)) != outside:
             moved = [path for path in {**outside, **now} if outside.get(path) != now.get(path)]
             self._moved = f"{moved[0].rstrip('!')}: is changed by {type(optimizer).__name__}.step"
         if is_watched and global_state() != before:

@@ -107,8 +107,7 @@ class StepAudit:
         if self._passes.is_second:
             self._compare(_outcome(scalars, workspace))
         elif any(header.is_suspicious for header in headers):
-            everyone = self._runtime.transport.gather_json(self._passes.suspects[:_MOST_SENT])
-            self._suspects = [*dict.fromkeys(path for theirs in everyone for path in theirs)]
+            self._suspects = self._passes.suspects_of_all(self._runtime.transport)
             self._first = _outcome(scalars, workspace)
             self._passes.is_second = True
             raise StepRepeated
@@ -123,10 +122,6 @@ class StepAudit:
         everywhere(self._runtime.transport, check)
         self._spent += perf_counter() - self._began
         self._first, self._is_given_up = None, True
-
-
-_MOST_SENT = 20
-"""Number of suspects that a rank tells the others."""
 
 
 def _outcome(scalars: list[float], workspace: Workspace) -> _Outcome:

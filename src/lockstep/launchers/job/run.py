@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
+from lockstep.comm.calls import sized_memory
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.files import open_regular
 from lockstep.launchers.job.commands import RankCommand
@@ -179,8 +180,14 @@ def _received_signals() -> Iterator[list[signal.Signals]]:
 
 @contextlib.contextmanager
 def _stop_file() -> Iterator[Path]:
-    """The path of a file in which ranks are told why they are to stop: of memory, on no disk."""
-    descriptor = os.memfd_create("lockstep-stop")
+    """The path of a file in which ranks are told why they are to stop: of memory, on no disk.
+
+    Where there can be none, ranks count each request as an interruption.
+    """
+    descriptor = sized_memory("lockstep-stop", 0)
+    if descriptor < 0:
+        yield Path(os.devnull)
+        return
     try:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
