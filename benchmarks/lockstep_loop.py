@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.config import CheckpointConfig, OptimizerConfig
+from lockstep.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
 from lockstep.front import Sitting, run
 from lockstep.launchers.rank.environment import detect
 from lockstep.observe import read_events
@@ -66,6 +66,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="threads per rank")
     parser.add_argument("--num-microbatches", type=int, help="as many as ranks by default")
     parser.add_argument("--checkpoint-every", type=int, help="steps; none by default")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of autocast")
     return parser.parse_args()
 
 
@@ -83,7 +85,8 @@ def main() -> None:
         steps=total,
         optimizer=OptimizerConfig(name="adam"),
         threads=args.threads,
-        device="cpu",
+        device=args.device,
+        precision=PrecisionConfig(dtype=args.dtype),
         log_every=args.steps,
         checkpoint=CheckpointConfig(every=args.checkpoint_every or total + 1),
     )

@@ -29,11 +29,30 @@ def arguments(description: str | None, *flags: str) -> argparse.Namespace:
     parser.add_argument("--repeats", type=_positive, default=5, help="the median is printed")
     parser.add_argument("--threads", type=_positive, default=1, help="threads per rank")
     parser.add_argument("--fused", action="store_true", help="Adam(fused=True)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of autocast")
     for flag in flags:
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.device == "cuda":
+        _ask_for_the_same_bits()
     return args
+
+
+def _ask_for_the_same_bits() -> None:
+    """What PyTorch's page on reproducibility says, so that all programs run the same kernels."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def wait_for(device: str) -> None:
+    """Return when the device has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def world() -> tuple[int, int]:
@@ -49,7 +68,7 @@ def adam(model: nn.Module, args: argparse.Namespace) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), fused=args.fused or None)
 
 
-def batches(work: Workload, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(work: Workload, batch: int, device: str = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
     """Endless shuffled batches of this rank's shard, gathered from tensors in memory.
 
     No DataLoader: its overhead would be most of a small model's step, and is not what is compared.
@@ -59,7 +78,7 @@ def batches(work: Workload, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
     inputs, targets = inputs[rank::world_size].contiguous(), targets[rank::world_size].contiguous()
     while True:
         for rows in torch.randperm(len(inputs)).split(batch):
-            yield inputs[rows], targets[rows]
+            yield inputs[rows].to(device), targets[rows].to(device)
 
 
 def report(
@@ -81,12 +100,14 @@ def report(
     rank, world_size = world()
     for _ in range(args.warmup):
         step()
+    wait_for(args.device)
     seconds = []
     for _ in range(args.repeats):
         barrier()
         start = time.perf_counter()
         for _ in range(args.steps):
             step()
+        wait_for(args.device)
         seconds.append((time.perf_counter() - start) / args.steps)
     step_s = statistics.median(seconds)
     if rank == 0:

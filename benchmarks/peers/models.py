@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MODELS = ("mlp_small", "mlp_0p8m", "transformer_27m")
+MODELS = ("mlp_small", "mlp_0p8m", "transformer_27m", "gpt_124m")
 VOCABULARY, CONTEXT = 1536, 64
+GPT_VOCABULARY, GPT_CONTEXT = 50_257, 1024
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ def workload(name: str) -> Workload:
         return Workload(mlp_0p8m(), F.cross_entropy, image_data, batch=256)
     if name == "transformer_27m":
         return Workload(Transformer(), next_token_loss, token_data, batch=8)
+    if name == "gpt_124m":
+        return Workload(gpt_124m(), next_token_loss, gpt_data, batch=8)
     raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}")
 
 
@@ -57,16 +60,31 @@ def mlp_0p8m() -> nn.Module:
     )
 
 
-class Transformer(nn.Module):
-    """A decoder of 8 pre-norm layers, width 512: 26.9 million parameters, 107 MB of gradients."""
+def gpt_124m() -> nn.Module:
+    """The smallest GPT-2: 12 layers of width 768, the head tied to the embedding."""
+    model = Transformer(768, 12, 12, GPT_VOCABULARY, GPT_CONTEXT)
+    nn.init.normal_(model.tokens.weight, std=0.02)
+    model.head.weight = model.tokens.weight
+    return model
 
-    def __init__(self, width: int = 512, num_layers: int = 8) -> None:
+
+class Transformer(nn.Module):
+    """A decoder of pre-norm layers; by default 26.9 million parameters, 107 MB of gradients."""
+
+    def __init__(
+        self,
+        width: int = 512,
+        num_layers: int = 8,
+        num_heads: int = 8,
+        vocabulary: int = VOCABULARY,
+        context: int = CONTEXT,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-        self.positions = nn.Embedding(CONTEXT, width)
-        self.blocks = nn.Sequential(*(Block(width, num_heads=8) for _ in range(num_layers)))
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [N, T] to logits [N, T, vocabulary]."""
@@ -112,8 +130,15 @@ def image_data(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 784), torch.randint(10, (count,))
 
 
-def token_data(count: int) -> tuple[Tensor, Tensor]:
+def gpt_data(count: int) -> tuple[Tensor, Tensor]:
+    """As `token_data`, of GPT-2's vocabulary and context."""
+    return token_data(count, GPT_VOCABULARY, GPT_CONTEXT)
+
+
+def token_data(
+    count: int, vocabulary: int = VOCABULARY, context: int = CONTEXT
+) -> tuple[Tensor, Tensor]:
     """Token ids [count, context] and the ids one place on, int64."""
     torch.manual_seed(0)
-    ids = torch.randint(VOCABULARY, (count, CONTEXT + 1))
+    ids = torch.randint(vocabulary, (count, context + 1))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

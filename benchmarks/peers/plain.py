@@ -6,6 +6,11 @@ With `--guarded` it also keeps the promises of `guarded.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
 from guarded import guarded_step
 from harness import adam, arguments, batches, report
 from models import workload
@@ -14,14 +19,20 @@ from models import workload
 def main() -> None:
     args = arguments(__doc__, "--guarded")
     work = workload(args.model)
+    work.model.to(args.device)
     batch = args.batch or work.batch
-    data = batches(work, batch)
+    data = batches(work, batch, args.device)
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    if args.dtype == "bf16":
+        autocast = partial(torch.autocast, args.device, torch.bfloat16)
     optimizer = adam(work.model, args)
 
     def plain_step() -> None:
         inputs, targets = next(data)
         optimizer.zero_grad(set_to_none=True)
-        work.loss(work.model(inputs), targets).backward()
+        with autocast():
+            loss = work.loss(work.model(inputs), targets)
+        loss.backward()
         optimizer.step()
 
     guarded = guarded_step(work, data, optimizer, add_up=lambda message: None, world_size=1)

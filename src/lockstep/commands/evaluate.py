@@ -15,7 +15,7 @@ from lockstep.engine.evaluation.splits import evaluated_splits
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, DataError
-from lockstep.front import TIMEOUT_S, choose_device
+from lockstep.front import TIMEOUT_S, on_device
 from lockstep.launchers.rank.environment import detect
 from lockstep.launchers.rank.join import open_transport
 from lockstep.launchers.rank.threads import num_threads
@@ -52,8 +52,7 @@ def evaluate(
     kind = task_class(trusted_target(directory))
     config = override_data(load(kind.Config, run_dir / "config.yaml"), overrides)
     environment = detect(os.environ)
-    with num_threads(config.threads, environment):
-        device = choose_device(config.device, environment)
+    with num_threads(config.threads, environment), on_device(config, environment) as device:
         task = make_task(kind, config)
         splits_there = ("train", *evaluated_splits(task))
         if split not in splits_there:

@@ -92,6 +92,8 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast of forward passes; parameters stay as they are."""
+    deterministic: bool = True
+    """On a GPU: only kernels that give the same bits each time; without, runs may differ."""
     loss_scale: PositiveFloat = 2.0**16
     """First loss scale (fp16): halved when a gradient overflows, and that step changes nothing."""
     growth_interval: Positive = 2000

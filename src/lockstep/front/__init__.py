@@ -1,7 +1,7 @@
 """The front door: from a task and a config to a finished run, wherever this process is."""
 
 from lockstep.front.api import leave, main, train
-from lockstep.front.device import choose_device, find_device
+from lockstep.front.device import find_device, on_device
 from lockstep.front.foretelling import foretold
 from lockstep.front.rank import TIMEOUT_S, claim, new_run_dir, run
 from lockstep.front.result import Result, Stopped
@@ -13,7 +13,6 @@ __all__ = [
     "Result",
     "Sitting",
     "Stopped",
-    "choose_device",
     "claim",
     "find_device",
     "foretold",

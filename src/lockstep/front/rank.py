@@ -32,7 +32,7 @@ from lockstep.engine.runtime import Runtime, check_can_regroup, nothing_after_st
 from lockstep.engine.step.header import DIRECTORY_LOST
 from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
-from lockstep.front.device import choose_device
+from lockstep.front.device import naming_kernels, on_device
 from lockstep.front.foretelling import foretold_to_all, foretold_to_newcomer
 from lockstep.front.result import Result, Stopped
 from lockstep.front.sitting import SITTING, Sitting
@@ -81,12 +81,13 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         stack.enter_context(whole_lines())
         hints = stack.enter_context(num_threads(config.threads, environment))
         stack.enter_context(kept_generators())
-        device = choose_device(config.device, environment)
+        device = stack.enter_context(on_device(config, environment))
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
-            result, exit_code = _run(
-                task, config, sitting, environment, device, transport, stop, hints
-            )
+            with naming_kernels():
+                result, exit_code = _run(
+                    task, config, sitting, environment, device, transport, stop, hints
+                )
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
                 print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)

@@ -1,0 +1,239 @@
+"""One process on a GPU: whether runs end with the same bits, and what a step costs.
+
+    python -m benchmarks.gpu              # writes docs/benchmarks/gpu.md and gpu.json
+    python -m benchmarks.gpu --dry-run    # every case, small, on the CPU; writes nothing
+
+Needs torch with CUDA and Lockstep's own dependencies; takes about 5 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # as for those that are run by their path
+
+from machine import machine
+from page import Section, duration, page, ratio, write
+from processes import Failed, Program, Result, Spread, measured
+
+DOCS = Path(__file__).parent.parent / "docs" / "benchmarks"
+_LOCKSTEP = (sys.executable, "-m", "lockstep")
+_TIMEOUT_S = 120
+_METHOD = (
+    "Programs that are compared run in turn (A B A B …), never two at once. A cell shows the "
+    "median of the rounds and in brackets the least and the greatest one. Ratios are taken within "
+    "a round, then their median."
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A recipe of which runs are compared.
+
+    Attributes:
+        recipe: its name, and keys of its config.
+        steps: how many; a checkpoint every tenth of them.
+    """
+
+    recipe: tuple[str, ...]
+    steps: int
+
+
+_TRAININGS = {
+    "digits, perceptron": Training(("digits",), 300),
+    "digits, CNN": Training(("digits", "model=cnn"), 200),
+    "sketched perceptron": Training(("sketched",), 200),
+    "quantum transformer": Training(("quantum",), 100),
+    "HRM": Training(("hrm",), 60),
+    "sea ice": Training(("ufs",), 100),
+}
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A model that Lockstep and a plain loop train.
+
+    Attributes:
+        model: its name in `peers/models.py`.
+        batch: samples of a step.
+        steps: of a repeat.
+        dtype: of autocast.
+        target: the least ratio of steps a second, Lockstep's to the plain loop's.
+    """
+
+    model: str
+    batch: int
+    steps: int
+    dtype: str = "fp32"
+    target: float = 0.95
+
+
+_LOOPS = {
+    "perceptron, 9,345 parameters, batch 64": Loop("mlp_small", 64, 300, target=3.0),
+    "perceptron, 802,314 parameters, batch 256": Loop("mlp_0p8m", 256, 200),
+    "transformer, 26.9 M parameters, batch 8 x 64": Loop("transformer_27m", 8, 100),
+    "GPT-2, 124 M parameters, bf16, batch 8 x 1,024": Loop("gpt_124m", 8, 15, "bf16"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with few steps")
+    args = parser.parse_args()
+    device = "cpu" if args.dry_run else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU: run it where there is one, or with --dry-run")
+    facts = _facts(device)
+    sections = [_same_bits(device, args.dry_run), _speed(device, args.rounds, args.dry_run)]
+    text = page("On a GPU", "gpu", facts, sections, _METHOD)
+    print(text)
+    if not args.dry_run:
+        write(DOCS, "gpu", text, facts, sections)
+
+
+def _facts(device: str) -> dict[str, str]:
+    facts = machine(("torch", "numpy"))
+    if device == "cuda":
+        driver = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+        )
+        facts["GPU"] = torch.cuda.get_device_name()
+        facts["CUDA"] = f"{torch.version.cuda}, driver {driver.stdout.strip()}"
+        facts["cuDNN"] = str(torch.backends.cudnn.version())
+    return facts | {"command": "`python -m benchmarks.gpu`"}
+
+
+def _same_bits(device: str, is_dry: bool) -> Section:
+    section = Section(
+        "Same bits",
+        "Each recipe three times in one process on the GPU: twice to its end, and once killed "
+        "(SIGKILL) after its first checkpoint and resumed. The SHA-256 is that of the final "
+        "parameters.",
+        ("recipe", "steps", "first run", "second run", "killed and resumed", "test or validation"),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        for number, (text, training) in enumerate(_TRAININGS.items()):
+            steps = 10 if is_dry else training.steps
+            keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={max(1, steps // 10)}")
+            argv = [*_LOCKSTEP, "train", *training.recipe, *keys]
+            folder = Path(name) / str(number)
+            ends = [_ended(argv, folder / "first"), _ended(argv, folder / "second")]
+            ends.append(_killed_and_resumed(argv, folder / "killed"))
+            section.raw[text] = ends
+            hashes = [end.get("params_sha256") or end["failed"] for end in ends]
+            section.rows.append(
+                (text, str(steps), *(f"`{each[:12]}`" for each in hashes), _metrics(ends[0]))
+            )
+            is_one = len(set(hashes)) == 1 and "params_sha256" in ends[0]
+            section.at_most(f"{text}: one SHA-256", hashes[0][:12], is_one)
+    return section
+
+
+def _ended(argv: list[str], run_dir: Path) -> dict[str, Any]:
+    """The result of a training, or what it said when it failed."""
+    print(f"  {' '.join(argv[3:])}", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [*argv, "--quiet", "--run-dir", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    return _result(done, run_dir)
+
+
+def _result(done: subprocess.CompletedProcess[str], run_dir: Path) -> dict[str, Any]:
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
+        return {"failed": lines[-1] if lines else f"exit code {done.returncode}"}
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    return result
+
+
+def _killed_and_resumed(argv: list[str], run_dir: Path) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [*argv, "--quiet", "--run-dir", str(run_dir)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + _TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if any((run_dir / "checkpoints").glob("step_*")):
+            break
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    done = subprocess.run(
+        [*_LOCKSTEP, "resume", str(run_dir)], capture_output=True, text=True, timeout=_TIMEOUT_S
+    )
+    return _result(done, run_dir)
+
+
+def _metrics(result: dict[str, Any]) -> str:
+    found = result.get("metrics", {})
+    names = [name for name in found if name.split("/")[0] in ("val", "test")]
+    return ", ".join(f"{name} {found[name]:.4g}" for name in names[:2])
+
+
+def _speed(device: str, rounds: int, is_dry: bool) -> Section:
+    section = Section(
+        "Steps",
+        "Lockstep with one microbatch, beside a plain loop of torch that asks for deterministic "
+        "kernels too. Both take shuffled batches of data in the computer's memory; Adam.",
+        ("model", "plain loop", "Lockstep", "ratio of steps a second"),
+    )
+    for text, loop in _LOOPS.items():
+        if is_dry and loop.model != "mlp_small":
+            continue
+        steps = 20 if is_dry else loop.steps
+        arguments = (
+            "--model", loop.model, "--batch", str(loop.batch), "--steps", str(steps),
+            "--warmup", str(steps), "--repeats", "3", "--device", device, "--dtype", loop.dtype,
+        )  # fmt: skip
+        found = _in_turn(arguments, 1 if is_dry else rounds)
+        if isinstance(found, str):
+            section.rows.append((text, "", found, ""))
+            continue
+        plain, own = ([float(r["step_s"]) for r in found[name]] for name in ("plain", "lockstep"))
+        gained = Spread.of([a / b for a, b in zip(plain, own, strict=True)])
+        shown = [duration(Spread.of(each)) for each in (plain, own)]
+        section.rows.append((text, *shown, ratio(gained)))
+        section.at_least(text, gained, loop.target)
+        section.raw[text] = found
+    return section
+
+
+def _in_turn(arguments: tuple[str, ...], rounds: int) -> dict[str, list[Result]] | str:
+    """Lines of both programs by name, or what one said when it failed."""
+    programs = [
+        Program("plain", "peers/plain.py", arguments),
+        Program("lockstep", "lockstep_loop.py", arguments),
+    ]
+    found: dict[str, list[Result]] = {program.name: [] for program in programs}
+    for _ in range(rounds):
+        for program in programs:
+            print(f"  {program.name} {' '.join(arguments)}", file=sys.stderr, flush=True)
+            try:
+                found[program.name].append(measured(program, dict(os.environ)))
+            except Failed as error:
+                print(error, file=sys.stderr, flush=True)
+                return str(error).strip().splitlines()[-1]
+    return found
+
+
+if __name__ == "__main__":
+    main()
