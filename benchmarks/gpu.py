@@ -3,7 +3,7 @@
     python -m benchmarks.gpu              # writes docs/benchmarks/gpu.md and gpu.json
     python -m benchmarks.gpu --dry-run    # every case, small, on the CPU; writes nothing
 
-Needs torch with CUDA and Lockstep's own dependencies; takes about 5 minutes.
+Needs torch with CUDA and Lockstep's own dependencies; takes about 6 minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ _LOOPS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with few steps")
     args = parser.parse_args()
     device = "cpu" if args.dry_run else "cuda"
@@ -122,25 +123,34 @@ def _same_bits(device: str, is_dry: bool) -> Section:
         "Same bits",
         "Each recipe three times in one process on the GPU: twice to its end, and once killed "
         "(SIGKILL) after its first checkpoint and resumed. The SHA-256 is that of the final "
-        "parameters.",
-        ("recipe", "steps", "first run", "second run", "killed and resumed", "test or validation"),
+        "parameters. Recipes run side by side.",
+        ("recipe", "first run", "second run", "killed and resumed", "test or validation"),
     )
-    with tempfile.TemporaryDirectory() as name:
-        for number, (text, training) in enumerate(_TRAININGS.items()):
-            steps = 10 if is_dry else training.steps
-            keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={max(1, steps // 10)}")
-            argv = [*_LOCKSTEP, "train", *training.recipe, *keys]
-            folder = Path(name) / str(number)
-            ends = [_ended(argv, folder / "first"), _ended(argv, folder / "second")]
-            ends.append(_killed_and_resumed(argv, folder / "killed"))
-            section.raw[text] = ends
-            hashes = [end.get("params_sha256") or end["failed"] for end in ends]
-            section.rows.append(
-                (text, str(steps), *(f"`{each[:12]}`" for each in hashes), _metrics(ends[0]))
-            )
-            is_one = len(set(hashes)) == 1 and "params_sha256" in ends[0]
-            section.at_most(f"{text}: one SHA-256", hashes[0][:12], is_one)
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor() as pool:
+        ends = pool.map(
+            lambda item: _three_ends(item[1], device, is_dry, Path(name) / str(item[0])),
+            enumerate(_TRAININGS.values()),
+        )
+        section.raw = dict(zip(_TRAININGS, ends, strict=True))
+    for text, found in section.raw.items():
+        hashes = [end.get("params_sha256") or end["failed"] for end in found]
+        section.rows.append((text, *(f"`{each[:12]}`" for each in hashes), _metrics(found[0])))
+        is_one = len(set(hashes)) == 1 and "params_sha256" in found[0]
+        section.at_most(f"{text}: one SHA-256", hashes[0][:12], is_one)
     return section
+
+
+def _three_ends(
+    training: Training, device: str, is_dry: bool, folder: Path
+) -> list[dict[str, Any]]:
+    steps = 10 if is_dry else training.steps
+    keys = (f"device={device}", f"steps={steps}", f"checkpoint.every={steps // 10}")
+    argv = [*_LOCKSTEP, "train", *training.recipe, *keys]
+    return [
+        _ended(argv, folder / "first"),
+        _ended(argv, folder / "second"),
+        _killed_and_resumed(argv, folder / "killed"),
+    ]
 
 
 def _ended(argv: list[str], run_dir: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lockstep.errors import LockstepError
 from lockstep.launchers.host.cores import usable_cores
 from lockstep.launchers.job.commands import find_mpirun, mpi_version
 
@@ -23,8 +24,16 @@ def machine(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
         "system": platform.platform(),
         "Python": platform.python_version(),
         **{name: _version(name) for name in packages},
-        "MPI": mpi_version(find_mpirun()),
+        "MPI": _mpi(),
     }
+
+
+def _mpi() -> str:
+    """The version of MPI, which need not be there for cases without it."""
+    try:
+        return mpi_version(find_mpirun())
+    except LockstepError:
+        return "not installed"
 
 
 def _version(package: str) -> str:

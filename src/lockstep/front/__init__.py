@@ -19,6 +19,7 @@ __all__ = [
     "leave",
     "main",
     "new_run_dir",
+    "on_device",
     "run",
     "train",
 ]

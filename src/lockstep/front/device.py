@@ -109,7 +109,7 @@ def _deterministic() -> Iterator[None]:
     was_on = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # Its gradient is summed in any order.
-    had_efficient_attention = cuda.mem_efficient_sdp_enabled()
+    had_efficient_attention = cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.use_deterministic_algorithms(True)
     cuda.enable_mem_efficient_sdp(False)
     for owner, name, value in _FLAGS:
