@@ -90,7 +90,7 @@ def test_an_operation_without_a_deterministic_kernel_is_named(
 
 def test_other_errors_stay_as_they_are(gpu_alone: list[torch.device]) -> None:
     with (
-        pytest.raises(RuntimeError, match="^something else$"),
+        pytest.raises(RuntimeError, match=r"^something else$"),
         on_device(TrainConfig(device="cuda"), ALONE),
     ):
         raise RuntimeError("something else")
