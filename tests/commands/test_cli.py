@@ -33,8 +33,14 @@ def test_short_and_long_help(here, command):
     assert short.stderr == ""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("closed", "num_ranks"),
+    [
+        *((closed, 1) for closed in ("<&-", ">&-", "<&- >&- 2>&-")),
+        *(pytest.param(closed, 2, marks=pytest.mark.slow) for closed in ("<&-", ">&-")),
+        ("<&- >&- 2>&-", 2),
+    ],
+)
 def test_standard_files_that_are_closed(tmp_path, closed, num_ranks):
     argv = [sys.executable, "-m", "lockstep", "train", target(), "-n", str(num_ranks), "steps=2"]
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *argv, "--run-dir", tmp_path / "run"]

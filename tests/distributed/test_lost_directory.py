@@ -17,7 +17,12 @@ LAUNCHERS = {
 
 @pytest.mark.parametrize(
     ("launcher", "how"),
-    [("python", "replaced"), ("local", "deleted"), ("mpi", "moved"), ("torchrun", "deleted")],
+    [
+        ("local", "deleted"),
+        ("mpi", "moved"),
+        pytest.param("python", "replaced", marks=pytest.mark.slow),
+        pytest.param("torchrun", "deleted", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_whose_directory_is_gone_ends_and_saves_its_state_beside_it(
     lockstep, tmp_path, launcher, how

@@ -122,7 +122,7 @@ def test_a_script_that_ends_in_an_error(tmp_path: Path, ranks: Any, name: str) -
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        ("ls.main(StopsItself(CONFIG), run_dir='run')", 130),
+        pytest.param("ls.main(StopsItself(CONFIG), run_dir='run')", 130, marks=pytest.mark.slow),
         ("ls.train(StopsItself(CONFIG), run_dir='run')", 130),
         ("try:\n    ls.train(StopsItself(CONFIG), run_dir='run')\nexcept ls.Stopped: pass", 0),
     ],

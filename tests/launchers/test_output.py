@@ -144,9 +144,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     "launcher",
-    ["local", pytest.param("mpi", marks=pytest.mark.slow), "mpirun",
-     pytest.param("torchrun", marks=pytest.mark.slow)],
-)  # fmt: skip
+    ["local", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mpi", "mpirun", "torchrun"))],
+)
 def test_ranks_train_to_the_end_while_nobody_reads_what_they_print(tmp_path, launcher):
     (tmp_path / "loud.py").write_text(LOUD)
     command = [sys.executable, "-m", "lockstep", "train", "loud.py:Loud", "hang_timeout_s=1"]

@@ -45,7 +45,7 @@ def driven(terminal: Pty, steps: Iterator[tuple[bytes, Callable[[], None]]]) -> 
 
 @pytest.mark.parametrize(
     "by",
-    ["ctrl+c", "SIGTERM", *(pytest.param(by, marks=pytest.mark.slow) for by in ("q", "SIGINT"))],
+    ["ctrl+c", *(pytest.param(by, marks=pytest.mark.slow) for by in ("q", "SIGINT", "SIGTERM"))],
 )
 def test_a_run_is_opened_followed_and_left_and_the_terminal_is_as_before(
     tmp_path: Path, by: str

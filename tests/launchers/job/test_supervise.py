@@ -450,7 +450,7 @@ def test_nothing_a_rank_started_is_left(tmp_path: Path) -> None:
     assert not is_alive(int(lines[0]))
 
 
-@pytest.mark.parametrize("kind", ["python", "mpi"])
+@pytest.mark.parametrize("kind", [pytest.param("python", marks=pytest.mark.slow), "mpi"])
 def test_ranks_that_never_meet_are_ended(tmp_path: Path, kind: str) -> None:
     lines: list[str] = []
     sleep = code(
@@ -629,7 +629,10 @@ def test_a_rank_killed_before_all_have_met(tmp_path: Path) -> None:
         run(ranks_of("local", code(text)), tmp_path)
 
 
-@pytest.mark.parametrize(("end", "expected"), [("sys.exit(2)", 2), ("sys.exit(0)", 1)])
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [pytest.param("sys.exit(2)", 2, marks=pytest.mark.slow), ("sys.exit(0)", 1)],
+)
 def test_a_rank_that_ends_before_all_have_met(tmp_path: Path, end: str, expected: int) -> None:
     outcome, _, _ = run(ranks_of("local", code(MEETING.format(end=end))), tmp_path)
     assert (outcome.exit_code, outcome.met) == (expected, False)

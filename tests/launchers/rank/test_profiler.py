@@ -16,7 +16,9 @@ def plain_sha256():
     return {}
 
 
-@pytest.mark.parametrize("launcher", ["python", "local", "mpi"])
+@pytest.mark.parametrize(
+    "launcher", ["python", pytest.param("local", marks=pytest.mark.slow), "mpi"]
+)
 def test_each_rank_writes_a_trace_and_the_result_is_the_same(
     here, tmp_path, plain_sha256, launcher
 ):

@@ -76,7 +76,7 @@ def run(tmp_path: Path, what: str) -> tuple[subprocess.CompletedProcess[str], fl
     return done, time.monotonic() - started
 
 
-@pytest.mark.parametrize("what", ["stop", "sleep", "loop"])
+@pytest.mark.parametrize("what", ["stop", pytest.param("sleep", marks=pytest.mark.slow), "loop"])
 def test_a_process_that_stands_still_is_killed(tmp_path: Path, what: str) -> None:
     done, _ = run(tmp_path, what)
     assert done.returncode == -signal.SIGKILL
