@@ -32,12 +32,15 @@ class LockstepError(ValueError):
         exit_code: exit code of the command.
         is_shared: whether every rank raises it. Only then can a rank leave in order; from any other
             error the group has to be aborted, or the rest would wait for this rank for ever.
+        is_alone: whether this rank may be the only one that raises it, before there is a group.
+            Then it tells the user, whatever its number.
         rank: rank of this process in its group; None while there was no group.
         is_told: whether the user has been told already, so that no message is printed for it.
     """
 
     exit_code = 2
     is_shared = False
+    is_alone = False
     is_told = False
     rank: int | None = None
 
@@ -96,6 +99,12 @@ class RankFailure(LockstepError):
 
     exit_code = 75
     is_shared = True
+
+
+def alone(error: E) -> E:
+    """The error, marked as one that this rank tells, since others may not raise it."""
+    error.is_alone = True
+    return error
 
 
 def shared(error: E) -> E:

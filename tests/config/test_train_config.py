@@ -46,6 +46,7 @@ NO_OUTCOME = {
     "digest_every",
     "exchange",
     "hang_timeout_s",
+    "start_timeout_s",
     "log_every",
     "min_ranks",
     "plan",

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,22 @@ def test_an_unknown_master_address(lockstep):
     assert done.returncode == 2
     assert "MASTER_ADDR=no-such-host.invalid" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_start_waits_longer_than_it_may(lockstep):
+    """Neither the launcher, nor a rank that was started by hand."""
+    ended = lockstep("train", "digits", "-n", "2", "--launcher", "local", "start_timeout_s=0.01")
+    assert "did not all start within 0.01 s" in ended.stderr
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    alone = lockstep(
+        "train", "digits", "start_timeout_s=0.5",
+        RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+    )  # fmt: skip
+    assert f"MASTER_PORT={port}: rank 0 has not come" in alone.stderr
+    for done in (ended, alone):
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 0), (0, 1)])

@@ -118,6 +118,7 @@ def train(
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
         command = start(arguments, replacements, silence_s=config.hang_timeout_s)
+        command = replace(command, start_timeout_s=config.start_timeout_s)
         with kept_if_refused(directory.path) as kept:
             claim(directory, task, config, sitting)  # so that what is wrong is said at once
             directory.close()

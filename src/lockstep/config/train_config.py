@@ -94,6 +94,11 @@ class TrainConfig(Section):
     is stopped for this long by a signal, so that the others can go on; 0 never does. Where Lockstep
     starts `mpirun` on several hosts, one that does not answer for this long ends the job."""
 
+    start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=300.0, json_schema_extra=NO_OUTCOME
+    )
+    """Longest time that ranks wait for each other when they start; then the start has failed."""
+
     strict: bool = Field(default=False, json_schema_extra=NO_OUTCOME)
     """Refuse to go on from a checkpoint that a machine computed which rounds otherwise (another
     processor or maths library), and ranks on such machines; else that is a warning."""

@@ -82,7 +82,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         hints = stack.enter_context(num_threads(config.threads, environment))
         stack.enter_context(kept_generators())
         device = stack.enter_context(on_device(config, environment))
-        transport = open_transport(environment, device, TIMEOUT_S)
+        transport = open_transport(environment, device, TIMEOUT_S, config.start_timeout_s)
         try:
             with naming_kernels():
                 result, exit_code = _run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,6 +125,7 @@ def launch(
             command = local_command(num_ranks, argv, replacements, (fd,), server)
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
         directory.close()
+        command = replace(command, start_timeout_s=config.start_timeout_s)
         ended = start_shown(command, sitting, config.threads, kept.note_started)
         return _outcome(ended, task, config, directory)
 

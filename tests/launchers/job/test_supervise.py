@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def ranks_of(kind: str, argv: list[str], ranks: int = 2, replacements: int = 0) 
     if kind == "local":
         return local_command(ranks, argv, replacements)
     return torchrun_command(ranks, argv) if kind == "torchrun" else python_command(argv)
+
+
+def brief(command: RankCommand) -> RankCommand:
+    """A command whose ranks have little time to meet."""
+    return replace(command, start_timeout_s=3.0)
 
 
 def run(
@@ -458,7 +464,7 @@ def test_ranks_that_never_meet_are_ended(tmp_path: Path, kind: str) -> None:
         "sys.stderr.write('stuck'); sys.stderr.flush(); time.sleep(600)"
     )
     with pytest.raises(LaunchError, match=r"did not all start within 3 s; see .*\nstuck"):
-        run(ranks_of(kind, sleep, ranks=1), tmp_path, on_line=lines.append, start_timeout_s=3.0)
+        run(brief(ranks_of(kind, sleep, ranks=1)), tmp_path, on_line=lines.append)
     assert not is_alive(int(lines[0]))
 
 
@@ -486,7 +492,7 @@ def test_a_rank_stopped_before_all_have_met_is_named(tmp_path: Path) -> None:
         "from mpi4py import MPI"
     )
     with pytest.raises(LaunchError, match=r"within 3 s \(rank 1 stopped by a signal\)"):
-        run(ranks_of("mpi", stuck), tmp_path, start_timeout_s=3.0)
+        run(brief(ranks_of("mpi", stuck)), tmp_path)
 
 
 LEAVES = """

@@ -171,6 +171,7 @@ class ProcessGroupTransport(GroupTransport):
         size: int,
         timeout_s: float,
         device: torch.device | None = None,
+        start_timeout_s: float | None = None,
     ) -> None:
         """Meet the other ranks.
 
@@ -181,13 +182,16 @@ class ProcessGroupTransport(GroupTransport):
             size: number of processes.
             timeout_s: seconds to wait for other ranks.
             device: device on which this rank's tensors lie; host memory by default.
+            start_timeout_s: seconds to wait until rank 0 is there, if not `timeout_s`.
         """
         super().__init__(backend, device)
         host, port = store_address
         self.rank = rank
         self.size = size
         timeout = timedelta(seconds=timeout_s)
-        store = meet_at(host, port, rank, size, timeout)
+        first = timeout if start_timeout_s is None else timedelta(seconds=start_timeout_s)
+        store = meet_at(host, port, rank, size, first)
+        store.set_timeout(timeout)
         # A script may train twice: the second group must not meet the keys of the first.
         number = store.add(f"lockstep/groups/{rank}", 1)
         dist.init_process_group(

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from lockstep.errors import EnvironError
+from lockstep.errors import EnvironError, alone
 
 LOOPBACK = "127.0.0.1"
 
@@ -83,6 +83,13 @@ def meet_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
     Raises:
         EnvironError: something else listens on the port, on whichever rank this is found.
     """
+    try:
+        return _met_at(host, port, rank, size, timeout)
+    except EnvironError as error:
+        raise alone(error) from None
+
+
+def _met_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     try:
         store = _store_at(host, port, rank, size, timeout)
     except (OSError, RuntimeError) as error:  # torch's are of the second kind

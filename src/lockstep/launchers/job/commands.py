@@ -71,6 +71,7 @@ class RankCommand:
         launcher: name of the launcher that it is.
         forwards_signals: whether SIGUSR1 and SIGUSR2 sent to it reach every rank.
         fds: open file descriptors of this process that the ranks inherit under the same numbers.
+        start_timeout_s: seconds that the ranks may take to meet each other.
     """
 
     argv: tuple[str, ...]
@@ -78,6 +79,7 @@ class RankCommand:
     launcher: Literal["python", "local", "mpi", "torchrun", "slurm"]
     forwards_signals: bool
     fds: tuple[int, ...] = ()
+    start_timeout_s: float = 300.0
 
 
 def python_command(argv: Sequence[str]) -> RankCommand:

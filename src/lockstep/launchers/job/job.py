@@ -65,7 +65,6 @@ class Job:
         env: all environment variables of the command.
         stderr: file that gets the command's standard error.
         notify: function that gets each message for the user.
-        start_timeout_s: seconds that the ranks may take to meet each other.
         written: function that returns the rows that the ranks have written so far, of which
             `note` may not know all yet.
         stop_file: path of the file in which ranks read why they are to stop.
@@ -84,7 +83,6 @@ class Job:
         env: Mapping[str, str],
         stderr: IO[bytes],
         notify: Callable[[str], None],
-        start_timeout_s: float,
         written: Callable[[], list[dict[str, Any]]],
         stop_file: Path,
     ) -> None:
@@ -96,8 +94,7 @@ class Job:
         self._notify = notify
         self._written = written
         self._stop_file = stop_file
-        self._start_timeout_s = start_timeout_s
-        self._start_deadline = time.monotonic() + start_timeout_s
+        self._start_deadline = time.monotonic() + command.start_timeout_s
         self._kill_deadline: float | None = None
         self.met = False
         self._is_foreign = False
@@ -241,7 +238,9 @@ class Job:
         if now > self._start_deadline:
             stopped = sorted(r for r, pid in self._ranks.items() if is_stopped(pid))
             who = f" ({named(stopped)} stopped by a signal)" if stopped else ""
-            self._fail(f"the ranks did not all start within {self._start_timeout_s:g} s{who}")
+            self._fail(
+                f"the ranks did not all start within {self._command.start_timeout_s:g} s{who}"
+            )
         elif self._command.launcher == "mpi":
             # With fault tolerance on, mpirun goes on when a rank dies, while the others wait for
             # it in MPI_Init for ever. On the launcher's host, ranks are mpirun's children.

@@ -62,7 +62,6 @@ def run_ranks(
     on_row: Callable[[Row], None],
     on_line: Callable[[str], None] = print,
     on_notice: Callable[[str], None] = print,
-    start_timeout_s: float = 300.0,
 ) -> Outcome:
     """Run a command that starts ranks, to its end; none of its processes is left on return.
 
@@ -78,7 +77,6 @@ def run_ranks(
         on_row: function called in this thread with each new row of `events.jsonl`.
         on_line: function called in this thread with each line of the ranks' standard output.
         on_notice: function called in this thread with messages about the launch itself.
-        start_timeout_s: seconds that the ranks may take to meet each other.
 
     Raises:
         LaunchError: the ranks did not meet each other.
@@ -95,7 +93,7 @@ def run_ranks(
                 rows.extend(follow_events(events, lambda: True, start=rows_start))
             return rows
 
-        job = Job(command, env, stderr, on_notice, start_timeout_s, written, stop_file)
+        job = Job(command, env, stderr, on_notice, written, stop_file)
         # Bounded: ranks that print faster than is shown have to wait.
         inbox: _Inbox = queue.Queue(_MOST_WAITING)
 

@@ -12,7 +12,7 @@ import torch
 from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.torchdist.store import LOOPBACK
 from lockstep.comm.transport import Transport
-from lockstep.errors import EnvironError
+from lockstep.errors import EnvironError, alone
 from lockstep.launchers.host.tether import tethered
 from lockstep.launchers.rank.environment import REPLACE, SIZE, SLOT, Environment
 from lockstep.launchers.warm.stand_in import SERVER, standing_in
@@ -20,7 +20,12 @@ from lockstep.launchers.warm.stand_in import SERVER, standing_in
 _has_opened = False
 
 
-def open_transport(environment: Environment, device: torch.device, timeout_s: float) -> Transport:
+def open_transport(
+    environment: Environment,
+    device: torch.device,
+    timeout_s: float,
+    start_timeout_s: float | None = None,
+) -> Transport:
     """Meet the other ranks; every rank calls this.
 
     A single process gets a `LocalTransport`, whichever launcher started it.
@@ -29,6 +34,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
         environment: place of this process among the ranks.
         device: device on which the tensors to move lie.
         timeout_s: seconds to wait for other ranks, where the transport has a timeout.
+        start_timeout_s: seconds to wait until rank 0 is there, if that is another time.
 
     Raises:
         EnvironError: the ranks that MPI knows are not those the launcher started, or the name of
@@ -53,7 +59,7 @@ def open_transport(environment: Environment, device: torch.device, timeout_s: fl
                 _backend(device), address, environment.supervisor_fd, environment.rank, timeout_s,
                 device, environment.joins and is_first,
             )  # fmt: skip
-        return _process_group(environment, device, timeout_s, address)
+        return _process_group(environment, device, timeout_s, address, start_timeout_s)
     return _over_mpi(environment, device, timeout_s, is_first)
 
 
@@ -107,20 +113,26 @@ def _newcomer_argv(environment: Environment, number: int) -> list[str]:
 
 
 def _process_group(
-    environment: Environment, device: torch.device, timeout_s: float, address: tuple[str, int]
+    environment: Environment,
+    device: torch.device,
+    timeout_s: float,
+    address: tuple[str, int],
+    start_timeout_s: float | None = None,
 ) -> Transport:
     from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
 
     try:
         socket.getaddrinfo(address[0], address[1])
     except OSError as error:
-        raise EnvironError(
+        text = (
             f"MASTER_ADDR={address[0]}: {socket.gethostname()} does not know this host "
             f"({error.strerror}); set MASTER_ADDR to an address of rank 0's host"
-        ) from None
+        )
+        raise alone(EnvironError(text)) from None
     return ProcessGroupTransport(
-        _backend(device), address, environment.rank, environment.world_size, timeout_s, device
-    )
+        _backend(device), address, environment.rank, environment.world_size, timeout_s, device,
+        start_timeout_s,
+    )  # fmt: skip
 
 
 def _backend(device: torch.device) -> str:

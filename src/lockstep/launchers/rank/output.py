@@ -39,12 +39,14 @@ def tell(error: LockstepError, place: str = "") -> None:
         error: the error.
         place: what is added to the message.
     """
-    if not error.is_told and _is_first(error):
+    if not error.is_told and _is_teller(error):
         print(f"error: {error}{place}", file=sys.stderr, flush=True)
 
 
-def _is_first(error: LockstepError) -> bool:
-    """Whether this is rank 0 of the group it was in when the error came, else of the launch."""
+def _is_teller(error: LockstepError) -> bool:
+    """Whether this is rank 0, of the group or else of the launch; or the only one that knows."""
+    if error.is_alone:
+        return True
     if error.rank is not None:
         return error.rank == 0
     try:
