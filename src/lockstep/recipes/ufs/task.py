@@ -137,7 +137,7 @@ class Ufs(Task):
         assert isinstance(model, SeaIceNet)
         rows = self.rows_by_split[split]
         scene = self._sources[rows.time[0]].open()
-        land, areas, when = scene.land(), scene.areas(), scene.moment.text
+        land, areas, when = scene.land(), scene.areas(), scene.moment.shown
         scene.close()
         period = Period(self._sources, self._moments)
         months = np.array([moment.month or 0 for moment in period.moments])

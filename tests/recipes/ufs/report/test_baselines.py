@@ -124,7 +124,9 @@ def test_what_cannot_be_is_said(sources: list[Source], tmp_path: Path) -> None:
 
 def test_the_month_of_a_mean_is_that_of_its_middle(tmp_path: Path) -> None:
     path = made(tmp_path / "mean.nc", 0, 31.0)
-    assert period(find_sources([str(path)], [], [], None)).moments[0].month == 2
+    moment = period(find_sources([str(path)], [], [], None)).moments[0]
+    assert moment.month == 2
+    assert moment.shown == "2025-02-01 00:00"
     with netCDF4.Dataset(path, "a") as data:
         data.createDimension("d2", 2)
         data.createVariable("time_bounds", "f8", ("time", "d2"))[:] = [[0.0, 31.0]]

@@ -41,6 +41,14 @@ class Moment:
         numbered = (self.number, self.text) if self.text else None
         return self.date or numbered
 
+    @property
+    def shown(self) -> str:
+        """For people: the date, to the minute, or what the file says where that is none."""
+        if self.date is None:
+            return self.text
+        year, month, day, hour, minute, _ = self.date
+        return f"{year:04}-{month:02}-{day:02} {hour:02}:{minute:02}"
+
 
 def moments(file: NetcdfFile, first: int, count: int) -> list[Moment]:
     """The times `first`, `first + 1`, … of a file, `count` of them.

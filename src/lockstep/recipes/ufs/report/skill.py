@@ -163,6 +163,9 @@ def draw_skill(
             axes.bar(place + number * width, heights, width, label=label, **style)
         axes.set_xticks(place + width * (len(series) - 1) / 2, list(by_season))
         axes.set(title=region)
-        axes.legend(fontsize=8)
+    # Below the panels, where it covers no bar.
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
+    )
     panels[0].set_ylabel("RMSE" if unit == "1" else f"RMSE, {unit}")
     return save(figure, path)
