@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -184,6 +185,7 @@ def _run(
                     transport.call_ring.fd,
                     directory.flight.lost_file(environment.rank),
                     directory.flight.waiting_file(environment.rank),
+                    _name_of_teller(environment),
                 )
             )
         try:
@@ -351,3 +353,9 @@ def _script() -> str:
     """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return str(Path(path).resolve()) if path and Path(path).is_file() else ""
+
+
+def _name_of_teller(environment: Environment) -> str:
+    """What one rank of each host calls itself where it tells of a wait; "" for the others."""
+    is_teller = environment.local_rank == 0
+    return f"rank {environment.rank} on {socket.gethostname()}" if is_teller else ""

@@ -28,7 +28,7 @@ def stand_still():
 pulse = Pulse()
 ring = CallRing()
 group = ring.start(1, 3)
-files = [Path("report.json"), ring.fd, Path("flight/ended"), Path("flight/waits")]
+files = [Path("report.json"), ring.fd, Path("flight/ended"), Path("flight/waits"), "rank 1 on host"]
 with Watchdog(pulse.fd, 0.6, *files):
     ring.end(ring.begin(group, 0, (8, 24, -1)), is_done=True)
     print("up", flush=True)
@@ -96,6 +96,11 @@ def test_what_a_rank_waits_in_can_be_read_as_long_as_it_does(tmp_path: Path) -> 
     log = read_calls(tmp_path / "copy")
     assert [call.kind for call in log.calls] == ["all_gather", "barrier"]
     assert log.stuck == log.calls[-1]
+    # Once in a wait, and nothing of a wait that began anew.
+    assert done.stderr == (
+        "rank 1 on host has waited for 0.6 s in one call: another rank, or its host, does not "
+        "answer\n"
+    )
 
 
 @pytest.mark.parametrize("what", [pytest.param("slow", marks=pytest.mark.slow), "unarmed"])

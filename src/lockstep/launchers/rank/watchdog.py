@@ -50,6 +50,7 @@ class Watchdog:
         calls_fd: file descriptor of the memory with the newest calls; -1 if there is none.
         calls: path of the file for the newest calls of a rank that is killed.
         waiting: path of the file for those of one that waits; it is there as long as it does.
+        name: what the user is told of a rank that has waited for `timeout_s`; "" tells nothing.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Watchdog:
         calls_fd: int,
         calls: Path,
         waiting: Path,
+        name: str = "",
     ) -> None:
         self._pulse_fd, self._calls_fd = pulse_fd, calls_fd
         self._timeout_s = timeout_s
         self._report, self._calls, self._waiting = report, calls, waiting
+        self._name = name
         self._child: subprocess.Popen[bytes] | None = None
         self._stack_fd = -1
 
@@ -77,7 +80,7 @@ class Watchdog:
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
         descriptors = (self._pulse_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
-        arguments = [os.getpid(), *descriptors, self._timeout_s, *paths]
+        arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *map(str, arguments)],
             pass_fds=[fd for fd in descriptors if fd >= 0],
@@ -112,6 +115,7 @@ def main(
     report: str,
     calls: str,
     waiting: str,
+    name: str,
 ) -> None:
     """Watch the process `pid`, this one's parent, until it ends."""
 
@@ -128,7 +132,7 @@ def main(
     longest_s = 0.0
     beats, since, stopped_since = pulse[0], time.monotonic(), 0.0
     turns, turned = pulse[0], since
-    is_told = False
+    is_written = is_told = False
     while os.getppid() == pid:
         now = time.monotonic()
         if pulse[0] != beats or pulse[1]:
@@ -136,12 +140,19 @@ def main(
             beats, since = pulse[0], now
         if pulse[0] != turns or not pulse[1]:
             turns, turned = pulse[0], now
-            if is_told:
+            if is_written:
                 _remove(waiting)
-                is_told = False
-        elif not is_told and now - turned > timeout_s * _PATIENCE:
-            is_told = True
+                is_written = is_told = False
+        elif not is_written and now - turned > timeout_s * _PATIENCE:
+            is_written = True
             _copy(calls_fd, waiting)
+        elif name and not is_told and now - turned > timeout_s:
+            # A host that is cut off ends no connection, so that nobody else would say anything.
+            is_told = True
+            _say(
+                f"{name} has waited for {timeout_s:g} s in one call: another rank, or its host, "
+                "does not answer"
+            )
         stopped_since = (stopped_since or now) if _is_stopped(pid) else 0.0
         if stopped_since:
             if now - stopped_since > timeout_s:
@@ -175,13 +186,15 @@ def _stack(pid: int, stack_fd: int) -> str:
 def _end(pid: int, report: str, text: str) -> None:
     """Write down why, and kill the process."""
     _write(report, json.dumps({"reason": text}).encode())
+    _say(f"process {pid} {text}")
+    os.kill(pid, signal.SIGKILL)
+
+
+def _say(text: str) -> None:
     # In a thread: whoever reads standard error may have stopped reading, and keeps nothing alive.
-    said = threading.Thread(
-        target=os.write, args=(2, f"process {pid} {text}\n".encode()), daemon=True
-    )
+    said = threading.Thread(target=os.write, args=(2, f"{text}\n".encode()), daemon=True)
     said.start()
     said.join(_SAY_S)
-    os.kill(pid, signal.SIGKILL)
 
 
 def _copy(calls_fd: int, path: str) -> None:
