@@ -30,7 +30,7 @@ def verify(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
     quiet: QuietVerdict = False,
 ) -> None:
-    """Train the same config on each number of ranks and compare the final SHA-256s."""
+    """Train the same config on each number of ranks; compare final SHA-256s and evaluations."""
     with importing(quiet):
         from rich.console import Console
 
