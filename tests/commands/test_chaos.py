@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import random
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from lockstep.commands.chaos.command import _verdict as verdict
-from lockstep.commands.chaos.plan import draw
-from lockstep.commands.chaos.table import Effect, effect_of, render, started_again
+from lockstep.commands.chaos.plan import Blow, draw
+from lockstep.commands.chaos.sittings import _was_hit_at_start as was_hit_at_start
+from lockstep.commands.chaos.table import Effect, effect_of, lost_unexplained, render, started_again
+from lockstep.commands.chaos.verdict import Trained, verdict
 from lockstep.engine.faults import (
     FAULTS,
     MOMENTS,
@@ -31,7 +34,7 @@ from lockstep.errors import ConfigError
 from lockstep.nn import Pipeline
 from lockstep.parallel.mesh import Mesh, rearranged
 
-DEADLY = ("kill", "stop", "edit")
+DEADLY = ("kill", "stop", "edit", "start")
 
 
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
@@ -46,11 +49,13 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
             assert blows[-1].ends_sitting
         for blow in blows:
             own = [f for f in blow.faults if f.slot < num_ranks]
-            assert all(0 <= f.slot < num_ranks and 1 <= f.step < 59 for f in own)
+            first = 0 if blow.what == "start" else 1
+            assert all(0 <= f.slot < num_ranks and first <= f.step < 59 for f in own)
             newcomers = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
             assert newcomers <= {("join", "edit"), ("committed", "kill")}
             assert more or not newcomers
         assert sum(b.what == "edit" for b in blows) <= more
+        assert "start" not in [b.what for b in blows[1:]]
         raised = [b.step for b in blows if b.what in ("raise", "worker")]
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
@@ -75,17 +80,67 @@ def test_ranks_are_killed_at_all_moments_of_their_run():
     assert seen <= kills(seen, 9)
 
 
-@pytest.mark.parametrize(("strikes", "code"), [((True, False), 0), ((False, False), 1)])
-def test_faults_that_do_not_strike_show_nothing(tmp_path, capsys, strikes, code):
-    trained = {"status": "completed", "step": 2, "params_sha256": "0" * 64}
-    trained |= {"exit_code": 0, "reason": "all steps done", "metrics": {}, "world_size": 2}
-    trained |= {"wall_s": 1.0, "error": None, "checkpoint": ""}
-    (tmp_path / "result.json").write_text(json.dumps(trained))
-    (tmp_path / "metrics.csv").write_text("step,split\n1,train\n2,train\n")
+def evaluated(step, value):
+    metrics = {"accuracy": value}
+    return {"event": "Evaluated", "time": 1.0, "step": step, "split": "val", "metrics": metrics}
+
+
+RESULT = {"step": 2, "params_sha256": "0" * 64, "carry_sha256": "1" * 64}
+TRAINED = Trained(RESULT, [1, 2], [evaluated(1, 0.5), evaluated(2, 0.75)])
+
+
+@pytest.mark.parametrize(
+    ("run", "struck", "lost", "says", "code"),
+    [
+        (TRAINED, 1, [], "evaluations: the same metrics in 2 evaluations", 0),
+        (TRAINED, 0, [], "faults: 0 of 2 struck: nothing is shown", 1),
+        (TRAINED, 2, [3], "ranks: lost without a fault that explains it: slot 3", 1),
+        (replace(TRAINED, steps=[1, 1, 2]), 2, [], "steps: 3 rows for 2 steps", 1),
+        (replace(TRAINED, result={**RESULT, "carry_sha256": "2"}), 2, [], "different: SHA-256", 1),
+        (
+            replace(TRAINED, events=[evaluated(1, 0.5), evaluated(2, 0.5), evaluated(2, 0.75)]),
+            2,
+            [],
+            "evaluations: differ first in the evaluation of val after step 2: accuracy is 0.75 in "
+            "the run without faults, 0.5 in the run with them",
+            1,
+        ),
+    ],
+)
+def test_a_run_must_be_like_the_one_without_faults(capsys, run, struck, lost, says, code):
     blow = draw(1, 2, 10, 1)[0][0]
-    effects = [effect_of(blow, logged(tmp_path / "none"), []), Effect(blow, strikes[0])]
-    assert verdict(trained, tmp_path, effects, Console()) == code
-    assert f"faults: {sum(strikes)} of 2 struck" in capsys.readouterr().out
+    effects = [Effect(blow, number < struck) for number in range(2)]
+    assert verdict(TRAINED, run, effects, lost, Console()) == code
+    out = capsys.readouterr().out
+    assert says in out
+    assert ("equal without and with faults: SHA-256" in out) == ("different" not in says)
+
+
+def test_a_rank_that_is_lost_without_a_fault_is_known():
+    blows = [
+        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
+        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Blow("kill", 4, (PlannedFault(0, 4),)),
+    ]
+    rows = [row("RankLost", 1.0, slot=slot) for slot in (0, 2, 1, 5)]
+    assert lost_unexplained(blows, rows, 4) == [2]
+
+
+def strike(blow):
+    return {"time": 1.0, **vars(blow.faults[0])}
+
+
+def test_ranks_that_were_hit_while_they_started_are_started_again():
+    start, slow, job = (
+        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
+        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Blow("job", 4, (PlannedFault(0, 4, "committed"), PlannedFault(1, 4, "committed"))),
+    )
+    assert was_hit_at_start([start, slow, job], [strike(start)])
+    assert was_hit_at_start([start, slow], [strike(start), strike(slow)])
+    assert not was_hit_at_start([start, job], [strike(start), strike(job)])
+    assert not was_hit_at_start([start, job], [])
+    assert not was_hit_at_start([slow], [strike(slow)])
 
 
 def test_a_run_without_faults_tells_its_moments(here, tmp_path, monkeypatch):
@@ -133,6 +188,8 @@ def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
             fault = blow.faults[0]
             assert fault.slot in columns
             assert fault.slot not in spares or fault.moment not in COMPUTED
+            if blow.what == "start" and list(columns.values()).count(columns[fault.slot]) == 1:
+                continue  # all start again
             if blow.what in DEADLY:
                 del columns[fault.slot]
                 kept = rearranged(list(columns.values()), tp * pp)
@@ -243,6 +300,21 @@ def test_twenty_faults_do_not_change_the_result(lockstep, seed, arguments):
     assert "of 20 struck" in done.stdout
     assert "each of 200 was committed once" in done.stdout
     assert "without and with faults" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "seed"), [("local", 0), ("mpi", 4)])
+def test_starts_of_a_mesh_that_needs_all_ranks_are_hit_too(lockstep, launcher, seed):
+    task = f"{Path(__file__).parents[1] / 'distributed' / 'state_tasks.py'}:Plain"
+    done = lockstep(
+        "chaos", task, "-n", 2, "--faults", 6, "--seed", seed, "--launcher", launcher, "mesh.pp=2",
+        "steps=60", timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 6 of 6 struck" in done.stdout
+    assert re.search(r"\bstart\b.*slot \d", done.stdout)
+    assert "the same metrics in 12 evaluations" in done.stdout
 
 
 @pytest.mark.slow

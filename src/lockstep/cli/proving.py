@@ -59,6 +59,6 @@ def chaos(
     with importing(quiet):
         from rich.console import Console
 
-        from lockstep.commands.chaos import command
-    victims = command.Ranks(ranks, launcher, replace)
+        from lockstep.commands.chaos import command, sittings
+    victims = sittings.Ranks(ranks, launcher, replace)
     leave(command.chaos(target, overrides or [], victims, faults, seed, keep, Console(), quiet))

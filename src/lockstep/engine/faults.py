@@ -36,6 +36,7 @@ Moment = Literal[
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
     "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
+    "start", "met", "ready",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
 when some gradients are there; before a sum over shards in a forward and in a backward pass
@@ -50,7 +51,8 @@ what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
 before the optimizer; before and after ranks with a sharded one tell each other what they have
 stepped; after the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when
 a loss was noticed; when survivors have regrouped but not agreed yet; when a new process begins, to
-be taken in."""
+be taken in; at the start of a sitting, always of step 0: before a process meets the others, before
+they assemble the training, and when they have."""
 
 Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees

@@ -24,7 +24,7 @@ from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
-from lockstep.engine.faults import edited, injector
+from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.run.group_size import check_enough_left
 from lockstep.engine.run.loop import Trainer
@@ -82,10 +82,12 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         hints = stack.enter_context(num_threads(config.threads, environment))
         stack.enter_context(kept_generators())
         device = choose_device(config.device, environment)
+        at = injector(os.environ, environment.rank)
+        at("start", 0)
         transport = open_transport(environment, device, TIMEOUT_S)
         try:
             result, exit_code = _run(
-                task, config, sitting, environment, device, transport, stop, hints
+                task, config, sitting, environment, device, transport, stop, hints, at
             )
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
@@ -118,6 +120,7 @@ def _run(
     transport: Transport,
     stop: StopRequest,
     hints: list[str],
+    at: At,
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
@@ -168,7 +171,7 @@ def _run(
             listen=hub,
             take_over=take_over,
             stop_reason=lambda: watch.reason() or stop.reason(),
-            at=injector(os.environ, environment.rank),
+            at=at,
             on_step=on_step,
             pulse=pulse,
             cores=cores_of_host(environment),

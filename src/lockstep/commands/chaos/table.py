@@ -72,6 +72,16 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
     )
 
 
+def lost_unexplained(blows: Sequence[Blow], rows: Sequence[Row], num_ranks: int) -> list[int]:
+    """The slots of ranks that were lost in a sitting though no fault was to end them.
+
+    Newcomers are left out: one that would train something else leaves by itself.
+    """
+    ended = {fault.slot for blow in blows if blow.ends_ranks for fault in blow.faults}
+    lost = {int(row["slot"]) for row in rows if row["event"] == "RankLost"}
+    return sorted(slot for slot in lost - ended if slot < num_ranks)
+
+
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
     """The effect of a blow that ended a sitting, with what it has cost if it was struck.
 
