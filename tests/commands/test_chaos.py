@@ -6,6 +6,8 @@ import copy
 import itertools
 import random
 import re
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +19,15 @@ from rich.console import Console
 from torch import nn
 
 from lockstep.commands.chaos.plan import Blow, draw
+from lockstep.commands.chaos.reader import stalling_reader
+from lockstep.commands.chaos.sittings import Ranks, Sittings
 from lockstep.commands.chaos.sittings import _was_hit_at_start as was_hit_at_start
 from lockstep.commands.chaos.table import Effect, effect_of, lost_unexplained, render, started_again
 from lockstep.commands.chaos.verdict import Trained, verdict
 from lockstep.engine.faults import (
     FAULTS,
     MOMENTS,
+    PRINTED,
     FaultsInside,
     InjectedError,
     PlannedFault,
@@ -30,7 +35,8 @@ from lockstep.engine.faults import (
     logged,
     to_env,
 )
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.launching import start as launching
 from lockstep.nn import Pipeline
 from lockstep.parallel.mesh import Mesh, rearranged
 
@@ -128,6 +134,35 @@ def test_a_rank_that_is_lost_without_a_fault_is_known():
 
 def strike(blow):
     return {"time": 1.0, **vars(blow.faults[0])}
+
+
+def test_a_reader_stands_still_where_a_fault_prints_and_then_reads_on():
+    more_than_a_pipe_holds = 2000 * ("-" * 79 + "\n")
+    with stalling_reader(0.3):
+        print(PRINTED)
+        started = time.monotonic()
+        print(more_than_a_pipe_holds, flush=True)
+        waited_s = time.monotonic() - started
+    assert waited_s >= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_reader_that_stands_still_ends_nobody(tmp_path, monkeypatch, is_buffered):
+    if not is_buffered:
+        monkeypatch.setattr(launching, "pumped_output", nullcontext)
+    blows = [
+        Blow("reader", step, (PlannedFault(slot, step, "compute", "print"),))
+        for slot, step in ((1, 5), (0, 20))
+    ]
+    sittings = Sittings("digits", ["steps=40"], Ranks(2, "local"), server="")
+    if is_buffered:
+        sat = sittings.sit(tmp_path / "run", blows)
+        assert [effect.struck for effect in sat.effects] == [True, True]
+        assert sat.lost == []
+    else:  # the fault is one that would end ranks
+        with pytest.raises(LaunchError, match="which its faults do not explain"):
+            sittings.sit(tmp_path / "run", blows)
 
 
 def test_ranks_that_were_hit_while_they_started_are_started_again():

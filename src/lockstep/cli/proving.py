@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,4 +62,5 @@ def chaos(
 
         from lockstep.commands.chaos import command, sittings
     victims = sittings.Ranks(ranks, launcher, replace)
-    leave(command.chaos(target, overrides or [], victims, faults, seed, keep, Console(), quiet))
+    console = Console(file=sys.stdout)  # this one: what ranks print has a reader of its own
+    leave(command.chaos(target, overrides or [], victims, faults, seed, keep, console, quiet))

@@ -54,11 +54,12 @@ a loss was noticed; when survivors have regrouped but not agreed yet; when a new
 be taken in; at the start of a sitting, always of step 0: before a process meets the others, before
 they assemble the training, and when they have."""
 
-Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
+Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit", "print"]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
 that misses the end of a collective, which others got, because another has died; SIGKILL for a
 process that fetches data for this one (`data.num_workers`); what a new process finds whose script
-was edited since the others began (at the moment `join`)."""
+was edited since the others began (at the moment `join`); more lines on standard output than pipes
+hold whose reader stands still, the first of which is `PRINTED`."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -67,6 +68,9 @@ At = Callable[[Moment, int], None]
 """Called by the engine at each moment of a step."""
 
 SLOW_S, MISS_S = 0.5, 0.02
+
+PRINTED = "lockstep: a fault prints what follows"
+_LINES, _LINE = 20_000, "-" * 79
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
@@ -274,5 +278,7 @@ def _strike(fault: PlannedFault, log: str) -> None:
     elif fault.kind == "worker":
         for worker in multiprocessing.active_children()[:1]:
             worker.kill()
+    elif fault.kind == "print":
+        print(PRINTED, *[_LINE] * _LINES, sep="\n", flush=True)
     else:
         os.kill(os.getpid(), _SIGNALS[fault.kind])

@@ -7,27 +7,43 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.engine.faults import MOMENTS, Moment, PlannedFault
+from lockstep.engine.faults import MOMENTS, Kind, Moment, PlannedFault
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh import Mesh, rearranged
 
 What = Literal[
-    "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit", "start"
+    "kill",
+    "stop",
+    "raise",
+    "slow",
+    "preempt",
+    "job",
+    "corrupt",
+    "worker",
+    "disk",
+    "edit",
+    "start",
+    "reader",
 ]
 """A kind of `PlannedFault`; every process killed; that, and the newest checkpoint damaged; a
 process that fetches data killed; a disk that stands still while a checkpoint is written; a process
-killed, and the one in its place given an edited script; a process killed while ranks start."""
+killed, and the one in its place given an edited script; a process killed while ranks start; a
+reader of standard output that stands still while a process prints."""
 
 _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
-    "worker": 4, "disk": 1, "edit": 2, "start": 10,
+    "worker": 4, "disk": 1, "edit": 2, "start": 10, "reader": 2,
 }  # fmt: skip
 """Relative frequency of each kind of fault."""
+
+_KINDS: dict[What, Kind] = {"raise": "raise", "slow": "slow", "reader": "print"}
+"""What strikes in the middle of computing and ends nobody."""
 
 HANG_TIMEOUT_S = 2.0
 """Timeout of the watchdogs of all runs with faults, in seconds."""
 
-_STALL_S = 3 * HANG_TIMEOUT_S
+STALL_S = 3 * HANG_TIMEOUT_S
+"""How long disks and readers stand still, in seconds."""
 
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
@@ -170,12 +186,12 @@ class Draw:
                 slot, step, self.source.choice(_WITH_WORKERS), "worker", self._delay_s()
             )
         elif what == "disk":
-            fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
+            fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=STALL_S)
         elif what == "edit":
             fault = PlannedFault(slot, step)
         else:
             moment = self.source.choice(_IN_COMPUTING)
-            fault = PlannedFault(slot, step, moment, "raise" if what == "raise" else "slow")
+            fault = PlannedFault(slot, step, moment, _KINDS[what])
         if fatal:
             self._dies(fault.slot)
             self.last_kill = step

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, Blow
+from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, STALL_S, Blow
+from lockstep.commands.chaos.reader import stalling_reader
 from lockstep.commands.chaos.table import Effect, Row, effect_of, lost_unexplained
 from lockstep.commands.chaos.verdict import Trained
 from lockstep.engine import faults
@@ -125,10 +126,8 @@ class Sittings:
         env = faults.to_env([f for blow in blows for f in blow.faults], log)
         kept = tuple(self._overrides) if self._script else ()
         sitting = Sitting(str(run_dir), run_dir.exists(), kept, False, self._target)
-        return start(
-            self._command, sitting, self._threads, on_row=_ignore, on_line=_ignore, restarts=0,
-            env=env,
-        )  # fmt: skip
+        with stalling_reader(STALL_S):
+            return start(self._command, sitting, self._threads, on_row=_ignore, restarts=0, env=env)
 
 
 def trained(run_dir: Path) -> Trained:

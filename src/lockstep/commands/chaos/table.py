@@ -9,9 +9,12 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lockstep.commands.chaos.plan import Blow
+from lockstep.commands.chaos.plan import Blow, What
 
 Row = dict[str, Any]
+
+_VICTIMS: dict[What, str] = {"job": "all", "corrupt": "all", "reader": "reader"}
+"""What is not struck in one process alone."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,7 @@ def render(effects: Sequence[Effect]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, effect in enumerate(effects, 1):
         faults = effect.blow.faults
-        everyone = effect.blow.what in ("job", "corrupt")
-        victim = "all" if everyone else f"slot {faults[0].slot}"
+        victim = _VICTIMS.get(effect.blow.what, f"slot {faults[0].slot}")
         moment = faults[0].moment + (f" + {1e3 * d:.1f} ms" if (d := faults[0].delay_s) else "")
         table.add_row(
             str(number),
