@@ -214,19 +214,23 @@ def _run(
 
 
 class DirectoryWatch:
-    """Notices that the run directory of this process is gone; looks now and then."""
+    """Notices that the run directory of this process is gone; looks now and then.
+
+    It says so in each step from then on: the first of them may have to be done again.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._look_at = 0.0
+        self._reason = ""
 
     def reason(self) -> str:
         """Why the run has to end; empty if it does not."""
         now = perf_counter()
-        if now < self._look_at:
-            return ""
-        self._look_at = now + _LOOK_S
-        return DIRECTORY_LOST if self._directory.is_gone() else ""
+        if not self._reason and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._reason = DIRECTORY_LOST if self._directory.is_gone() else ""
+        return self._reason
 
 
 def _result(
