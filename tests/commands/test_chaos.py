@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import random
 import re
 import time
@@ -20,7 +21,7 @@ from torch import nn
 
 from lockstep.commands.chaos.plan import Blow, draw
 from lockstep.commands.chaos.reader import stalling_reader
-from lockstep.commands.chaos.sittings import Ranks, Sittings
+from lockstep.commands.chaos.sittings import Ranks, Sat, Sittings, trained
 from lockstep.commands.chaos.sittings import _was_hit_at_start as was_hit_at_start
 from lockstep.commands.chaos.table import Effect, effect_of, lost_unexplained, render, started_again
 from lockstep.commands.chaos.verdict import Trained, verdict
@@ -33,6 +34,7 @@ from lockstep.engine.faults import (
     PlannedFault,
     injector,
     logged,
+    moved,
     to_env,
 )
 from lockstep.errors import ConfigError, LaunchError
@@ -120,6 +122,50 @@ def test_a_run_must_be_like_the_one_without_faults(capsys, run, struck, lost, sa
     out = capsys.readouterr().out
     assert says in out
     assert ("equal without and with faults: SHA-256" in out) == ("different" not in says)
+
+
+def test_the_best_state_may_go_with_the_run_directory_and_nothing_else(capsys):
+    def tested(value, model_step=None, step=2):
+        return {**evaluated(step, value), "split": "test", "model_step": model_step}
+
+    reference = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.75, model_step=1)])
+    last = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.25)])
+    for what, code in (("directory", 0), ("job", 1)):
+        effects = [Effect(Blow(what, 1, ()), struck=True)]
+        assert verdict(reference, last, effects, [], Console()) == code
+    assert "the same metrics in 1 evaluation\n" in capsys.readouterr().out
+    effects = [Effect(Blow("directory", 1, ()), struck=True)]
+    for other in (tested(0.25, model_step=1), tested(0.25, step=1)):
+        run = replace(last, events=[evaluated(1, 0.5), other])
+        assert verdict(reference, run, effects, [], Console()) == 1
+
+
+def test_what_a_run_has_left_is_put_together_from_its_directories(tmp_path):
+    def sat(moved, rows=()):
+        return Sat([], list(rows), [], moved, tmp_path / "run-rescued")
+
+    for name, steps in (("run-moved", "1234"), ("run-rescued", "45")):
+        (tmp_path / name).mkdir()
+        lines = ["step,split", *(f"{step},train" for step in steps), f"{steps[-1]},val"]
+        (tmp_path / name / "metrics.csv").write_text("\n".join(lines) + "\n")
+    result = {"status": "completed", "step": 5, "params_sha256": "0" * 64, "exit_code": 0}
+    result |= {"reason": "", "metrics": {}, "world_size": 2, "wall_s": 1.0, "error": None}
+    (tmp_path / "run-rescued" / "result.json").write_text(json.dumps({**result, "checkpoint": ""}))
+    rows = [evaluated(4, 0.5), evaluated(5, 0.75)]
+    run = trained([sat(tmp_path / "run-moved", rows[:1]), sat(None, rows[1:])])
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert run.events == rows
+    assert run.result["step"] == 5
+
+
+def test_a_fault_moves_the_run_directory_away(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    fault = PlannedFault(0, 3, "compute", "move", sleep_s=0.0)
+    at = injector(to_env([fault], tmp_path / "log", run_dir), 0)
+    at("compute", 3)
+    assert not run_dir.exists()
+    assert moved(run_dir).is_dir()
 
 
 def test_a_rank_that_is_lost_without_a_fault_is_known():
@@ -215,7 +261,7 @@ def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
     for blows in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
         columns = {slot: slot % (tp * pp) for slot in range(num_ranks)}
         for blow in blows:
-            if blow.ends_sitting and blow.what != "preempt":
+            if blow.what in ("job", "corrupt"):
                 assert [f.slot for f in blow.faults] == list(range(num_ranks))
                 continue
             mesh = Mesh(8, tuple(columns.values()), tp, pp)
@@ -353,7 +399,14 @@ def test_starts_of_a_mesh_that_needs_all_ranks_are_hit_too(lockstep, launcher, s
 
 
 @pytest.mark.slow
-def test_a_few_faults_do_not_change_the_result(lockstep):
-    done = lockstep("chaos", "digits", "-n", 3, "--faults", 3, "--seed", 3, "steps=40", timeout=240)
+@pytest.mark.parametrize(("launcher", "seed"), [("mpi", 2), ("local", 29)])
+def test_starts_readers_and_directories_do_not_change_the_result(lockstep, launcher, seed):
+    done = lockstep(
+        "chaos", "digits", "-n", 3, "--faults", 5, "--seed", seed, "--launcher", launcher,
+        "steps=40", timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 5 of 5 struck" in done.stdout
+    for what, victim in (("start", r"slot \d"), ("reader", "reader"), ("directory", "run dir")):
+        assert re.search(rf"\b{what}\b.*{victim}", done.stdout)
     assert "without and with faults" in done.stdout

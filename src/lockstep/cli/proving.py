@@ -55,7 +55,7 @@ def chaos(
     replace: Replace = 0,
     quiet: QuietVerdict = False,
 ) -> None:
-    """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
+    """Train with random faults (killed, stopped, slow ranks, …); compare SHA-256s, evaluations."""
     foresee_ranks(overrides or [])
     with importing(quiet):
         from rich.console import Console

@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.commands.chaos.plan import draw
-from lockstep.commands.chaos.sittings import Ranks, Sittings, log_of, trained
-from lockstep.commands.chaos.table import Effect, Row, render, started_again
+from lockstep.commands.chaos.sittings import Ranks, Sat, Sittings, log_of, trained
+from lockstep.commands.chaos.table import Effect, render, started_again
 from lockstep.commands.chaos.verdict import verdict
 from lockstep.commands.waiting import shown_status
 from lockstep.config import TrainConfig, override
@@ -64,8 +64,7 @@ def chaos(
             keep = Path(folder)
         sittings = Sittings(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
-            sittings.sit(keep / "reference", [])
-            reference = trained(keep / "reference")
+            reference = trained([sittings.sit(keep / "reference", [])])
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference.result["step"]), seed, ranks.replacements,
@@ -73,20 +72,21 @@ def chaos(
             {row["moment"] for row in faults.logged(log_of(keep / "reference"))},
         )  # fmt: skip
         effects: list[Effect] = []
-        lost: list[int] = []
-        before: list[Row] = []
+        sats: list[Sat] = []
+        run_dir = keep / "chaos"
         for blows in plan:
             what = f"training with faults: {len(effects)} of {num_faults} done"
             with shown_status(console, what, quiet):
-                sat = sittings.sit(keep / "chaos", blows)
+                sat = sittings.sit(run_dir, blows)
             if effects and effects[-1].blow.ends_sitting:
-                effects[-1] = started_again(effects[-1], before, sat.rows)
+                effects[-1] = started_again(effects[-1], sats[-1].rows, sat.rows)
             effects += sat.effects
-            lost += sat.lost
-            before = sat.rows
+            sats.append(sat)
+            run_dir = sat.run_dir
         if not quiet:
             console.print(render(effects))
-        return verdict(reference, trained(keep / "chaos"), effects, lost, console)
+        lost = sorted({slot for sat in sats for slot in sat.lost})
+        return verdict(reference, trained(sats), effects, lost, console)
 
 
 def _keys(target: str, overrides: Sequence[str]) -> TrainConfig:

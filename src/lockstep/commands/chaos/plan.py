@@ -24,20 +24,27 @@ What = Literal[
     "edit",
     "start",
     "reader",
+    "directory",
 ]
 """A kind of `PlannedFault`; every process killed; that, and the newest checkpoint damaged; a
 process that fetches data killed; a disk that stands still while a checkpoint is written; a process
 killed, and the one in its place given an edited script; a process killed while ranks start; a
-reader of standard output that stands still while a process prints."""
+reader of standard output that stands still while a process prints; the run directory moved away,
+which ends the sitting: the next one goes on in the directory beside it."""
 
 _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
-    "worker": 4, "disk": 1, "edit": 2, "start": 10, "reader": 2,
+    "worker": 4, "disk": 1, "edit": 2, "start": 10, "reader": 2, "directory": 2,
 }  # fmt: skip
 """Relative frequency of each kind of fault."""
 
-_KINDS: dict[What, Kind] = {"raise": "raise", "slow": "slow", "reader": "print"}
-"""What strikes in the middle of computing and ends nobody."""
+_KINDS: dict[What, Kind] = {
+    "raise": "raise",
+    "slow": "slow",
+    "reader": "print",
+    "directory": "move",
+}
+"""What strikes in the middle of computing and ends no process at once."""
 
 HANG_TIMEOUT_S = 2.0
 """Timeout of the watchdogs of all runs with faults, in seconds."""
@@ -81,7 +88,7 @@ class Blow:
     @property
     def ends_sitting(self) -> bool:
         """Whether the ranks have to be started again afterwards."""
-        return self.what in ("preempt", "job", "corrupt")
+        return self.what in ("preempt", "job", "corrupt", "directory")
 
     @property
     def ends_ranks(self) -> bool:

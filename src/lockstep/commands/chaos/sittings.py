@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import csv
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, STALL_S, Blow
+from lockstep.commands.chaos.plan import HANG_TIMEOUT_S, STALL_S, Blow, What
 from lockstep.commands.chaos.reader import stalling_reader
 from lockstep.commands.chaos.table import Effect, Row, effect_of, lost_unexplained
 from lockstep.commands.chaos.verdict import Trained
 from lockstep.engine import faults
 from lockstep.engine.checkpoint import listing
-from lockstep.errors import LaunchError, LockstepError
+from lockstep.engine.faults import moved
+from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.front import Sitting
 from lockstep.launching.start import Ended, check_replacements, rank_command, start
 from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
+
+_TERMINATED = 128 + signal.SIGTERM
+_GONE = "was deleted, moved or replaced"
+"""What a run says whose directory is gone."""
 
 LAUNCHERS = ("mpi", "local")
 """Launchers under which survivors of a lost rank go on."""
@@ -62,11 +68,15 @@ class Sat:
         effects: what its faults did.
         rows: its events.
         lost: slots of ranks that were lost without a fault that explains it.
+        moved: where its run directory was moved to; None if it was not.
+        run_dir: run directory in which the next sitting goes on.
     """
 
     effects: list[Effect]
     rows: list[Row]
     lost: list[int]
+    moved: Path | None
+    run_dir: Path
 
 
 class Sittings:
@@ -107,34 +117,39 @@ class Sittings:
         if ended.again and blows and _was_hit_at_start(blows, strikes):
             ended = self._start(run_dir, blows, log)
             strikes = faults.logged(log)
-        last = blows[-1].what if blows else ""
-        is_planned = ended.exit_code == (143 if last == "preempt" else 0)
-        if last in ("job", "corrupt"):
-            is_planned = bool(ended.again)
-        if not is_planned:
+        last = blows[-1].what if blows else None
+        rescued = run_dir.with_name(f"{run_dir.name}-rescued")
+        if not _is_planned(ended, last, rescued):
             raise LaunchError(
                 f"the run ended with exit code {ended.exit_code}, which its faults do not explain: "
                 f"{ended.message}; see {run_dir / 'ranks.log'}"
             )
         if last == "corrupt":
             _damage_newest(run_dir / "checkpoints")
-        rows = rows_of(run_dir)[rows_before:]
+        gone = moved(run_dir) if last == "directory" else None
+        rows = rows_of(gone or run_dir)[rows_before:]
         effects = [effect_of(blow, strikes, rows) for blow in blows]
-        return Sat(effects, rows, lost_unexplained(blows, rows, self._num_ranks))
+        lost = lost_unexplained(blows, rows, self._num_ranks)
+        return Sat(effects, rows, lost, gone, rescued if gone else run_dir)
 
     def _start(self, run_dir: Path, blows: Sequence[Blow], log: Path) -> Ended:
-        env = faults.to_env([f for blow in blows for f in blow.faults], log)
+        env = faults.to_env([f for blow in blows for f in blow.faults], log, run_dir)
         kept = tuple(self._overrides) if self._script else ()
         sitting = Sitting(str(run_dir), run_dir.exists(), kept, False, self._target)
         with stalling_reader(STALL_S):
             return start(self._command, sitting, self._threads, on_row=_ignore, restarts=0, env=env)
 
 
-def trained(run_dir: Path) -> Trained:
-    """What a run has left that is over."""
-    with (run_dir / "metrics.csv").open(encoding="utf-8", newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
-    return Trained(read_result(run_dir), steps, rows_of(run_dir))
+def trained(sats: Sequence[Sat]) -> Trained:
+    """What a run has left that is over, sitting after sitting."""
+    steps: list[int] = []
+    for folder in [*(sat.moved for sat in sats if sat.moved), sats[-1].run_dir]:
+        with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
+            own = [int(row["step"]) for row in csv.DictReader(file) if row["split"] == "train"]
+        # A directory that was rescued has the rows from its checkpoint on.
+        steps = [step for step in steps if not own or step < own[0]] + own
+    events = [row for sat in sats for row in sat.rows]
+    return Trained(read_result(sats[-1].run_dir), steps, events)
 
 
 def log_of(run_dir: Path) -> Path:
@@ -148,6 +163,20 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
         return read_events(run_dir / "events.jsonl")
     except LockstepError:
         return []
+
+
+def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
+    """Whether a sitting has ended as its last fault has it end; None if that ends no sitting."""
+    match last:
+        case "job" | "corrupt":
+            return bool(ended.again)
+        case "preempt":
+            return ended.exit_code == _TERMINATED
+        case "directory":
+            is_refused = ended.exit_code == RunDirectoryError.exit_code
+            return is_refused and _GONE in ended.message and rescued.is_dir()
+        case _:
+            return ended.exit_code == 0
 
 
 def _was_hit_at_start(blows: Sequence[Blow], strikes: Sequence[Row]) -> bool:

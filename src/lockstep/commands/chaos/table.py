@@ -13,7 +13,12 @@ from lockstep.commands.chaos.plan import Blow, What
 
 Row = dict[str, Any]
 
-_VICTIMS: dict[What, str] = {"job": "all", "corrupt": "all", "reader": "reader"}
+_VICTIMS: dict[What, str] = {
+    "job": "all",
+    "corrupt": "all",
+    "reader": "reader",
+    "directory": "run dir",
+}
 """What is not struck in one process alone."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.commands.chaos.table import Effect, Row
+from lockstep.commands.evaluations import Row as Evaluation
 from lockstep.commands.evaluations import evaluated, first_difference, num_evaluations
 from lockstep.observe.text import count
 
@@ -59,7 +60,7 @@ def verdict(
         _struck(effects, say),
         _ranks(lost, say),
         _steps(reference, run, say),
-        _evaluations(reference, run, say),
+        _evaluations(reference, run, effects, say),
         _digests(reference, run, say, console),
     ]
     return 0 if all(checks) else 1
@@ -86,15 +87,30 @@ def _steps(reference: Trained, run: Trained, say: _Say) -> bool:
     return say(False, f"steps: {len(run.steps)} rows for {last} steps")
 
 
-def _evaluations(reference: Trained, run: Trained, say: _Say) -> bool:
-    made = evaluated(reference.events)
+def _evaluations(reference: Trained, run: Trained, effects: Sequence[Effect], say: _Say) -> bool:
+    made, others = evaluated(reference.events), evaluated(run.events)
+    if any(effect.struck and effect.blow.what == "directory" for effect in effects):
+        gone = _gone_with_the_best(made, others)
+        made, others = (
+            tuple(r for r in rows if (r["step"], r["split"]) not in gone) for rows in (made, others)
+        )
     names = "the run without faults", "the run with them"
-    difference = first_difference(names, (made, evaluated(run.events)))
+    difference = first_difference(names, (made, others))
     if difference:
         return say(False, f"evaluations: differ first in {difference}")
     number = num_evaluations(made)
     same = f"evaluations: the same metrics in {count(number, 'evaluation')}"
     return not number or say(True, same)
+
+
+def _gone_with_the_best(made: Sequence[Evaluation], others: Sequence[Evaluation]) -> set[Any]:
+    """Steps and splits where a run had its last state to evaluate, and the other one its best.
+
+    The checkpoint of the best state is gone with the run directory.
+    """
+    best = {(row["step"], row["split"]) for row in made if row.get("model_step") is not None}
+    last = {(row["step"], row["split"]) for row in others if row.get("model_step") is None}
+    return best & last
 
 
 def _digests(reference: Trained, run: Trained, say: _Say, console: Console) -> bool:
