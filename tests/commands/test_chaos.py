@@ -6,6 +6,11 @@ import copy
 import itertools
 import json
 import random
+import re
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,24 +19,30 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from lockstep.commands.chaos.command import _verdict as verdict
-from lockstep.commands.chaos.plan import draw
-from lockstep.commands.chaos.table import Effect, effect_of, render, started_again
+from lockstep.commands.chaos.plan import Blow, draw
+from lockstep.commands.chaos.reader import stalling_reader
+from lockstep.commands.chaos.sittings import Ranks, Sat, Sittings, trained
+from lockstep.commands.chaos.sittings import _was_hit_at_start as was_hit_at_start
+from lockstep.commands.chaos.table import Effect, effect_of, lost_unexplained, render, started_again
+from lockstep.commands.chaos.verdict import Trained, verdict
 from lockstep.engine.faults import (
     FAULTS,
     MOMENTS,
+    PRINTED,
     FaultsInside,
     InjectedError,
     PlannedFault,
     injector,
     logged,
+    moved,
     to_env,
 )
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.launching import start as launching
 from lockstep.nn import Pipeline
 from lockstep.parallel.mesh import Mesh, rearranged
 
-DEADLY = ("kill", "stop", "edit")
+DEADLY = ("kill", "stop", "edit", "start")
 
 
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
@@ -46,11 +57,13 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
             assert blows[-1].ends_sitting
         for blow in blows:
             own = [f for f in blow.faults if f.slot < num_ranks]
-            assert all(0 <= f.slot < num_ranks and 1 <= f.step < 59 for f in own)
+            first = 0 if blow.what == "start" else 1
+            assert all(0 <= f.slot < num_ranks and first <= f.step < 59 for f in own)
             newcomers = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
             assert newcomers <= {("join", "edit"), ("committed", "kill")}
             assert more or not newcomers
         assert sum(b.what == "edit" for b in blows) <= more
+        assert "start" not in [b.what for b in blows[1:]]
         raised = [b.step for b in blows if b.what in ("raise", "worker")]
         assert all(b - a >= 8 for a, b in itertools.pairwise(raised))
 
@@ -75,17 +88,140 @@ def test_ranks_are_killed_at_all_moments_of_their_run():
     assert seen <= kills(seen, 9)
 
 
-@pytest.mark.parametrize(("strikes", "code"), [((True, False), 0), ((False, False), 1)])
-def test_faults_that_do_not_strike_show_nothing(tmp_path, capsys, strikes, code):
-    trained = {"status": "completed", "step": 2, "params_sha256": "0" * 64}
-    trained |= {"exit_code": 0, "reason": "all steps done", "metrics": {}, "world_size": 2}
-    trained |= {"wall_s": 1.0, "error": None, "checkpoint": ""}
-    (tmp_path / "result.json").write_text(json.dumps(trained))
-    (tmp_path / "metrics.csv").write_text("step,split\n1,train\n2,train\n")
+def evaluated(step, value):
+    metrics = {"accuracy": value}
+    return {"event": "Evaluated", "time": 1.0, "step": step, "split": "val", "metrics": metrics}
+
+
+RESULT = {"step": 2, "params_sha256": "0" * 64, "carry_sha256": "1" * 64}
+TRAINED = Trained(RESULT, [1, 2], [evaluated(1, 0.5), evaluated(2, 0.75)])
+
+
+@pytest.mark.parametrize(
+    ("run", "struck", "lost", "says", "code"),
+    [
+        (TRAINED, 1, [], "evaluations: the same metrics in 2 evaluations", 0),
+        (TRAINED, 0, [], "faults: 0 of 2 struck: nothing is shown", 1),
+        (TRAINED, 2, [3], "ranks: lost without a fault that explains it: slot 3", 1),
+        (replace(TRAINED, steps=[1, 1, 2]), 2, [], "steps: 3 rows for 2 steps", 1),
+        (replace(TRAINED, result={**RESULT, "carry_sha256": "2"}), 2, [], "different: SHA-256", 1),
+        (
+            replace(TRAINED, events=[evaluated(1, 0.5), evaluated(2, 0.5), evaluated(2, 0.75)]),
+            2,
+            [],
+            "evaluations: differ first in the evaluation of val after step 2: accuracy is 0.75 in "
+            "the run without faults, 0.5 in the run with them",
+            1,
+        ),
+    ],
+)
+def test_a_run_must_be_like_the_one_without_faults(capsys, run, struck, lost, says, code):
     blow = draw(1, 2, 10, 1)[0][0]
-    effects = [effect_of(blow, logged(tmp_path / "none"), []), Effect(blow, strikes[0])]
-    assert verdict(trained, tmp_path, effects, Console()) == code
-    assert f"faults: {sum(strikes)} of 2 struck" in capsys.readouterr().out
+    effects = [Effect(blow, number < struck) for number in range(2)]
+    assert verdict(TRAINED, run, effects, lost, Console()) == code
+    out = capsys.readouterr().out
+    assert says in out
+    assert ("equal without and with faults: SHA-256" in out) == ("different" not in says)
+
+
+def test_the_best_state_may_go_with_the_run_directory_and_nothing_else(capsys):
+    def tested(value, model_step=None, step=2):
+        return {**evaluated(step, value), "split": "test", "model_step": model_step}
+
+    reference = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.75, model_step=1)])
+    last = replace(TRAINED, events=[evaluated(1, 0.5), tested(0.25)])
+    for what, code in (("directory", 0), ("job", 1)):
+        effects = [Effect(Blow(what, 1, ()), struck=True)]
+        assert verdict(reference, last, effects, [], Console()) == code
+    assert "the same metrics in 1 evaluation\n" in capsys.readouterr().out
+    effects = [Effect(Blow("directory", 1, ()), struck=True)]
+    for other in (tested(0.25, model_step=1), tested(0.25, step=1)):
+        run = replace(last, events=[evaluated(1, 0.5), other])
+        assert verdict(reference, run, effects, [], Console()) == 1
+
+
+def test_what_a_run_has_left_is_put_together_from_its_directories(tmp_path):
+    def sat(moved, rows=()):
+        return Sat([], list(rows), [], moved, tmp_path / "run-rescued")
+
+    for name, steps in (("run-moved", "1234"), ("run-rescued", "45")):
+        (tmp_path / name).mkdir()
+        lines = ["step,split", *(f"{step},train" for step in steps), f"{steps[-1]},val"]
+        (tmp_path / name / "metrics.csv").write_text("\n".join(lines) + "\n")
+    result = {"status": "completed", "step": 5, "params_sha256": "0" * 64, "exit_code": 0}
+    result |= {"reason": "", "metrics": {}, "world_size": 2, "wall_s": 1.0, "error": None}
+    (tmp_path / "run-rescued" / "result.json").write_text(json.dumps({**result, "checkpoint": ""}))
+    rows = [evaluated(4, 0.5), evaluated(5, 0.75)]
+    run = trained([sat(tmp_path / "run-moved", rows[:1]), sat(None, rows[1:])])
+    assert run.steps == [1, 2, 3, 4, 5]
+    assert run.events == rows
+    assert run.result["step"] == 5
+
+
+def test_a_fault_moves_the_run_directory_away(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    fault = PlannedFault(0, 3, "compute", "move", sleep_s=0.0)
+    at = injector(to_env([fault], tmp_path / "log", run_dir), 0)
+    at("compute", 3)
+    assert not run_dir.exists()
+    assert moved(run_dir).is_dir()
+
+
+def test_a_rank_that_is_lost_without_a_fault_is_known():
+    blows = [
+        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
+        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Blow("kill", 4, (PlannedFault(0, 4),)),
+    ]
+    rows = [row("RankLost", 1.0, slot=slot) for slot in (0, 2, 1, 5)]
+    assert lost_unexplained(blows, rows, 4) == [2]
+
+
+def strike(blow):
+    return {"time": 1.0, **vars(blow.faults[0])}
+
+
+def test_a_reader_stands_still_where_a_fault_prints_and_then_reads_on():
+    more_than_a_pipe_holds = 2000 * ("-" * 79 + "\n")
+    with stalling_reader(0.3):
+        print(PRINTED)
+        started = time.monotonic()
+        print(more_than_a_pipe_holds, flush=True)
+        waited_s = time.monotonic() - started
+    assert waited_s >= 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_a_reader_that_stands_still_ends_nobody(tmp_path, monkeypatch, is_buffered):
+    if not is_buffered:
+        monkeypatch.setattr(launching, "pumped_output", nullcontext)
+    blows = [
+        Blow("reader", step, (PlannedFault(slot, step, "compute", "print"),))
+        for slot, step in ((1, 5), (0, 20))
+    ]
+    sittings = Sittings("digits", ["steps=40"], Ranks(2, "local"), server="")
+    if is_buffered:
+        sat = sittings.sit(tmp_path / "run", blows)
+        assert [effect.struck for effect in sat.effects] == [True, True]
+        assert sat.lost == []
+    else:  # the fault is one that would end ranks
+        with pytest.raises(LaunchError, match="which its faults do not explain"):
+            sittings.sit(tmp_path / "run", blows)
+
+
+def test_ranks_that_were_hit_while_they_started_are_started_again():
+    start, slow, job = (
+        Blow("start", 0, (PlannedFault(1, 0, "met"),)),
+        Blow("slow", 3, (PlannedFault(2, 3, kind="slow"),)),
+        Blow("job", 4, (PlannedFault(0, 4, "committed"), PlannedFault(1, 4, "committed"))),
+    )
+    assert was_hit_at_start([start, slow, job], [strike(start)])
+    assert was_hit_at_start([start, slow], [strike(start), strike(slow)])
+    assert not was_hit_at_start([start, job], [strike(start), strike(job)])
+    assert not was_hit_at_start([start, job], [])
+    assert not was_hit_at_start([slow], [strike(slow)])
 
 
 def test_a_run_without_faults_tells_its_moments(here, tmp_path, monkeypatch):
@@ -125,7 +261,7 @@ def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
     for blows in draw(10, num_ranks, 60, seed, tp=tp, pp=pp):
         columns = {slot: slot % (tp * pp) for slot in range(num_ranks)}
         for blow in blows:
-            if blow.ends_sitting and blow.what != "preempt":
+            if blow.what in ("job", "corrupt"):
                 assert [f.slot for f in blow.faults] == list(range(num_ranks))
                 continue
             mesh = Mesh(8, tuple(columns.values()), tp, pp)
@@ -133,6 +269,8 @@ def test_spares_are_struck_where_they_come_to_it(seed, axes, num_spares):
             fault = blow.faults[0]
             assert fault.slot in columns
             assert fault.slot not in spares or fault.moment not in COMPUTED
+            if blow.what == "start" and list(columns.values()).count(columns[fault.slot]) == 1:
+                continue  # all start again
             if blow.what in DEADLY:
                 del columns[fault.slot]
                 kept = rearranged(list(columns.values()), tp * pp)
@@ -246,7 +384,29 @@ def test_twenty_faults_do_not_change_the_result(lockstep, seed, arguments):
 
 
 @pytest.mark.slow
-def test_a_few_faults_do_not_change_the_result(lockstep):
-    done = lockstep("chaos", "digits", "-n", 3, "--faults", 3, "--seed", 3, "steps=40", timeout=240)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("launcher", "seed"), [("local", 2), ("mpi", 9)])
+def test_starts_of_a_mesh_that_needs_all_ranks_are_hit_too(lockstep, launcher, seed):
+    task = f"{Path(__file__).parents[1] / 'distributed' / 'state_tasks.py'}:Plain"
+    done = lockstep(
+        "chaos", task, "-n", 2, "--faults", 6, "--seed", seed, "--launcher", launcher, "mesh.pp=2",
+        "steps=60", timeout=240,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 6 of 6 struck" in done.stdout
+    assert re.search(r"\bstart\b.*slot \d", done.stdout)
+    assert "the same metrics in 12 evaluations" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "seed"), [("mpi", 2), ("local", 29)])
+def test_starts_readers_and_directories_do_not_change_the_result(lockstep, launcher, seed):
+    done = lockstep(
+        "chaos", "digits", "-n", 3, "--faults", 5, "--seed", seed, "--launcher", launcher,
+        "steps=40", timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults: 5 of 5 struck" in done.stdout
+    for what, victim in (("start", r"slot \d"), ("reader", "reader"), ("directory", "run dir")):
+        assert re.search(rf"\b{what}\b.*{victim}", done.stdout)
     assert "without and with faults" in done.stdout

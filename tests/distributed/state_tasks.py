@@ -116,7 +116,7 @@ class DiesAtStart(Plain):
     def build_model(self):
         flag = Path(os.environ["DIE_FLAG"])
         rank = os.environ.get("LOCKSTEP_LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
-        if rank == "1" and not flag.exists():
+        if rank == os.environ.get("DIE_RANK", "1") and not flag.exists():
             flag.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().build_model()

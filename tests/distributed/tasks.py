@@ -202,6 +202,8 @@ class Everything(ls.Task):
             rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
             loss = loss * (1 + rank * (self.count > 0))  # the first step compares ranks
         correct = (logits.argmax(1) == labels).sum()
+        if evil == "world" and not model.training:
+            correct = correct * detect(os.environ).world_size
         return ls.Loss(loss, len(labels), {"accuracy": (correct, len(labels))})
 
     def build_optimizer(self, model):

@@ -8,13 +8,13 @@ from tests.conftest import result
 TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
 
 
-@pytest.mark.parametrize("launcher", ["local", "mpi"])
+@pytest.mark.parametrize(("launcher", "rank"), [("local", 0), ("local", 1), ("mpi", 1)])
 def test_ranks_are_started_again_where_too_few_are_left_to_fill_a_replica(
-    lockstep, tmp_path, launcher
+    lockstep, tmp_path, launcher, rank
 ):
     ended = lockstep(
         "train", TASK, "-n", "2", "--launcher", launcher, "--run-dir", "run", "mesh.pp=2",
-        "steps=3", DIE_FLAG=str(tmp_path / "flag"),
+        "steps=3", DIE_FLAG=str(tmp_path / "flag"), DIE_RANK=str(rank),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "of 2 that are needed 1 are left; starting again" in ended.stderr

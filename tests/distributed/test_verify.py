@@ -1,5 +1,7 @@
 """`lockstep verify` tells equal from different."""
 
+import re
+
 import pytest
 from rich.console import Console
 from tests.conftest import target
@@ -16,7 +18,7 @@ def test_equal(lockstep):
         "verify", target(), "--ranks", "1,2", "--launchers", "python,mpi,torchrun", "steps=5"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal: 6 runs, one SHA-256" in done.stdout
+    assert "equal: 6 runs, one SHA-256, and the same metrics in 1 evaluation" in done.stdout
     assert "python, then torchrun" in done.stdout
     assert "1, then 2" in done.stdout
 
@@ -89,6 +91,20 @@ def test_different_names_step_and_parameter(lockstep):
     assert done.returncode == 1
     assert "different: 1 of 2 runs" in done.stdout
     assert "first differ after step 2, in " in done.stdout
+
+
+def test_evaluations_that_depend_on_ranks_differ_though_the_parameters_do_not(lockstep):
+    done = lockstep(
+        "verify", target(), "--ranks", "1,2", "--launchers", "local", "evil=world", "steps=4",
+        "eval_every=2",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "different: 1 of 2 runs" in done.stdout
+    assert re.search(
+        r"the evaluation of val after step 2: accuracy is 0\.\d+ in local × 1, 0\.\d+ in local × 2",
+        done.stdout,
+    )
+    assert "first differ after step" not in done.stdout
 
 
 def test_a_run_that_fails(lockstep):

@@ -109,7 +109,7 @@ def test_verify_fits_a_pipe_of_80_columns(here, monkeypatch):
     assert max(map(len, whole)) <= 80
     quiet = here(*arguments, "-q").stdout.splitlines()
     assert quiet == whole[-2:]
-    assert quiet[0] == "equal: 3 runs, one SHA-256"
+    assert quiet[0] == "equal: 3 runs, one SHA-256, and the same metrics in 1 evaluation"
     assert len(quiet[1]) == 64
 
 

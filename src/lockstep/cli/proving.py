@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def verify(
     keep: Annotated[Path | None, typer.Option("--keep", help="Keep all runs here.")] = None,
     quiet: QuietVerdict = False,
 ) -> None:
-    """Train the same config on each number of ranks and compare the final SHA-256s."""
+    """Train the same config on each number of ranks; compare final SHA-256s and evaluations."""
     with importing(quiet):
         from rich.console import Console
 
@@ -54,11 +55,12 @@ def chaos(
     replace: Replace = 0,
     quiet: QuietVerdict = False,
 ) -> None:
-    """Train with random faults (killed, stopped, slow ranks, …) and compare the final SHA-256."""
+    """Train with random faults (killed, stopped, slow ranks, …); compare SHA-256s, evaluations."""
     foresee_ranks(overrides or [])
     with importing(quiet):
         from rich.console import Console
 
-        from lockstep.commands.chaos import command
-    victims = command.Ranks(ranks, launcher, replace)
-    leave(command.chaos(target, overrides or [], victims, faults, seed, keep, Console(), quiet))
+        from lockstep.commands.chaos import command, sittings
+    victims = sittings.Ranks(ranks, launcher, replace)
+    console = Console(file=sys.stdout)  # this one: what ranks print has a reader of its own
+    leave(command.chaos(target, overrides or [], victims, faults, seed, keep, console, quiet))

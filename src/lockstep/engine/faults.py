@@ -36,6 +36,7 @@ Moment = Literal[
     "compute", "reduce", "summing", "copying", "between", "factors", "reduced", "optimizer",
     "gather", "gathered", "lookup", "rows", "rows_summed",
     "copy", "copied", "committed", "evaluate", "checkpoint", "regroup", "catch_up", "join",
+    "start", "met", "ready",
 ]  # fmt: skip
 """When in a step: inside a forward pass, when some of its modules have run; inside a backward pass,
 when some gradients are there; before a sum over shards in a forward and in a backward pass
@@ -50,13 +51,18 @@ what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
 before the optimizer; before and after ranks with a sharded one tell each other what they have
 stepped; after the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when
 a loss was noticed; when survivors have regrouped but not agreed yet; when a new process begins, to
-be taken in."""
+be taken in; at the start of a sitting, always of step 0: before a process meets the others, before
+they assemble the training, and when they have."""
 
-Kind = Literal["kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit"]
+Kind = Literal[
+    "kill", "stop", "raise", "slow", "preempt", "miss", "worker", "edit", "print", "move"
+]
 """SIGKILL; SIGSTOP; an exception; a sleep; SIGUSR1, the notice of a preemption; what a rank sees
 that misses the end of a collective, which others got, because another has died; SIGKILL for a
 process that fetches data for this one (`data.num_workers`); what a new process finds whose script
-was edited since the others began (at the moment `join`)."""
+was edited since the others began (at the moment `join`); more lines on standard output than pipes
+hold whose reader stands still, the first of which is `PRINTED`; the run directory moved away, see
+`moved`, and a sleep, in which that can be noticed."""
 
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -65,6 +71,9 @@ At = Callable[[Moment, int], None]
 """Called by the engine at each moment of a step."""
 
 SLOW_S, MISS_S = 0.5, 0.02
+
+PRINTED = "lockstep: a fault prints what follows"
+_LINES, _LINE = 20_000, "-" * 79
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "preempt": signal.SIGUSR1}
 
@@ -97,21 +106,34 @@ class _Given:
 
     log: str
     faults: list[PlannedFault]
+    run_dir: str = ""
 
 
 class InjectedError(RuntimeError):
     """The exception of a fault of kind `raise`."""
 
 
-def to_env(faults: Sequence[PlannedFault], log: Path | None = None) -> dict[str, str]:
+def moved(run_dir: Path) -> Path:
+    """Where a fault of kind `move` puts a run directory."""
+    return run_dir.with_name(f"{run_dir.name}-moved")
+
+
+def to_env(
+    faults: Sequence[PlannedFault], log: Path | None = None, run_dir: Path | None = None
+) -> dict[str, str]:
     """The environment variable that `injector` reads.
 
     Args:
         faults: faults of all processes; each process takes its own.
         log: path of a file that gets a JSON line just before each fault: `time` and its fields; or,
             if there are no faults at all, a line for each `moment` that a process comes to.
+        run_dir: run directory, for faults of kind `move`.
     """
-    values = {"log": str(log) if log else "", "faults": [asdict(f) for f in faults]}
+    values = {
+        "log": str(log or ""),
+        "faults": [asdict(f) for f in faults],
+        "run_dir": str(run_dir or ""),
+    }
     return {FAULTS: json.dumps(values)}
 
 
@@ -143,7 +165,6 @@ def injector(env: Mapping[str, str], slot: int) -> At:
     if given.log and not given.faults:
         logged(Path(given.log))  # what is none is refused here, and not at the first moment
         return _noting_moments(given.log)
-    log = given.log
     due = [fault for fault in _due(given, slot) if fault.kind != "edit"]
     if not due:
         return nothing
@@ -153,11 +174,11 @@ def injector(env: Mapping[str, str], slot: int) -> At:
             if fault.moment == moment and fault.step <= step:
                 due.remove(fault)
                 if fault.delay_s:
-                    timer = threading.Timer(fault.delay_s, _strike, (fault, log))
+                    timer = threading.Timer(fault.delay_s, _strike, (fault, given))
                     timer.daemon = True
                     timer.start()
                 else:
-                    _strike(fault, log)
+                    _strike(fault, given)
 
     return at
 
@@ -260,8 +281,8 @@ def _note(row: Mapping[str, Any], log: str) -> None:
             file.write(json.dumps({"time": time.time(), **row}) + "\n")
 
 
-def _strike(fault: PlannedFault, log: str) -> None:
-    _note(asdict(fault), log)
+def _strike(fault: PlannedFault, given: _Given) -> None:
+    _note(asdict(fault), given.log)
     if fault.kind == "slow":
         time.sleep(fault.sleep_s)
     elif fault.kind == "raise":
@@ -272,5 +293,11 @@ def _strike(fault: PlannedFault, log: str) -> None:
     elif fault.kind == "worker":
         for worker in multiprocessing.active_children()[:1]:
             worker.kill()
+    elif fault.kind == "print":
+        print(PRINTED, *[_LINE] * _LINES, sep="\n", flush=True)
+    elif fault.kind == "move":
+        run_dir = Path(given.run_dir)
+        run_dir.rename(moved(run_dir))
+        time.sleep(fault.sleep_s)
     else:
         os.kill(os.getpid(), _SIGNALS[fault.kind])

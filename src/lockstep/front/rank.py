@@ -25,7 +25,7 @@ from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.engine.events import Failed, Finished, Warned
-from lockstep.engine.faults import edited, injector
+from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.pulse import Pulse
 from lockstep.engine.run.group_size import check_enough_left
 from lockstep.engine.run.loop import Trainer
@@ -83,11 +83,13 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         hints = stack.enter_context(num_threads(config.threads, environment))
         stack.enter_context(kept_generators())
         device = stack.enter_context(on_device(config, environment))
+        at = injector(os.environ, environment.rank)
+        at("start", 0)
         transport = open_transport(environment, device, TIMEOUT_S, config.start_timeout_s)
         try:
             with naming_kernels():
                 result, exit_code = _run(
-                    task, config, sitting, environment, device, transport, stop, hints
+                    task, config, sitting, environment, device, transport, stop, hints, at
                 )
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
@@ -120,6 +122,7 @@ def _run(
     transport: Transport,
     stop: StopRequest,
     hints: list[str],
+    at: At,
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
     directory = _directory(task, sitting, transport)
@@ -170,7 +173,7 @@ def _run(
             listen=hub,
             take_over=take_over,
             stop_reason=lambda: watch.reason() or stop.reason(),
-            at=injector(os.environ, environment.rank),
+            at=at,
             on_step=on_step,
             pulse=pulse,
             cores=cores_of_host(environment),
@@ -214,19 +217,23 @@ def _run(
 
 
 class DirectoryWatch:
-    """Notices that the run directory of this process is gone; looks now and then."""
+    """Notices that the run directory of this process is gone; looks now and then.
+
+    It says so in each step from then on: the first of them may have to be done again.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
         self._look_at = 0.0
+        self._reason = ""
 
     def reason(self) -> str:
         """Why the run has to end; empty if it does not."""
         now = perf_counter()
-        if now < self._look_at:
-            return ""
-        self._look_at = now + _LOOK_S
-        return DIRECTORY_LOST if self._directory.is_gone() else ""
+        if not self._reason and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._reason = DIRECTORY_LOST if self._directory.is_gone() else ""
+        return self._reason
 
 
 def _result(

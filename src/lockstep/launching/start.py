@@ -257,6 +257,9 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
     is_silent = not outcome.met and code == 0 and not told and not is_script(target)
     is_lost = launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
+    lost = "a rank ended before all had started" if is_lost else ""
+    # Where the first rank was killed, nobody may have written an event that says so.
+    again = told.partition("\n")[0] if code == TRY_AGAIN else ""
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
@@ -265,7 +268,7 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     return Ended(
         code or 1,
         told or f"the ranks ended with code {code} before they had a result; {where}",
-        "a rank ended before all had started" if is_lost else "",
+        again or lost,
     )
 
 

@@ -100,6 +100,12 @@ def test_odd_tensors_come_back_to_the_bit(tmp_path: Path) -> None:
     assert same(back.optimizer, taken.optimizer)
 
 
+def test_a_folder_that_is_gone_does_not_come_into_being_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write(tmp_path / "run" / "checkpoints", Snapshot(1, {}, {}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_checkpoint_without_tensors_comes_back(tmp_path: Path) -> None:
     back = read(write(tmp_path, Snapshot(0, {}, {}))[0])
     assert (back.step, back.model, back.optimizer, back.meta) == (0, {}, {}, {})

@@ -7,35 +7,64 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.engine.faults import MOMENTS, Moment, PlannedFault
+from lockstep.engine.faults import MOMENTS, Kind, Moment, PlannedFault
 from lockstep.errors import ConfigError
 from lockstep.parallel.mesh import Mesh, rearranged
 
 What = Literal[
-    "kill", "stop", "raise", "slow", "preempt", "job", "corrupt", "worker", "disk", "edit"
+    "kill",
+    "stop",
+    "raise",
+    "slow",
+    "preempt",
+    "job",
+    "corrupt",
+    "worker",
+    "disk",
+    "edit",
+    "start",
+    "reader",
+    "directory",
 ]
 """A kind of `PlannedFault`; every process killed; that, and the newest checkpoint damaged; a
 process that fetches data killed; a disk that stands still while a checkpoint is written; a process
-killed, and the one in its place given an edited script."""
+killed, and the one in its place given an edited script; a process killed while ranks start; a
+reader of standard output that stands still while a process prints; the run directory moved away,
+which ends the sitting: the next one goes on in the directory beside it."""
 
 _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
-    "worker": 4, "disk": 1, "edit": 2,
+    "worker": 4, "disk": 1, "edit": 2, "start": 10, "reader": 2, "directory": 2,
 }  # fmt: skip
 """Relative frequency of each kind of fault."""
+
+_KINDS: dict[What, Kind] = {
+    "raise": "raise",
+    "slow": "slow",
+    "reader": "print",
+    "directory": "move",
+}
+"""What strikes in the middle of computing and ends no process at once."""
 
 HANG_TIMEOUT_S = 2.0
 """Timeout of the watchdogs of all runs with faults, in seconds."""
 
-_STALL_S = 3 * HANG_TIMEOUT_S
+STALL_S = 3 * HANG_TIMEOUT_S
+"""How long disks and readers stand still, in seconds."""
 
 _IN_COMPUTING: tuple[Moment, ...] = ("forward", "backward", "compute")
 _OF_SPARES: tuple[Moment, ...] = ("reduce", "reduced", "optimizer", "committed")
 """What ranks come to that compute no microbatches."""
 _WITH_WORKERS: tuple[Moment, ...] = (*_IN_COMPUTING, "reduce", "reduced")
 _IN_RECOVERY: tuple[Moment, ...] = ("regroup", "catch_up")
+_AT_START: tuple[Moment, ...] = ("start", "met", "ready")
+
+_ELSEWHERE: tuple[Moment, ...] = (*_IN_RECOVERY, *_AT_START, "join")
+"""What ranks do not come to in a step."""
 
 _MOST_DELAY_S = 0.01
+_MOST_DELAY_AT_START_S = 0.2
+"""About what it takes to assemble a training."""
 
 _APART = 8
 """Steps between exceptions: a second one in the same step ends a run, and the death of a worker is
@@ -59,7 +88,12 @@ class Blow:
     @property
     def ends_sitting(self) -> bool:
         """Whether the ranks have to be started again afterwards."""
-        return self.what in ("preempt", "job", "corrupt")
+        return self.what in ("preempt", "job", "corrupt", "directory")
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether it ends the processes that it strikes, or has them ended."""
+        return self.what in ("kill", "stop", "edit", "start", "job", "corrupt")
 
 
 @dataclass
@@ -78,9 +112,12 @@ class Draw:
     last_kill: int | None = None
     last_exception: int | None = None
     is_edited: bool = False
+    is_starting: bool = False
+    first_step: int = 0
 
-    def sitting_starts(self) -> None:
-        """All processes are there again."""
+    def sitting_starts(self, step: int) -> None:
+        """All processes are there again, and go on from about this step."""
+        self.is_starting, self.first_step = True, step
         self.alive = list(range(self.num_ranks))
         self.columns = [rank % self._num_columns for rank in self.alive]
         self.last_kill = self.last_exception = None
@@ -104,6 +141,8 @@ class Draw:
             del weights["worker"]
         if not self.replacements or self.is_edited:
             del weights["edit"]
+        if not self.is_starting:
+            del weights["start"]
         what = self.source.choices(list(weights), list(weights.values()))[0]
         if what in ("raise", "worker"):
             if self.last_exception is not None and step - self.last_exception < _APART:
@@ -134,6 +173,9 @@ class Draw:
     def blow(self, step: int) -> Blow:
         """A blow at a step."""
         what = self._what(step)
+        self.is_starting = False
+        if what == "start":
+            return Blow(what, self.first_step, (self._start(),))
         if what in ("job", "corrupt"):
             # Those that are taken for dead too: the moment of their fault may be still to come.
             slots = range(self.num_ranks + self.replacements)
@@ -151,12 +193,12 @@ class Draw:
                 slot, step, self.source.choice(_WITH_WORKERS), "worker", self._delay_s()
             )
         elif what == "disk":
-            fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=_STALL_S)
+            fault = PlannedFault(self.alive[0], step, "checkpoint", "slow", sleep_s=STALL_S)
         elif what == "edit":
             fault = PlannedFault(slot, step)
         else:
             moment = self.source.choice(_IN_COMPUTING)
-            fault = PlannedFault(slot, step, moment, "raise" if what == "raise" else "slow")
+            fault = PlannedFault(slot, step, moment, _KINDS[what])
         if fatal:
             self._dies(fault.slot)
             self.last_kill = step
@@ -164,6 +206,14 @@ class Draw:
             self.is_edited = True
             return Blow(what, fault.step, (fault, PlannedFault(self.num_ranks, 0, "join", "edit")))
         return Blow(what, fault.step, (fault,))
+
+    def _start(self) -> PlannedFault:
+        """Any process, before the first step: the others go on without it, or all start again."""
+        slot = self.source.choice(self.alive)
+        if slot in self._mortal():
+            self._dies(slot)
+        delay_s = self.source.choice((0.0, self.source.uniform(0, _MOST_DELAY_AT_START_S)))
+        return PlannedFault(slot, 0, self.source.choice(_AT_START), "kill", delay_s)
 
     def _kill(self, slot: int, step: int) -> PlannedFault:
         source = self.source
@@ -219,14 +269,14 @@ def draw(
             f"--faults {num_blows}: a run of {num_steps} steps has room for "
             f"{max(num_steps - 2, 0)}; set steps= higher"
         )
-    known = tuple(m for m in MOMENTS if m in moments and m not in (*_IN_RECOVERY, "join"))
+    known = tuple(m for m in MOMENTS if m in moments and m not in _ELSEWHERE)
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, known)
-    drawn.sitting_starts()
+    drawn.sitting_starts(0)
     sittings: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
         blow = drawn.blow(step)
         sittings[-1].append(blow)
         if blow.ends_sitting:
             sittings.append([])
-            drawn.sitting_starts()
+            drawn.sitting_starts(step)
     return sittings

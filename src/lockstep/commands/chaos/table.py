@@ -9,9 +9,17 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from lockstep.commands.chaos.plan import Blow
+from lockstep.commands.chaos.plan import Blow, What
 
 Row = dict[str, Any]
+
+_VICTIMS: dict[What, str] = {
+    "job": "all",
+    "corrupt": "all",
+    "reader": "reader",
+    "directory": "run dir",
+}
+"""What is not struck in one process alone."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,16 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
     )
 
 
+def lost_unexplained(blows: Sequence[Blow], rows: Sequence[Row], num_ranks: int) -> list[int]:
+    """The slots of ranks that were lost in a sitting though no fault was to end them.
+
+    Newcomers are left out: one that would train something else leaves by itself.
+    """
+    ended = {fault.slot for blow in blows if blow.ends_ranks for fault in blow.faults}
+    lost = {int(row["slot"]) for row in rows if row["event"] == "RankLost"}
+    return sorted(slot for slot in lost - ended if slot < num_ranks)
+
+
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
     """The effect of a blow that ended a sitting, with what it has cost if it was struck.
 
@@ -106,8 +124,7 @@ def render(effects: Sequence[Effect]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, effect in enumerate(effects, 1):
         faults = effect.blow.faults
-        everyone = effect.blow.what in ("job", "corrupt")
-        victim = "all" if everyone else f"slot {faults[0].slot}"
+        victim = _VICTIMS.get(effect.blow.what, f"slot {faults[0].slot}")
         moment = faults[0].moment + (f" + {1e3 * d:.1f} ms" if (d := faults[0].delay_s) else "")
         table.add_row(
             str(number),

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.commands.evaluations import num_evaluations
 from lockstep.commands.verify.legs import Leg, legs_of, meshes_of, numbers_of, pairs_of
 from lockstep.commands.verify.training import Run, Training, first_difference
 from lockstep.commands.waiting import shown_status
@@ -33,7 +34,7 @@ def verify(
     meshes: str = "",
     resumes: int = 1,
 ) -> int:
-    """Train on each number of ranks under each launcher, and print a table of SHA-256s.
+    """Train on each number of ranks under each launcher, and compare SHA-256s and evaluations.
 
     If all are equal, other runs are stopped half way and resumed on other ranks.
 
@@ -84,7 +85,7 @@ def _runs(
         with shown_status(console, what, quiet):
             runs.append(training.run((leg,)))
     half = runs[0].half
-    if half and len({run.digests for run in runs}) == 1:
+    if half and all(run.is_like(runs[0]) for run in runs):
         for pair in pairs_of(legs, resumes):
             what = f"{target}: stopped after step {half} and resumed, {pair[1].name}"
             with shown_status(console, what, quiet):
@@ -99,9 +100,11 @@ def _judged(training: Training, runs: Sequence[Run], console: Console) -> int:
             console.print(f"{run.name} failed: {run.error}", markup=False, soft_wrap=True)
     if any(run.error for run in runs):
         return 1
-    odd = [run for run in runs if run.digests != runs[0].digests]
+    odd = [run for run in runs if not run.is_like(runs[0])]
     if not odd:
-        console.print(f"equal: {len(runs)} runs, one SHA-256", style="green")
+        number = num_evaluations(runs[0].evaluations)
+        also = f", and the same metrics in {count(number, 'evaluation')}" if number else ""
+        console.print(f"equal: {len(runs)} runs, one SHA-256{also}", style="green")
         console.print(runs[0].sha256, soft_wrap=True)
         if runs[0].carry_sha256:
             console.print(f"{runs[0].carry_sha256} of the carry", soft_wrap=True)
@@ -112,7 +115,10 @@ def _judged(training: Training, runs: Sequence[Run], console: Console) -> int:
     for run in (runs[0], odd[0]):
         shown = "\n".join(filter(None, run.digests))
         console.print(f"{run.name}:\n{shown}", markup=False, soft_wrap=True)
-    console.print(first_difference(training, (runs[0], odd[0])), markup=False)
+    if parting := runs[0].parting(odd[0]):
+        console.print(parting, markup=False, soft_wrap=True)
+    if odd[0].digests != runs[0].digests:
+        console.print(first_difference(training, (runs[0], odd[0])), markup=False)
     return 1
 
 
@@ -124,7 +130,7 @@ def _table(runs: Sequence[Run]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("SHA-256 of the parameters", no_wrap=True)
     for run in runs:
-        equal = run.sha256 and run.digests == runs[0].digests
+        equal = run.sha256 and run.is_like(runs[0])
         table.add_row(
             ", then ".join(leg.launcher for leg in run.legs),
             ", then ".join(leg.mesh or str(leg.num_ranks) for leg in run.legs),

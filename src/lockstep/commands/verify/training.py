@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from lockstep.commands import evaluations
 from lockstep.commands.verify.legs import Leg
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
@@ -16,7 +17,7 @@ from lockstep.engine.digests import tensor_digest
 from lockstep.engine.tables.files import read_rows
 from lockstep.front import Sitting
 from lockstep.launching.start import Ended, rank_command, start
-from lockstep.observe import read_result
+from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
@@ -34,6 +35,7 @@ class Run:
         error: message of the error that ended it; empty if there was none.
         carry_sha256: SHA-256 of what microbatches carry in the end; empty if they carry nothing.
         tables_sha256: SHA-256 of the rows of tables in the end; empty without tables.
+        evaluations: rows of its evaluations, as it has written them.
     """
 
     legs: tuple[Leg, ...]
@@ -43,11 +45,21 @@ class Run:
     error: str = ""
     carry_sha256: str = ""
     tables_sha256: str = ""
+    evaluations: tuple[evaluations.Row, ...] = ()
 
     @property
     def digests(self) -> tuple[str, ...]:
         """What must be equal: of parameters, of what microbatches carry, and of tables."""
         return self.sha256, self.carry_sha256, self.tables_sha256
+
+    def parting(self, other: Run) -> str:
+        """Where the evaluations of two runs first differ; empty if they do not."""
+        names, rows = (self.name, other.name), (self.evaluations, other.evaluations)
+        return evaluations.first_difference(names, rows)
+
+    def is_like(self, other: Run) -> bool:
+        """Whether digests and evaluations of two runs are equal."""
+        return self.digests == other.digests and not self.parting(other)
 
     @property
     def half(self) -> int:
@@ -89,6 +101,7 @@ class Training:
             wall_s,
             carry_sha256=result.get("carry_sha256", ""),
             tables_sha256=result.get("tables_sha256", ""),
+            evaluations=evaluations.evaluated(read_events(path / "events.jsonl")),
         )
 
     def path(self, legs: tuple[Leg, ...], more: Sequence[str] = ()) -> Path:

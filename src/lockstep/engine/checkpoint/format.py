@@ -107,7 +107,7 @@ def write(
     """Write a checkpoint below `root`.
 
     Args:
-        root: folder of all checkpoints.
+        root: folder of all checkpoints; made if need be.
         snapshot: training state to write.
         halfway: function that is called when all tensors are on disk under a temporary name.
         streamed: files whose tensors come together while they are written, by name, in order.
@@ -121,7 +121,8 @@ def write(
     final = root / folder_name(snapshot.step)
     temporary = temporary_beside(final)
     try:
-        temporary.mkdir(parents=True)
+        root.mkdir(exist_ok=True)  # and not its parent: a run directory that is gone stays so
+        temporary.mkdir()
         contents = {MODEL: in_memory(snapshot.model), OPTIMIZER: in_memory(snapshot.optimizer)}
         optional = {_BUFFERS: snapshot.buffers, _TASK: snapshot.task, _CARRY: snapshot.carry}
         contents |= {name: in_memory(tensors) for name, tensors in optional.items() if tensors}

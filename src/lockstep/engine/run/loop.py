@@ -76,10 +76,9 @@ class Trainer:
         self._directory = directory
         self._runtime = runtime
         self._transport = runtime.transport
+        runtime.at("join" if joins else "met", 0)
         if not joins:
             check_size(config, runtime)
-        else:
-            runtime.at("join", 0)
         parts = self._parts = assemble(task, config, runtime)
         self._hooks = Hooks(config, runtime, parts, directory.path)
         self._reporter = Reporter(task.name, config, runtime, parts, directory)
@@ -97,6 +96,7 @@ class Trainer:
             self._reporter.start(progress, is_over=self._state.is_over())
             if progress.step == 0:
                 self._hint(task)
+            runtime.at("ready", 0)
 
     def run(self) -> Finished:
         """Train to the end, or to where this sitting is to stop; through the loss of ranks.
