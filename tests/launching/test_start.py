@@ -82,7 +82,7 @@ def test_killed_ranks_are_started_again_whatever_they_have_said(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("end", "code", "starts"),
     [
-        ("sys.exit(14)", 14, 2),  # of `MPI_Init`, where no other process can be reached
+        ("sys.exit(14)", 2, 2),  # of `MPI_Init`, where no other process can be reached
         ("sys.stderr.write('[x:1] *** Process received signal ***\\n')", 1, 2),
         ("sys.stderr.write('[x:1] *** An error occurred in MPI_Init_thread\\n')", 1, 2),
         ("sys.stderr.write('error: a rank has died before all had met\\n'); sys.exit(75)", 75, 2),

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import LaunchError
+from lockstep.launchers.job.preflight import address_space
 from lockstep.launchers.rank.early import ending_at_interrupt, is_rank
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ def importing(quiet: bool = False) -> Iterator[None]:
 
     Args:
         quiet: whether to show no spinner.
+
+    Raises:
+        LaunchError: this process may not have the memory that they take.
     """
+    if obstacle := address_space():
+        raise LaunchError(str(obstacle))
     capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if quiet or is_rank() or not (sys.stdout.isatty() and capable):
         with ending_at_interrupt():

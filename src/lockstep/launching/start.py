@@ -262,9 +262,12 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
     if not outcome.stderr_tail and _is_full(outcome.log):
         where = f"no space is left for {outcome.log}, where they would have said why; free some"
+    message = told or f"the ranks ended with code {code} before they had a result; {where}"
+    if is_lost and LockstepError.exit_code < code < 128 and code != TRY_AGAIN:
+        code = LockstepError.exit_code  # MPI's own code says nothing outside of it
     return Ended(
         code or 1,
-        told or f"the ranks ended with code {code} before they had a result; {where}",
+        message,
         "a rank ended before all had started" if is_lost else "",
     )
 
