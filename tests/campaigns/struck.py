@@ -23,7 +23,7 @@ _LIMIT_S = 90.0
 
 _POLL_S = 0.002
 _READS_S = 60.0
-_KEPT = ("status", "step", "params_sha256", "carry_sha256", "tables_sha256")
+_KEPT = ("status", "step", "metrics", "params_sha256", "carry_sha256", "tables_sha256")
 _TIMES = ("samples_per_s", "compute_efficiency")
 
 
@@ -32,7 +32,7 @@ class Reference:
     """What a run that nothing strikes has come to.
 
     Attributes:
-        outcome: digests and metrics of evaluations.
+        outcome: what `result.json` says of it.
         rows: of its metrics.
     """
 
@@ -252,8 +252,7 @@ def _outcome(run_dir: Path) -> dict[str, Any]:
     """What `result.json` says, without what differs between sittings."""
     with contextlib.suppress(OSError):
         result = json.loads((run_dir / "result.json").read_text())
-        metrics = {k: v for k, v in result["metrics"].items() if not k.startswith("train/")}
-        return {key: result.get(key) for key in _KEPT} | metrics
+        return {key: result.get(key) for key in _KEPT}
     return {}
 
 
