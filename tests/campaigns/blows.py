@@ -172,12 +172,12 @@ def _sitting(source: random.Random, task: Task, is_struck: bool) -> Sitting:
         launcher,
         (f"mesh.tp={tp}", f"mesh.pp={pp}", f"sharding={sharding}"),
         replace,
-        tuple(_blows(source, launcher)) if is_struck else (),
+        tuple(_blows(source, launcher, num_ranks)) if is_struck else (),
         source.random() < 0.3,
     )
 
 
-def _blows(source: random.Random, launcher: str) -> Iterator[Blow]:
+def _blows(source: random.Random, launcher: str, num_ranks: int) -> Iterator[Blow]:
     choices = _AT_ALL if launcher == "python" else _AT_RANKS | _AT_ALL
     step = 1
     for number in range(source.randint(2, _MOST_BLOWS)):
@@ -188,8 +188,8 @@ def _blows(source: random.Random, launcher: str) -> Iterator[Blow]:
             phase = "again"
         what = source.choices(list(choices), list(choices.values()))[0]
         word, role = what.split()
-        if word == "STOP" and phase in ("start", "again"):
-            word = "PAUSE"  # no watchdog is there yet that would end it
+        if word == "STOP" and (num_ranks == 1 or phase in ("start", "again")):
+            word = "PAUSE"  # there is no watchdog that would end it, or not yet
         step = _step(source, phase, step)
         yield Blow(
             signal.SIGSTOP if word == "PAUSE" else signal.Signals[f"SIG{word}"],

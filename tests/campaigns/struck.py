@@ -155,6 +155,7 @@ class _Strikes:
         self._offset = events.stat().st_size if events.exists() else 0
         self._rest = b""
         self._step = 0
+        self._is_over = False
         self._due: float | None = None
         self._paused: list[tuple[float, list[int]]] = []
         self._launcher_codes: set[int] = set()
@@ -179,13 +180,17 @@ class _Strikes:
             self._due = None
 
     def end(self) -> None:
-        """Let go on what is paused still."""
+        """Let go on what is paused still, and read the last events."""
+        self._read()
         for _, pids in list(self._paused):
             self._continue(pids)
 
     def codes(self) -> set[int]:
         """Exit codes that the sitting may have."""
-        asked = {128 + b.signum for b in self.done if b.signum in _ASKED}
+        signals = {blow.signum for blow in self.done if blow.signum in _ASKED}
+        asked = {128 + signum for signum in signals}
+        if self._is_over:  # nothing takes signals while the interpreter ends
+            asked |= {-signum for signum in signals}
         return {0} | asked | self._launcher_codes
 
     def _has_come(self, blow: Blow) -> bool:
@@ -225,6 +230,7 @@ class _Strikes:
             for line in lines:
                 with contextlib.suppress(ValueError):
                     row = json.loads(line)
+                    self._is_over = row["event"] == "Finished"
                     if row["event"] == "StepDone":
                         self._step = row["step"]
 

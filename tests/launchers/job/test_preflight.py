@@ -79,6 +79,7 @@ def test_a_loopback_interface_that_is_down_is_said_at_once(launcher: str) -> Non
     ("setup", "words"),
     [
         ('mkdir gone && cd gone && rmdir "$PWD"', "the working directory is gone"),
+        ("ulimit -f 0", "no folder for temporary files can be written"),
         ("ulimit -v 500000", "at most 488 MiB of address space (ulimit -v), and torch needs 1,024"),
     ],
 )
