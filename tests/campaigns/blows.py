@@ -32,12 +32,12 @@ _START_S = 3.0
 
 _DELAYS_S: dict[Phase, float] = {
     "start": _START_S, "step": 0.05, "checkpoint": 0.05, "evaluation": 0.08, "end": 0.3,
-    "again": 0.3,
+    "again": 3.0,
 }  # fmt: skip
 """Greatest delay of a blow behind what it waits for."""
 
 _PHASES: dict[Phase, int] = {
-    "start": 3, "step": 3, "checkpoint": 3, "evaluation": 3, "end": 2, "again": 2,
+    "start": 6, "step": 3, "checkpoint": 3, "evaluation": 3, "end": 2, "again": 2,
 }  # fmt: skip
 
 _MOST_BLOWS = 3
@@ -197,7 +197,7 @@ def _blows(source: random.Random, launcher: str, num_ranks: int) -> Iterator[Blo
             source.random(),
             phase,
             step,
-            source.uniform(0, _DELAYS_S[phase]),
+            _DELAYS_S[phase] * source.random() ** (3 if phase == "again" else 1),
             source.uniform(0.1, HANG_S / 2) if word == "PAUSE" else 0.0,
         )
 

@@ -64,6 +64,12 @@ ln -s /proc/self/fd "$ROOT/dev/fd"; mount --move "$ROOT/dev" /dev"""
 
 _READ_ONLY_TMP = 'mount -t tmpfs -o ro tmpfs "$ROOT/tmp"'
 
+
+def _clock(days: int) -> tuple[str, ...]:
+    seconds = str(days * 86400)
+    return ("--fork", "--time", f"--monotonic={seconds}", f"--boottime={seconds}")
+
+
 POISONS: dict[str, list[Poison]] = {
     "home": [
         Poison("no HOME", unset=("HOME",)),
@@ -172,7 +178,13 @@ POISONS: dict[str, list[Poison]] = {
     ],
     "priority": [Poison("nice 19", setup="set -- nice -n 19 \"$@\"")],
     "umask": [Poison("umask 777", setup="umask 777"), Poison("umask 0", setup="umask 0")],
-    "processes": [Poison("no /proc", "mount -t tmpfs tmpfs /proc")],
+    "processes": [
+        Poison("no /proc", "mount -t tmpfs tmpfs /proc"),
+        Poison("processes of a container", namespaces=("--fork", "--pid", "--mount-proc")),
+    ],
+    "clock": [
+        Poison(f"monotonic clock {days} days on", namespaces=_clock(days)) for days in (1, 20_000)
+    ],
 }  # fmt: skip
 """By kind: of a kind, a command meets one at most."""
 
