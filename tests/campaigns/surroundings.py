@@ -182,7 +182,7 @@ def _wrong_end(code: int | None, wall_s: float, text: str, is_mute: bool) -> lis
 def _wrong_rest(argv: Sequence[str | Path], folder: Path, expected: Outcome) -> list[str]:
     """What is wrong with what a refused run leaves: the same command must work in it later."""
     run_dir = folder / "kept" / "run"
-    if not run_dir.is_dir():
+    if not run_dir.is_dir() or _rounding(run_dir) not in ("", expected.rounding):
         return []
     code, text = run([*argv, run_dir, "--resume"], folder, environment(), _LIMIT_S)
     found = _outcome(run_dir) if code == 0 else None
@@ -219,9 +219,16 @@ def _undisturbed(root: Path) -> Outcome:
 
 
 def _outcome(run_dir: Path) -> Outcome:
-    rows = read_events(run_dir / "events.jsonl")
-    rounding = next(row["rounding"] for row in rows if row["event"] == "Joined")
-    return Outcome(result(run_dir)["params_sha256"], rounding)
+    return Outcome(result(run_dir)["params_sha256"], _rounding(run_dir))
+
+
+def _rounding(run_dir: Path) -> str:
+    """How the first process of a run rounded; empty if none has come that far."""
+    try:
+        rows = read_events(run_dir / "events.jsonl")
+        return next((row["rounding"] for row in rows if row["event"] == "Joined"), "")
+    except LockstepError:
+        return ""
 
 
 def _is_error(line: str) -> bool:

@@ -42,5 +42,8 @@ def test_ranks_start_where_only_the_soft_limit_on_open_files_is_low(tmp_path):
     assert result(tmp_path / "run")["status"] == "completed"
 
 
-def test_a_refusal_has_its_code_where_nothing_can_be_written(tmp_path):
-    assert trained(tmp_path, "exec >/dev/full 2>&1", "-n", "0").returncode == 2
+def test_exit_codes_tell_where_nothing_can_be_written(tmp_path):
+    nowhere = "unset PYTHONUNBUFFERED && exec >/dev/full 2>&1"
+    assert trained(tmp_path, nowhere, "-n", "0").returncode == 2
+    assert trained(tmp_path, nowhere).returncode == 0
+    assert result(tmp_path / "run")["status"] == "completed"

@@ -256,7 +256,9 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     target = sitting.target or ""
     # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
     is_silent = not outcome.met and code == 0 and not told and not is_script(target)
-    is_lost = launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
+    # Survivors that say it before there is a run have no event that would.
+    is_lost = bool(told) and code == TRY_AGAIN
+    is_lost |= launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
