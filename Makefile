@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Compiled afterwards, on all cores.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: venv train test test-docs test-fuzz test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
+.PHONY: venv train test test-docs test-fuzz test-campaigns test-slow test-slurm test-slurm-slow lint types docs docs-tables docs-pictures docs-screens bench clean
 
 venv: .venv/.installed
 
@@ -32,6 +32,11 @@ test-docs: venv
 # Bad inputs for everything that reads; SEED=123 does a run again.
 test-fuzz: venv
 	$(BIN)/python -m tests.fuzz $(if $(SEED),--seed $(SEED))
+
+# Random kills and bad surroundings; SEED=123 does the same again.
+test-campaigns: venv
+	$(BIN)/python -m tests.campaigns.kills $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.campaigns.surroundings $(if $(SEED),--seed $(SEED))
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not slurm"

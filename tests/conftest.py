@@ -32,7 +32,7 @@ WARM = {}
 """Environment variables with which interpreters start in a forked process."""
 
 
-_ALONE = ("comm", "commands", "distributed", "lab", "launchers", "launching", "slurm")
+_ALONE = ("campaigns", "comm", "commands", "distributed", "lab", "launchers", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
 _PATIENT = {"local", "torchrun"}

@@ -40,3 +40,10 @@ def test_ranks_start_where_only_the_soft_limit_on_open_files_is_low(tmp_path):
     ended = trained(tmp_path, "ulimit -Sn 12", "-n", "2", "--launcher", "local")
     assert ended.returncode == 0, ended.stderr
     assert result(tmp_path / "run")["status"] == "completed"
+
+
+def test_exit_codes_tell_where_nothing_can_be_written(tmp_path):
+    nowhere = "unset PYTHONUNBUFFERED && exec >/dev/full 2>&1"
+    assert trained(tmp_path, nowhere, "-n", "0").returncode == 2
+    assert trained(tmp_path, nowhere).returncode == 0
+    assert result(tmp_path / "run")["status"] == "completed"

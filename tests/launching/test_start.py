@@ -72,6 +72,13 @@ def test_their_exit_code_is_enough(tmp_path: Path) -> None:
     assert num_starts(tmp_path) == 1
 
 
+def test_survivors_that_are_too_few_to_start_are_started_again(tmp_path: Path) -> None:
+    told = "sys.stderr.write('error: a rank was lost while ranks started\\n'); sys.exit(75)"
+    ended = started(tmp_path, told, restarts=1)
+    assert (ended.exit_code, bool(ended.again)) == (75, True)
+    assert num_starts(tmp_path) == 2
+
+
 def test_killed_ranks_are_started_again_whatever_they_have_said(tmp_path: Path) -> None:
     kill = "sys.stderr.write('error: no\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)"
     ended = started(tmp_path, kill, restarts=1)
@@ -82,7 +89,7 @@ def test_killed_ranks_are_started_again_whatever_they_have_said(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("end", "code", "starts"),
     [
-        ("sys.exit(14)", 14, 2),  # of `MPI_Init`, where no other process can be reached
+        ("sys.exit(14)", 2, 2),  # of `MPI_Init`, where no other process can be reached
         ("sys.stderr.write('[x:1] *** Process received signal ***\\n')", 1, 2),
         ("sys.stderr.write('[x:1] *** An error occurred in MPI_Init_thread\\n')", 1, 2),
         ("sys.stderr.write('error: a rank has died before all had met\\n'); sys.exit(75)", 75, 2),

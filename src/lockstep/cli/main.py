@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -75,10 +76,10 @@ def main() -> NoReturn:
         with interrupts():
             app(prog_name="lockstep", standalone_mode=True)
     except Interrupted as stop:
-        print("interrupted", file=sys.stderr, flush=True)
+        _say("interrupted")
         sys.exit(stop.exit_code)
     except LockstepError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:
         os._exit(141)
@@ -86,9 +87,27 @@ def main() -> NoReturn:
         message = resource_error(error)
         if not message:
             raise
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        _say(f"error: {message}")
         sys.exit(LockstepError.exit_code)
+    finally:
+        _give_up_output()
     sys.exit(0)
+
+
+def _say(message: str) -> None:
+    """Show a message, where it can be written: the exit code tells in any case."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def _give_up_output() -> None:
+    """Drop what cannot be written, on a full disk: the interpreter would leave with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _open_missing_files() -> None:

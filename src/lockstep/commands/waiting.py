@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import LaunchError
+from lockstep.launchers.job.preflight import address_space, temporary_folder
 from lockstep.launchers.rank.early import ending_at_interrupt, is_rank
 
 if TYPE_CHECKING:
@@ -24,10 +26,13 @@ def importing(quiet: bool = False) -> Iterator[None]:
 
     Args:
         quiet: whether to show no spinner.
+
+    Raises:
+        LaunchError: they need what this system does not have.
     """
     capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if quiet or is_rank() or not (sys.stdout.isatty() and capable):
-        with ending_at_interrupt():
+        with ending_at_interrupt(), _importable():
             yield
         return
     from rich.console import Console
@@ -41,8 +46,21 @@ def importing(quiet: bool = False) -> Iterator[None]:
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
-    with ending_at_interrupt(_give_terminal_back), live:
+    with _importable(), ending_at_interrupt(_give_terminal_back), live:
         yield
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Say in one message what torch, or what it imports, needs and does not find."""
+    if obstacle := address_space():
+        raise LaunchError(str(obstacle))
+    try:
+        yield
+    except OSError:
+        if obstacle := temporary_folder():
+            raise LaunchError(str(obstacle)) from None
+        raise
 
 
 def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:

@@ -256,19 +256,22 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     target = sitting.target or ""
     # mpirun with fault tolerance leaves with code 0 where all ranks were killed, and says nothing.
     is_silent = not outcome.met and code == 0 and not told and not is_script(target)
-    is_lost = launcher == "mpi" and (is_silent or _lost_at_start(outcome, told))
-    lost = "a rank ended before all had started" if is_lost else ""
-    # Where the first rank was killed, nobody may have written an event that says so.
-    again = told.partition("\n")[0] if code == TRY_AGAIN else ""
+    # Survivors that say it before there is a run have no event that would.
+    is_said = bool(told) and code == TRY_AGAIN
+    is_lost = is_said or (launcher == "mpi" and (is_silent or _lost_at_start(outcome, told)))
+    lost = told.partition("\n")[0] if is_said else "a rank ended before all had started"
     if not is_lost and not outcome.met and code == 0 and is_script(target):
         return Ended(LockstepError.exit_code, _never_trains(target))
     where = f"their messages are in {outcome.log}\n{outcome.stderr_tail}".rstrip()
     if not outcome.stderr_tail and _is_full(outcome.log):
         where = f"no space is left for {outcome.log}, where they would have said why; free some"
+    message = told or f"the ranks ended with code {code} before they had a result; {where}"
+    if is_lost and LockstepError.exit_code < code < 128 and code != TRY_AGAIN:
+        code = LockstepError.exit_code  # MPI's own code says nothing outside of it
     return Ended(
         code or 1,
-        told or f"the ranks ended with code {code} before they had a result; {where}",
-        again or lost,
+        message,
+        lost if is_lost else "",
     )
 
 

@@ -75,14 +75,33 @@ def test_a_loopback_interface_that_is_down_is_said_at_once(launcher: str) -> Non
     assert "ip link set lo up" in said("true", launcher, "unshare", "--net")
 
 
-def test_a_deleted_working_directory_is_one_message(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    script = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m lockstep train digits"
-    ended = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("setup", "words"),
+    [
+        ('mkdir gone && cd gone && rmdir "$PWD"', "the working directory is gone"),
+        ("ulimit -f 0", "no folder for temporary files can be written"),
+        ("ulimit -v 500000", "at most 488 MiB of address space (ulimit -v), and torch needs 1,024"),
+    ],
+)
+def test_what_keeps_torch_from_being_imported_is_one_message(
+    tmp_path: Path, setup: str, words: str
+) -> None:
+    script = f"{setup} && exec {sys.executable} -m lockstep train digits"
+    argv = ["sh", "-c", script]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: the working directory is gone")
+    assert ended.stderr.startswith("error: ")
+    assert words in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_system_that_tells_nothing_of_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preflight, "_OWN_TABLE", tmp_path / "self")
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(LaunchError, match="mount -t proc proc /proc"):
+        local_command(2, ["true"])
 
 
 def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +140,12 @@ def free(monkeypatch: pytest.MonkeyPatch, **mib: int) -> None:
     names = {preflight.SHARED_MEMORY: "shared"}
     sizes = {name: SimpleNamespace(free=size << 20) for name, size in mib.items()}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: sizes[names.get(path, "other")])
+
+
+def test_a_folder_for_memory_of_mpi_that_is_not_there() -> None:
+    env = {"OMPI_MCA_btl_sm_backing_directory": "/nonexistent"}
+    with pytest.raises(LaunchError, match=r"directory=/nonexistent: no folder that can be written"):
+        preflight.mpi_memory_folder(2, env)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")

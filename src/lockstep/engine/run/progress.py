@@ -32,6 +32,7 @@ class Progress:
         arrays: metrics of more than one number of these evaluations, by "split/name".
         before_last: the same as it was before the evaluation after the last step, where that came
             for no other reason than that the step is the last; else None.
+        trained: means of the newest report of training, by name.
         finished: reason for which the run is over; empty while it is not.
     """
 
@@ -46,6 +47,7 @@ class Progress:
     finished: str = ""
     arrays: dict[str, Any] = field(default_factory=dict)
     before_last: Progress | None = None
+    trained: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """As plain JSON values."""

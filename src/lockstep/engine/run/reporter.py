@@ -60,7 +60,6 @@ class Reporter:
         self._slots: list[int] = []
         self._times = [Times()] * runtime.transport.size
         self._since = perf_counter()
-        self._last: dict[str, float] = {}
         self._way: Way | None = None
 
     def own_row(self) -> dict[str, Any]:
@@ -86,12 +85,11 @@ class Reporter:
             "num_steps": self._num_steps,
             "samples": self._samples,
             "times": self._times,
-            "last": self._last,
         }
 
     def load_state_dict(self, values: dict[str, Any]) -> None:
         """Go on from what `state_dict` said on another rank."""
-        self._sums, self._last = values["sums"], values["last"]
+        self._sums = values["sums"]
         self._num_steps, self._samples = values["num_steps"], values["samples"]
         self._times = [Times(*times) for times in values["times"]]
 
@@ -297,7 +295,7 @@ class Reporter:
 
     def final_metrics(self, progress: Progress) -> dict[str, float]:
         """The newest training and evaluation metrics, by "split/name"."""
-        return {f"train/{k}": v for k, v in self._last.items()} | progress.metrics
+        return {f"train/{k}": v for k, v in progress.trained.items()} | progress.metrics
 
     def _emit(self, progress: Progress, result: StepResult) -> None:
         now = perf_counter()
@@ -305,7 +303,7 @@ class Reporter:
         pairs = zip(names, self._sums[::2], self._sums[1::2], strict=True)
         # A phase that had no step since the last report has weights of 0.
         means = {name: total / weight for name, total, weight in pairs if weight}
-        self._last = dict(means)
+        progress.trained = dict(means)
         pairs_of_times = zip(result.times, self._times, strict=True)
         spent = [after.since(before) for after, before in pairs_of_times]
         self._runtime.emit(

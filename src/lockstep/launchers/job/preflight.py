@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,11 @@ _TEMPORARY = "/tmp"
 _FILES = {"local": (24, 4), "torchrun": (24, 4), "mpi": (40, 4)}
 """Open files of the process that starts ranks: a number, and more for each rank."""
 
+ADDRESS_BYTES = 1 << 30
+"""Least address space of a process that trains: torch alone takes most of it."""
+
 _CONNECT_S = 1.0
+_OWN_TABLE = Path("/proc/self/stat")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def check_system(launcher: str, num_ranks: int) -> None:
     """
     checks: list[Callable[[], Obstacle | None]] = [
         working_directory,
+        processes,
         lambda: open_files(launcher, num_ranks),
         temporary_folder,
         loopback,
@@ -84,6 +90,28 @@ def working_directory() -> Obstacle | None:
             "change to another one, such as `cd ~`, and start again",
         )
     return None
+
+
+def address_space() -> Obstacle | None:
+    """Whether a process may have as much memory as torch needs to be imported and to train."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY or soft >= ADDRESS_BYTES:
+        return None
+    return Obstacle(
+        f"a process may have at most {soft >> 20:,} MiB of address space (ulimit -v), and torch "
+        f"needs {ADDRESS_BYTES >> 20:,}",
+        "raise the limit with `ulimit -v unlimited`",
+    )
+
+
+def processes() -> Obstacle | None:
+    """Whether the system tells of its processes, as Linux does in /proc."""
+    if sys.platform != "linux" or _OWN_TABLE.exists():
+        return None
+    return Obstacle(
+        "/proc is not mounted, and launchers look there after the ranks that they start",
+        "mount it with `mount -t proc proc /proc`",
+    )
 
 
 def open_files(launcher: str, num_ranks: int) -> Obstacle | None:
@@ -158,8 +186,14 @@ def mpi_memory_folder(
         usual: folder that Open MPI takes by itself.
 
     Raises:
-        LaunchError: no folder has enough space left.
+        LaunchError: no folder has enough space left, or a variable names none that can be written.
     """
+    for name in _MPI_MEMORY:
+        if name in env and not os.access(env[name], os.W_OK):
+            raise LaunchError(
+                f"environment variable {name}={env[name]}: no folder that can be written; set it "
+                "to one, or unset it"
+            )
     if any(name in env for name in _MPI_MEMORY) or not usual.is_dir():
         return None
     if not os.access(usual, os.W_OK):  # Open MPI sees that too, and takes its own folder
@@ -206,6 +240,7 @@ def resource_error(error: OSError) -> str:
     remedies = {
         errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
         errno.ENFILE: "the system has no more open files to give; end other programs",
+        errno.ENOSPC: "free some space",
         errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
     }
     remedy = remedies.get(error.errno or 0)

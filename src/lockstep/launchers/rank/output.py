@@ -28,8 +28,10 @@ def whole_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        if not stream.closed:
-            stream.reconfigure(line_buffering=before[0], write_through=before[1])
+        # What cannot be written, on a full disk, fails here once more; the run goes on without it.
+        with contextlib.suppress(OSError):
+            if not stream.closed:
+                stream.reconfigure(line_buffering=before[0], write_through=before[1])
 
 
 def tell(error: LockstepError, place: str = "") -> None:
