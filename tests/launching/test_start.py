@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -200,3 +201,20 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
     assert ended.again == "a rank ended before all had started"
     script = Sitting(str(tmp_path), target=__file__)
     assert not _ended(silent, script, time.time(), "mpi").again
+
+
+def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_in(
+    tmp_path: Path,
+) -> None:
+    rescued = tmp_path / "run-rescued"
+    rescued.mkdir()
+    result = {"status": "failed", "reason": "run: was moved", "exit_code": 2, "step": 3}
+    result |= {"params_sha256": None, "metrics": {}, "world_size": 2, "wall_s": 1.0}
+    result |= {"error": "RunDirectoryError", "checkpoint": ""}
+    (rescued / "result.json").write_text(json.dumps(result))
+    killed = Outcome(2, "[vm] PRTE ERROR", None, tmp_path / "ranks.log", None, met=True)
+    since = time.time()
+    ended = _ended(killed, Sitting(str(tmp_path / "run")), since - 60, "mpi")
+    assert ended == Ended(2, "run: was moved")
+    old = _ended(killed, Sitting(str(tmp_path / "run")), since + 60, "mpi")
+    assert "was moved" not in old.message

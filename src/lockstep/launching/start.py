@@ -231,7 +231,10 @@ def _ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> E
     row = outcome.last
     # The result of a run that these ranks were refused is another job's.
     if row is None and not (told and outcome.exit_code == LockstepError.exit_code):
-        row = _result(Path(str(sitting.run_dir)), since)
+        run_dir = Path(str(sitting.run_dir))
+        row = _result(run_dir, since)
+        if row is None and not told:  # of a run whose directory is gone, and whose ranks too
+            row = _result(run_dir.with_name(f"{run_dir.name}-rescued"), since)
     if row is not None:
         code = int(row["exit_code"])
         if outcome.stopped_by is not None and code in _STOPPED:
