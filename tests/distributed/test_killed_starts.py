@@ -1,9 +1,14 @@
 """A rank that is killed while ranks start costs a start, where a replica needs all of them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.conftest import result
+
+from lockstep.config import TrainConfig
+from lockstep.errors import RankFailure
+from lockstep.front.rank import _assembled
 
 TASK = f"{Path(__file__).with_name('state_tasks.py')}:DiesAtStart"
 
@@ -24,3 +29,10 @@ def test_ranks_are_started_again_where_too_few_are_left_to_fill_a_replica(
     assert alone.returncode == 0, alone.stderr
     both = [result(tmp_path / name)["params_sha256"] for name in ("run", "alone")]
     assert both[0] == both[1]
+
+
+def test_a_rank_that_is_killed_while_ranks_meet_is_no_error_of_the_config():
+    runtime = SimpleNamespace(transport=SimpleNamespace(size=1))
+    config = TrainConfig(mesh={"pp": 2})
+    with pytest.raises(RankFailure, match="of 2 that are needed 1 are left"):
+        _assembled(None, config, lambda: None, runtime, None, world_size=2)

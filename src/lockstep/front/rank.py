@@ -200,7 +200,9 @@ def _run(
                 trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
                 claimed = partial(claim, directory, task, config, sitting)
-                trainer, untold = _assembled(task, planned, claimed, runtime, directory)
+                trainer, untold = _assembled(
+                    task, planned, claimed, runtime, directory, environment.world_size
+                )
                 said += untold
             if kept is not None:
                 kept.note_started()
@@ -282,8 +284,17 @@ def _assembled(
     claimed: Callable[[], object],
     runtime: Runtime,
     directory: RunDirectory,
+    world_size: int,
 ) -> tuple[Trainer, list[str]]:
     """Everything up to the first step; begun again should a rank die meanwhile.
+
+    Args:
+        task: task to train.
+        config: its config.
+        claimed: function that makes the run directory this run's.
+        runtime: what this process trains with; ranks may have died while they met.
+        directory: run directory.
+        world_size: number of ranks that were started.
 
     Returns:
         What trains; and hints, if there is a plan that has nothing to say of this run.
@@ -291,6 +302,8 @@ def _assembled(
     transport = runtime.transport
     patience_s = 0.0
     while True:
+        if transport.size < world_size:
+            check_enough_left(config, transport.size)
         try:
             foretold = foretold_to_all(config, transport)
             on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
@@ -303,7 +316,6 @@ def _assembled(
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
-            check_enough_left(config, transport.size)
             patience_s = TAKE_OVER_S
 
 
