@@ -9,7 +9,7 @@ from tests.conftest import target
 from lockstep.commands.verify import command as verify
 from lockstep.commands.verify import training
 from lockstep.commands.verify.legs import legs_of, meshes_of
-from lockstep.launching.start import Ended
+from lockstep.launching.ending import Ended
 
 
 @pytest.mark.slow

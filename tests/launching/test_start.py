@@ -17,7 +17,8 @@ import pytest
 from lockstep.front import Sitting
 from lockstep.launchers.job.commands import python_command
 from lockstep.launchers.job.run import Outcome
-from lockstep.launching.start import Ended, _ended, start
+from lockstep.launching.ending import Ended, how_ended
+from lockstep.launching.start import start
 
 JOINED = """
 import json, os, shutil, signal, sys
@@ -197,10 +198,10 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
 ) -> None:
     """mpirun leaves with code 0 then, and says nothing."""
     silent = Outcome(0, "", None, tmp_path / "ranks.log", None, met=False)
-    ended = _ended(silent, Sitting(str(tmp_path), target="digits"), time.time(), "mpi")
+    ended = how_ended(silent, Sitting(str(tmp_path), target="digits"), time.time(), "mpi")
     assert ended.again == "a rank ended before all had started"
     script = Sitting(str(tmp_path), target=__file__)
-    assert not _ended(silent, script, time.time(), "mpi").again
+    assert not how_ended(silent, script, time.time(), "mpi").again
 
 
 def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_in(
@@ -214,7 +215,7 @@ def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_i
     (rescued / "result.json").write_text(json.dumps(result))
     killed = Outcome(2, "[vm] PRTE ERROR", None, tmp_path / "ranks.log", None, met=True)
     since = time.time()
-    ended = _ended(killed, Sitting(str(tmp_path / "run")), since - 60, "mpi")
+    ended = how_ended(killed, Sitting(str(tmp_path / "run")), since - 60, "mpi")
     assert ended == Ended(2, "run: was moved")
-    old = _ended(killed, Sitting(str(tmp_path / "run")), since + 60, "mpi")
+    old = how_ended(killed, Sitting(str(tmp_path / "run")), since + 60, "mpi")
     assert "was moved" not in old.message

@@ -120,7 +120,7 @@ def test_sigterm_to_the_script_stops_with_a_checkpoint(submit, cluster, tmp_path
     wait_for_training(tmp_path)
     cluster.run("scancel", "--batch", "--signal=TERM", job)
     ended = cluster.wait_for_end(job, 60)
-    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "130:0")
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "0", "143:0")
     assert result(tmp_path / "run")["status"] == "stopped"
 
 

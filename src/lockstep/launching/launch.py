@@ -27,8 +27,9 @@ from lockstep.launchers.job.commands import RankCommand, local_command
 from lockstep.launchers.rank.early import INTERRUPTED
 from lockstep.launchers.rank.environment import Environment, detect
 from lockstep.launchers.warm.stand_in import standing_in
+from lockstep.launching.ending import Ended
 from lockstep.launching.handover import copied, target_of
-from lockstep.launching.start import Ended, rank_command, start_shown
+from lockstep.launching.start import rank_command, start_shown
 from lockstep.launching.warm import new_server
 from lockstep.loading import restored
 from lockstep.parsing import shown

@@ -18,7 +18,8 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import moved
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.front import Sitting
-from lockstep.launching.start import Ended, check_replacements, rank_command, start
+from lockstep.launching.ending import Ended
+from lockstep.launching.start import check_replacements, rank_command, start
 from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 

@@ -16,7 +16,8 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.digests import tensor_digest
 from lockstep.engine.tables.files import read_rows
 from lockstep.front import Sitting
-from lockstep.launching.start import Ended, rank_command, start
+from lockstep.launching.ending import Ended
+from lockstep.launching.start import rank_command, start
 from lockstep.observe import read_events, read_result
 from lockstep.targets import absolute, configured, is_script
 
