@@ -66,7 +66,7 @@ def warnings(task: Task, tmp_path: Any, **keys: Any) -> list[str]:
         LocalTransport(), torch.device("cpu"), 0, "python", 0, events.append, lambda: None
     )
     config = TrainConfig(batch_size=32, num_microbatches=2, steps=2, **keys)
-    trainer = Trainer(task, config, runtime, RunDirectory(tmp_path / "run"))
+    trainer = Trainer(task, config, runtime, RunDirectory(tmp_path))
     before = {n: b.clone() for n, b in trainer._parts.model.named_buffers()}
     assert before["1.running_mean"].abs().sum() == 0
     trainer.run()

@@ -310,7 +310,7 @@ def test_a_checkpoint_without_buffers_that_change_is_said_so(tmp_path: Any) -> N
     events: list[Event] = []
     runtime = Runtime(LocalTransport(), HOME, 0, "python", 0, events.append, lambda: None)
     config = TrainConfig(batch_size=8, num_microbatches=2, steps=4, stop_at_step=2)
-    directory = RunDirectory(tmp_path / "run")
+    directory = RunDirectory(tmp_path)
     folder = Path(Trainer(Fit(), config, runtime, directory).run().checkpoint)
     further = config.model_copy(update={"stop_at_step": None})
     Trainer(Fit(), further, runtime, directory)

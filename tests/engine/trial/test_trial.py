@@ -349,10 +349,10 @@ class HiddenInGradient(Plain):
 
 class HiddenInData(WithSamples):
     def drawer(self) -> Callable[[int], float]:
-        return lambda index: next(hidden_numbers)
+        return lambda index: float(hidden_numbers())
 
 
-hidden_numbers = iter(range(10**9))
+hidden_numbers = hidden()
 
 
 @pytest.mark.parametrize(

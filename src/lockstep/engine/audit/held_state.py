@@ -8,11 +8,15 @@ be compared by path.
 from __future__ import annotations
 
 import array
+import contextvars
 import functools
+import gc
 import itertools
 import os
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +29,8 @@ from torch import Tensor, nn
 
 from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
-from lockstep.engine.audit.leaves import MOST_BYTES, leaf, short
+from lockstep.engine.audit.caches import CONTAINERS
+from lockstep.engine.audit.leaves import MEMORY, MOST_BYTES, STREAMS, has_text, leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000
@@ -36,10 +41,21 @@ _MOST_LETTERS = 400
 _PLAIN = (
     bool, int, float, complex, str, type(None), np.generic, torch.dtype, torch.device, torch.Size,
 )  # fmt: skip
+_ITERATORS: tuple[type[Any], ...] = (
+    type(iter([])), type(iter(())), type(iter(range(0))), type(iter("")), type(iter({})),
+    type(iter({}.values())), type(iter({}.items())), type(iter(set())), type(reversed([])),
+    reversed, zip, map, filter, enumerate, itertools.chain, itertools.cycle, itertools.islice,
+    itertools.repeat, itertools.accumulate, itertools.starmap, itertools.takewhile,
+    itertools.dropwhile, itertools.compress, itertools.product, itertools.permutations,
+)  # fmt: skip
+"""Types of iterators that say what they go on with, for pickle's sake."""
+_LINK = "_lru_list_elem"
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
     int, float, np.generic, bytearray, array.array, Tensor, np.ndarray, list, dict, set, deque,
     itertools.count, types.GeneratorType, types.FunctionType, functools.partial,
-    functools._lru_cache_wrapper, *GENERATORS,
+    functools._lru_cache_wrapper, contextvars.ContextVar, threading.local, *_ITERATORS, *_WEAK,
+    *MEMORY, *STREAMS, *GENERATORS,
 )  # fmt: skip
 """Types of a script's global variables that are looked at, beside objects of its classes."""
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pydantic", "lockstep"})
@@ -93,6 +109,13 @@ def objects_held(roots: Mapping[str, object], without: Iterable[object] = ()) ->
     return _Walk(roots, without).objects
 
 
+def containers_held(
+    roots: Mapping[str, object], without: Iterable[object] = ()
+) -> dict[str, object]:
+    """The containers, arrays and tensors among what `held_state` sees, by path."""
+    return _Walk(roots, without).containers
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in memory that others may share."""
     return tensor.layout == torch.strided and tensor.device.type != "meta"
@@ -121,7 +144,7 @@ def module_globals(kind: type, beside: bool = True) -> dict[str, object]:
 
 def _may_hold_state(value: object, modules: Mapping[str, object]) -> bool:
     kind = value if isinstance(value, type) else type(value)
-    return isinstance(value, _STATEFUL) or kind.__module__ in modules
+    return isinstance(value, _STATEFUL) or kind.__module__ in modules or has_text(value)
 
 
 def _modules_beside(name: str) -> dict[str, types.ModuleType]:
@@ -160,6 +183,7 @@ class _Walk:
         self.generators: dict[str, AnyGenerator] = {}
         self.tensors: dict[str, Tensor] = {}
         self.objects: dict[str, object] = {}
+        self.containers: dict[str, object] = {}
         self._seen: dict[int, object] = {id(value): value for value in without}
         modules = [root for root in roots.values() if isinstance(root, nn.Module)]
         self._known = {id(t) for m in modules for t in (*m.parameters(), *m.buffers())}
@@ -182,6 +206,8 @@ class _Walk:
             self.generators[path] = value
         if _is_of_own_class(value):
             self.objects[path] = value
+        if isinstance(value, CONTAINERS) and id(value) not in self._known:
+            self.containers[path] = value
         text = leaf(value, self._most_bytes)
         if text is not None and id(value) not in self._known:
             self.texts[path] = text
@@ -197,6 +223,8 @@ def _is_opaque(value: object) -> bool:
         return True
     if isinstance(value, (type, types.FunctionType)):
         return _is_library(value.__module__)
+    if isinstance(value, (threading.local, *_WEAK)) or has_text(value):
+        return False
     if isinstance(value, types.MethodType):  # hooks of the engine's own
         return str(value.__module__).startswith("lockstep.engine.")
     module = type(value).__module__
@@ -231,6 +259,19 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
         frame = value.gi_frame
         yield "!", frame.f_lasti if frame else None
         yield from ((f".{name}", part) for name, part in (frame.f_locals if frame else {}).items())
+    elif isinstance(value, _ITERATORS):
+        yield ".__reduce__", value.__reduce__()[1:]  # without the function that makes one of it
+    elif isinstance(value, threading.local):
+        own = value.__dict__ | _attributes(value)  # the first is of this thread
+        yield from ((f".{name}", part) for name, part in own.items())
+    elif isinstance(value, contextvars.ContextVar):
+        yield ".get()", value.get(None)
+    elif isinstance(value, _WEAK):
+        yield "!", f"{len(value)}{KEYS}"
+        yield from ((f"[{i}]", part) for i, part in enumerate(value.values()))
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield from ((f".{name}", part) for name, part in _attributes(value).items())
+        yield ".cache", _cached(value)
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, types.MethodType):
@@ -294,6 +335,17 @@ def _slots(kind: type, value: object) -> dict[str, object]:
             with suppress(AttributeError):  # not assigned yet
                 slots[name] = slot.__get__(value)
     return slots
+
+
+def _cached(function: Any) -> list[object]:
+    """The results that a function of `functools.lru_cache` keeps, some with their keys."""
+    held = gc.get_referents(function)
+    dicts = [i for i, part in enumerate(held) if type(part) is dict and part is not vars(function)]
+    if function.cache_parameters()["maxsize"] is None:
+        return list(held[dicts[0]].values())
+    # A dict of links follows what they lead to: key, result and the type of each link.
+    links = [i for i in dicts if all(type(v).__name__ == _LINK for v in held[i].values())]
+    return [part for part in held[: links[-1]] if not isinstance(part, type)]
 
 
 def _content(cell: types.CellType) -> object:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import hashlib
+import io
 import itertools
+import mmap
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +19,23 @@ from torch import Tensor
 from lockstep.data.generators import GENERATORS, generator_state
 
 MOST_BYTES = 1 << 20
+
+MEMORY = (memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+"""Types of objects that are memory, of which others may have a view."""
+STREAMS = (io.BytesIO, io.StringIO)
+"""Types of files that are in memory."""
+
+_BY_MODULE: Mapping[str, Callable[[Any], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("_hashlib", "_blake2", "_md5", "_sha1", "_sha2", "_sha256", "_sha512", "_sha3"),
+            lambda value: str(value.hexdigest()),
+        ),
+        "sqlite3": lambda connection: str(connection.total_changes),
+        "multiprocessing.sharedctypes": lambda value: _memory(value.get_obj(), MOST_BYTES),
+    }
+)
+"""Texts of objects of other modules' types: sums so far, changes of a data base, shared values."""
 
 
 def leaf(value: object, most_bytes: int = MOST_BYTES) -> str | None:
@@ -35,7 +57,24 @@ def leaf(value: object, most_bytes: int = MOST_BYTES) -> str | None:
         return short(repr(generator_state(value)))
     if isinstance(value, (itertools.count, range, slice)):
         return repr(value)
-    return None
+    if isinstance(value, MEMORY):
+        return _memory(value, most_bytes)
+    if isinstance(value, STREAMS):
+        return f"{value.tell()} {short(value.getvalue())}"
+    text = _BY_MODULE.get(type(value).__module__)
+    return None if text is None else text(value)
+
+
+def has_text(value: object) -> bool:
+    """Whether `leaf` has a text for an object of another module's type."""
+    return isinstance(value, STREAMS) or type(value).__module__ in _BY_MODULE
+
+
+def _memory(value: Any, most_bytes: int) -> str:
+    view = memoryview(value)
+    data = view.cast("B") if view.c_contiguous else view.tobytes()
+    stride = max(1, len(data) // most_bytes)
+    return f"{len(data)} {short(bytes(data[::stride]))}"
 
 
 def _tensor(value: Tensor, most_bytes: int) -> str:

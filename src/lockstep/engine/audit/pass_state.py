@@ -10,6 +10,7 @@ evaluation, is done again and must come out the same (`Repetition`).
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -22,7 +23,14 @@ from torch import nn
 from lockstep.comm.transport import Transport
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.streams.passes import is_stream
-from lockstep.engine.audit.held_state import KEYS, held_state, module_globals, objects_held
+from lockstep.engine.audit.caches import Caches
+from lockstep.engine.audit.held_state import (
+    KEYS,
+    containers_held,
+    held_state,
+    module_globals,
+    objects_held,
+)
 from lockstep.engine.audit.leaves import MOST_BYTES
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_part_of, is_scratch
@@ -51,6 +59,7 @@ class PassState:
     Attributes:
         guard: notices attributes that one pass sets and another one reads.
         free: paths of values that passes change, such as caches, of which no result depends.
+        caches: those of them that can be forgotten for a while.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class PassState:
         self._kinds = {type(root): None for root in self._roots.values()}
         self.guard = AttributeGuard()
         self.free: set[str] = set()
+        self.caches = Caches(self._kinds)
         self._at_start: dict[str, str] | None = None
         self._seed = seed
         self._every = checkpoint_every
@@ -164,11 +174,8 @@ class PassState:
             is_quick: whether to look at fewer elements of large tensors and arrays.
         """
         began = perf_counter()
-        there = {"model": self._model, **self._roots}
-        for kind in self._kinds:
-            there |= module_globals(kind, beside=False)  # others take long, again and again
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
-        texts = held_state(there, self._streams, most_bytes)
+        texts = held_state(self._there(), self._streams, most_bytes)
         known = [*self.free, *self.guard.paths]
         texts = {
             path: text
@@ -177,6 +184,12 @@ class PassState:
         }
         self._spent += perf_counter() - began
         return texts
+
+    def _there(self) -> dict[str, object]:
+        there = {"model": self._model, **self._roots}
+        for kind in self._kinds:
+            there |= module_globals(kind, beside=False)  # others take long, again and again
+        return there
 
     def is_due(self, step: int) -> bool:
         """Whether what the passes of a step change is looked for; may differ from rank to rank.
@@ -223,7 +236,11 @@ class PassState:
         Raises:
             TaskError: an attribute was set and read over and over again.
         """
-        self.free |= {self.root_of(path) for path in paths}
+        roots = {self.root_of(path) for path in paths}
+        if roots - self.free:
+            held = containers_held(self._there(), self._streams)
+            self.caches.note({p: v for p, v in held.items() if self.root_of(p) in roots})
+        self.free |= roots
         for attribute in attributes:
             attribute.is_trusted = True
             attribute.num_trusted += 1
@@ -273,22 +290,29 @@ class Repetition:
             is_quick: whether to look at fewer elements of large tensors and arrays.
         """
         self._guard.begin(cleared=self.is_second)
+        if self.is_second:
+            self._state.caches.forget()
         if not self.is_second:
             self._is_quick = is_quick
             self._modes = self._state.modes()
-            self._before = self._state.held(is_quick) if is_due else None
+            self._before = self._held() if is_due else None
 
     def end(self) -> None:
         """After the passes; those of the first time may turn out to be suspicious."""
-        self._guard.leave()
+        self.leave()
         if self.is_second:
             return
         self._read, self._changed, self._after = list(self._guard.read), [], None
         if self._before is not None:
-            self._after = self._state.held(self._is_quick)
+            self._after = self._held()
             self._changed = _differing(self._before, self._after)
         if self._modes != self._state.modes():
             self._changed += self._state.modes_apart(self._modes)
+
+    def leave(self) -> None:
+        """The passes are over, or were broken off by an exception."""
+        self._guard.leave()
+        self._state.caches.recall()
 
     @property
     def suspects(self) -> list[str]:
@@ -309,13 +333,17 @@ class Repetition:
         """
         if self._after is None:
             return
-        now = self._state.held(self._is_quick)
+        now = self._held()
         moved = [p for p in _differing(self._after, now) if p not in self.suspects_read]
         if moved:
             raise TaskError(
                 f"{named(moved)}: is changed by microbatches or evaluation batches, so it depends "
                 f"on how many of them this rank computes. {remedy(moved[0])}"
             )
+
+    def _held(self) -> dict[str, str]:
+        variables = {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
+        return self._state.held(self._is_quick) | variables
 
     @property
     def suspects_read(self) -> list[str]:

@@ -61,7 +61,7 @@ class StepAudit:
 
     def leave(self) -> None:
         """The passes were broken off by an exception."""
-        self._state.guard.leave()
+        self._passes.leave()
 
     def forget(self) -> None:
         """Have nothing to compare with: the step was given up, or ranks compute other parts."""
@@ -115,7 +115,8 @@ class StepAudit:
     def _compare(self, second: _Outcome) -> None:
         def check() -> None:
             if repr(second) != repr(self._first):
-                raise depends_on(f"step {self._step}", self._suspects)
+                suspects = self._suspects or self._state.caches.paths
+                raise depends_on(f"step {self._step}", suspects)
             self._passes.check_unchanged()
             self._passes.trust()
 

@@ -1,0 +1,118 @@
+"""Forgetting for a while what passes have kept, to see whether it is a cache.
+
+What a cache has kept can be computed again, and then nothing comes out otherwise. What was kept
+from an earlier model, from other samples or from a count of passes cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
+"""Types of what passes may keep something in, and that can be given back what they held."""
+_MOST_BYTES = 64 << 20
+"""Size of the largest array or tensor of which there is a copy."""
+
+
+class Caches:
+    """Containers that passes have changed, and cached functions; they forget and remember."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        """Take note of the cached functions of some classes and of their modules.
+
+        Args:
+            kinds: classes of the task, its datasets and its hooks.
+        """
+        self._first: dict[str, tuple[Any, Any]] = {}
+        self._now: list[tuple[Any, Any]] = []
+        self._functions = list(_cached_functions(kinds))
+        self._is_forgotten = False
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of what forgets."""
+        return [*self._first, *(f"{owner.__name__}.{name}" for owner, name, _ in self._functions)]
+
+    def note(self, containers: Mapping[str, object]) -> None:
+        """Take note of what containers hold now, by path, unless they are known already."""
+        for path, value in containers.items():
+            if path not in self._first and _size(value) <= _MOST_BYTES:
+                self._first[path] = value, _content(value)
+
+    def forget(self) -> None:
+        """Have all containers hold what they held when they were noted, and functions nothing."""
+        self._is_forgotten = True
+        self._now = [(value, _content(value)) for value, _ in self._first.values()]
+        for value, content in self._first.values():
+            _put(value, content)
+        for owner, name, function in self._functions:
+            again = functools.lru_cache(**function.cache_parameters())(function.__wrapped__)
+            _set(owner, name, again)
+
+    def recall(self) -> None:
+        """Have everything as it was before `forget`; does nothing without it."""
+        if not self._is_forgotten:
+            return
+        self._is_forgotten = False
+        for value, content in self._now:
+            _put(value, content)
+        self._now = []
+        for owner, name, function in self._functions:
+            _set(owner, name, function)
+
+
+def _cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
+    """Functions of `functools.lru_cache` with what they are attributes of, and their names."""
+    own = {base for kind in kinds for base in kind.__mro__}
+    names = {base.__module__ for base in own}
+    modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
+    owners: list[Any] = [*sorted(own, key=lambda kind: kind.__qualname__), *modules]
+    for owner in owners:
+        if owner.__name__.partition(".")[0] in ("builtins", "torch", "lockstep"):
+            continue
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                yield owner, name, value
+
+
+def _set(owner: Any, name: str, value: object) -> None:
+    with suppress(AttributeError, TypeError):  # of a class that refuses, it stays as it is
+        if isinstance(owner, type):
+            type.__setattr__(owner, name, value)
+        else:
+            setattr(owner, name, value)
+
+
+def _size(value: object) -> int:
+    return int(value.nbytes) if isinstance(value, (Tensor, np.ndarray)) else 0
+
+
+def _content(value: Any) -> Any:
+    """A copy that `_put` takes; items are the same objects."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _put(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(content)
+    elif isinstance(value, np.ndarray):
+        value[...] = content
+    elif isinstance(value, (list, bytearray)):
+        value[:] = content
+    else:
+        value.clear()
+        (value.extend if isinstance(value, deque) else value.update)(content)
