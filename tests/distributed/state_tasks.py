@@ -22,6 +22,7 @@ class StateConfig(ls.TrainConfig):
     eval_every: int = 5
     eval_batch_size: int = 8
     checkpoint: ls.CheckpointConfig = ls.CheckpointConfig(every=13)
+    tag: str = ""
 
 
 class Plain(ls.Task):
@@ -95,6 +96,31 @@ class Decays(ls.Hook):
         if run.step == 11 and RANK == 1:
             for group in run.optimizer.param_groups:
                 group["weight_decay"] = 0.0
+
+
+class OwnOrder(Plain):
+    """Goes through its samples in another order on each rank, from the third epoch on."""
+
+    def epoch_indices(self, epoch, generator):
+        order = generator.permutation(len(self.dataset("train")))
+        return order[::-1] if epoch > 1 and RANK == 1 else order
+
+
+class StopsAlone(Plain):
+    """Has enough on one rank only: after a step, or after an evaluation."""
+
+    def hooks(self):
+        return [Enough()]
+
+
+class Enough(ls.Hook):
+    def after_step(self, run):
+        if run.config.tag == "step" and run.step == 7 and RANK == 1:
+            run.stop("enough")
+
+    def after_evaluation(self, run, split, metrics):
+        if run.config.tag == "evaluation" and RANK == 1:
+            run.stop("enough")
 
 
 class Caches(Plain):

@@ -45,6 +45,16 @@ def test_ranks_that_would_step_with_other_options_are_stopped(train):
     refused(train("OwnRate", 2), "'weight_decay' of the optimizer's group 0: is 0.1 on rank 0 but")
 
 
+def test_ranks_that_would_take_other_samples_are_stopped(train):
+    refused(train("OwnOrder", 2), "Task.epoch_indices gave other indices on other ranks")
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+def test_a_hook_that_ends_the_run_on_some_ranks_only_is_refused(train, when):
+    ended = train("StopsAlone", 2, f"tag={when}")
+    refused(ended, "a hook ends the run on rank 1 ('enough') and on rank 0 for nothing")
+
+
 def test_caches_of_other_samples_on_each_rank_are_let_be(train, tmp_path):
     assert train("Caches", 1).returncode == 0
     ended = train("Caches", 3)

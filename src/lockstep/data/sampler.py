@@ -6,6 +6,9 @@ number of ranks can go on in the middle of an epoch where any other number left 
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -91,6 +94,13 @@ class BatchLayout:
         """The number of samples in a microbatch, which may be 0."""
         return len(self._ranges(self.step_size(step))[microbatch])
 
+    def order_digest(self, step: int) -> int:
+        """A digest of the order that a caller has given for the epoch of a step: 52 bits.
+
+        It is 0 where there is none, or this process has not used it.
+        """
+        return 0
+
     def _size_from(self, start: int) -> int:
         """The number of samples in a global batch that begins at a position of its epoch."""
         if self.num_samples is None:
@@ -137,6 +147,8 @@ class ElasticSampler(BatchLayout):
         self._seed = seed
         self._draw = order or (shuffled if shuffle else in_order)(num_samples)
         self._epoch = -1
+        self._is_given = order is not None
+        self._digests: dict[int, int] = {}
         self._order = np.empty(0, dtype=np.int64)
 
     def indices(self, step: int, microbatch: int) -> Tensor:
@@ -146,6 +158,19 @@ class ElasticSampler(BatchLayout):
             drawn = self._draw(epoch, order_generator(self._seed, epoch))
             self._order = drawn.astype(np.int64, copy=False)
             self._epoch = epoch
+            if self._is_given:
+                # Samples are fetched ahead: steps of the epoch before may still be computed.
+                newest = {epoch - 1: self._digests.get(epoch - 1, 0)}
+                self._digests = newest | {epoch: _digest(self._order)}
         first, last = self.positions(step, microbatch)
         # A part of an array is made in half the time that one of a tensor takes.
         return torch.from_numpy(self._order[first:last])
+
+    def order_digest(self, step: int) -> int:
+        """See `BatchLayout.order_digest`."""
+        return self._digests.get(self.epoch(step), 0)
+
+
+def _digest(order: np.ndarray[Any, Any]) -> int:
+    data = np.ascontiguousarray(order).tobytes()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 12  # exact as a float64

@@ -200,6 +200,7 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
         places,
         total_steps,
         pass_state,
+        sampler.order_digest,
         agreed,
     )
     rounding = everywhere(transport, lambda: rounding_of(config.precision.dtype, runtime.device))

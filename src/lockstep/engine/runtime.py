@@ -117,6 +117,13 @@ def shared_error(
     Raises:
         GroupBroken: all that ranks have to say is that a subgroup of them was given up.
     """
+    return shared_words(transport, error, "")[0]
+
+
+def shared_words(
+    transport: Transport, error: Exception | SystemExit | None, word: str
+) -> tuple[LockstepError | None, list[str]]:
+    """As `shared_error`, with a word of each rank, by rank; a collective."""
     mine: list[str] = []
     if isinstance(error, GroupBroken):
         mine = [GroupBroken.__name__, str(error)]
@@ -134,12 +141,13 @@ def shared_error(
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
         _let_go(error)
-    said = [e for e in transport.gather_json(mine) if e]
+    everyone = transport.gather_json([mine, word])
+    said = [e for e, _ in everyone if e]
     # Who waited in vain for a rank that has failed has nothing to tell beside that rank.
     first = next((e for e in said if e[0] != GroupBroken.__name__), None)
     if said and first is None:
         raise GroupBroken(said[0][1])
-    return _error(*first) if first else None
+    return _error(*first) if first else None, [theirs for _, theirs in everyone]
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -18,11 +18,11 @@ from lockstep.engine.audit.saved_state import SavedState
 from lockstep.engine.hooks.hook import MAY_CHANGE, Hook, Run
 from lockstep.engine.logs.log import Logbook
 from lockstep.engine.run.progress import Progress
-from lockstep.engine.runtime import Raised, Runtime, everywhere
+from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_words
 from lockstep.engine.step.step_result import StepResult
 from lockstep.engine.task import Task
 from lockstep.engine.task.asked import asked_of, watched
-from lockstep.errors import LockstepError, TaskError
+from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import region_of
 
 MAY_LOG = ("on_start", "after_step", "after_evaluation", "on_end")
@@ -64,6 +64,7 @@ class Hooks:
         self._num_evaluations = 0
         self._started: set[int] = set()
         self._error: Raised | None = None
+        self._ended = ""
         self.has_failed = False
 
     def start(self, progress: Progress) -> None:
@@ -95,7 +96,7 @@ class Hooks:
         run = self._run
         is_checked = is_looked_at(step) or (run.is_epoch_end and is_looked_at(run.epoch + 1))
         self._guarded(call, "after_step" if is_checked else "")
-        return self._run.taken_stop_reason()
+        return self._taken_stop_reason()
 
     def after_evaluation(self, progress: Progress, split: str, metrics: dict[str, float]) -> str:
         """Call `after_evaluation`; returns why a hook ends the run, as `after_step`."""
@@ -109,7 +110,7 @@ class Hooks:
             lambda: self._each("after_evaluation", hooks, split, dict(metrics)),
             "after_evaluation" if is_checked else "",
         )
-        return self._run.taken_stop_reason()
+        return self._taken_stop_reason()
 
     def after_checkpoint(self, progress: Progress, folder: Path) -> None:
         """Call `after_checkpoint`; on rank 0 only."""
@@ -142,11 +143,12 @@ class Hooks:
         """
         if not self._hooks and not self._has_after_step:
             return
-        try:
-            everywhere(self._runtime.transport, self._raise)
-        except LockstepError:
+        error, reasons = shared_words(self._runtime.transport, self._error, self._ended)
+        if error is None and len({*reasons}) > 1:
+            error = shared(_ended_by_some(reasons))
+        if error is not None:
             self.has_failed = True
-            raise
+            raise error
 
     def check_saved(self) -> None:
         """Make sure that what the task and its hooks have changed can be saved; a collective.
@@ -157,9 +159,10 @@ class Hooks:
         if self._hooks or self._has_after_step:
             everywhere(self._runtime.transport, self._saved.check_again)
 
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _taken_stop_reason(self) -> str:
+        reason = self._run.taken_stop_reason()
+        self._ended = self._ended or reason
+        return reason
 
     def _running(self, name: str) -> list[int]:
         """Indices of the hooks that have a method of this name and run in this process."""
@@ -291,4 +294,15 @@ def changed_by_hook(what: str) -> str:
     return (
         f"{what} was changed; set `changes_model = True` on the hook's class, and let it run on "
         "every rank, in after_step or after_evaluation"
+    )
+
+
+def _ended_by_some(reasons: Sequence[str]) -> TaskError:
+    ending = next(rank for rank, reason in enumerate(reasons) if reason)
+    other = next(rank for rank, reason in enumerate(reasons) if reason != reasons[ending])
+    there = repr(reasons[other]) if reasons[other] else "nothing"
+    return TaskError(
+        f"a hook ends the run on rank {ending} ({reasons[ending]!r}) and on rank {other} for "
+        f"{there}: it must do the same on each rank, so let it depend on the step and on metrics "
+        "of whole evaluations, not on what batches of this rank have left"
     )

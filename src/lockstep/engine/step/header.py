@@ -11,7 +11,7 @@ DIRECTORY_LOST = "the run directory is gone"
 STOP_REASONS = ("", "interrupted", "hung up", "terminated", "preempted", DIRECTORY_LOST)
 """Why a run may be asked to end, by rising urgency; empty if it is not asked to."""
 
-_NUM_OWN = 7
+_NUM_OWN = 8
 _NUM_FIXED = _NUM_OWN + len(Times._fields)
 
 
@@ -36,25 +36,27 @@ class Header(NamedTuple):
     """Whether this rank's passes have changed state, so that the step has to be done again."""
     settings: int = 0
     """Digest of the learning rates of this step and of the optimizer's other settings."""
+    order: int = 0
+    """Digest of the order of the epoch's samples, if the task gives it; 0 where it was not used."""
 
     def pack(self) -> list[float]:
         """As float64 values, `num_values` of them."""
         stop = STOP_REASONS.index(self.stop_reason)
         own = (
             *(self.has_failed, stop, self.grows, self.carry_length, self.asked),
-            *(self.is_suspicious, self.settings),
+            *(self.is_suspicious, self.settings, self.order),
         )
         return [*map(float, own), *self.times, *self.counters]
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> Header:
         """The inverse of `pack`."""
-        has_failed, stop, grows, length, asked, is_suspicious, settings = values[:_NUM_OWN]
+        has_failed, stop, grows, length, asked, is_suspicious, *digests = values[:_NUM_OWN]
         times = Times(*values[_NUM_OWN:_NUM_FIXED])
         counters = tuple(values[_NUM_FIXED:])
         reason = STOP_REASONS[int(stop)]
         own = bool(has_failed), reason, bool(grows), times, counters
-        return cls(*own, int(length), int(asked), bool(is_suspicious), int(settings))
+        return cls(*own, int(length), int(asked), bool(is_suspicious), *map(int, digests))
 
 
 def num_values(num_counters: int) -> int:

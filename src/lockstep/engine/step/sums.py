@@ -54,6 +54,7 @@ class StepSums:
         error: Raised | None,
         is_suspicious: bool = False,
         settings: int = 0,
+        order: int = 0,
     ) -> list[Header]:
         """The canonical sum over all ranks, and every rank's header.
 
@@ -63,6 +64,7 @@ class StepSums:
             error: what this rank's passes have raised, if anything.
             is_suspicious: whether they have changed state (`Header.is_suspicious`).
             settings: digest of the optimizer's settings (`Header.settings`).
+            order: digest of the order of samples (`Header.order`).
         """
         runtime = self._runtime
         own = Header(
@@ -75,6 +77,7 @@ class StepSums:
             asked=self._asked.bits if self._asked is not None else 0,
             is_suspicious=is_suspicious,
             settings=settings,
+            order=order,
         )
         headers, reduction = [own], workspace.reduction
         travels = runtime.transport.size > 1

@@ -7,7 +7,7 @@ rank applies a step, all have what it takes to apply it: when one has, all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class TrainStep:
         places: Places,
         total_steps: int,
         pass_state: PassState,
+        order_digest: Callable[[int], int],
         first_agreed: Sequence[Tensor] = (),
     ) -> None:
         self._runtime = runtime
@@ -99,6 +100,7 @@ class TrainStep:
         self.watch = Stopwatch(places.world.traffic)
         self._constants = constants
         self._audit = StepAudit(runtime, pass_state)
+        self._order_digest = order_digest
         self._storage: BlockStorage | None = None
         if config.shards_gradients:
             give_back_large()
@@ -293,7 +295,12 @@ class TrainStep:
         self._runtime.at("reduce", step)
         settings = self.flat_optimizer.settings(factors)
         headers = self._sums.reduce(
-            step, self.workspace, error, self._audit.is_suspicious, settings
+            step,
+            self.workspace,
+            error,
+            self._audit.is_suspicious,
+            settings,
+            self._order_digest(step),
         )
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
@@ -332,7 +339,14 @@ class TrainStep:
     def _check_settings(
         self, step: int, headers: Sequence[Header], factors: Sequence[float]
     ) -> None:
-        """Refuse to step with other learning rates, or other options, than other ranks."""
+        """Refuse to step with other learning rates, options or samples than other ranks."""
+        if len({header.order for header in headers if header.order}) > 1:
+            text = (
+                f"step {step}: Task.epoch_indices gave other indices on other ranks; it must "
+                "depend on the epoch and the generator that it is given, and on what "
+                "Task.after_step has set"
+            )
+            raise shared(TaskError(text))
         if any(header.settings != headers[0].settings for header in headers):
             everyone = self._runtime.transport.gather_json(
                 self.flat_optimizer.described_settings(factors)
