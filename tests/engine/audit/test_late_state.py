@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import itertools
 import os
 import queue
@@ -26,6 +27,11 @@ from lockstep.front import Sitting
 SAMPLES = 48
 LATE = 5
 NUM_SEEN = [0]
+
+
+@functools.cache
+def box() -> list[int]:
+    return [0]
 
 
 class Net(nn.Module):
@@ -185,6 +191,15 @@ class OfEvaluation(Late):
         return self.last
 
 
+class InCachedResult(Late):
+    """Counts evaluation batches, with an effect after many of them only."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> ls.Loss:
+        loss = self.plain(model, batch)
+        box()[0] += self.is_late
+        return ls.Loss(loss.sum * (2 if box()[0] > 1000 else 1), loss.weight)
+
+
 class InDict(Late):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -290,6 +305,7 @@ class InPlace(Late):
         (OfSlots, r"task\.kept\.value"),
         (OfHook, r"task\.hook\.seen"),
         (OfEvaluation, r"task\.last"),
+        (InCachedResult, r"\.box\.cache"),
         (InDict, r"task\.seen"),
         (InArray, r"task\.sums"),
         (InDeque, r"task\.window"),

@@ -48,13 +48,17 @@ class Caches:
             if path not in self._first and _size(value) <= _MOST_BYTES:
                 self._first[path] = value, _content(value)
 
-    def forget(self) -> None:
-        """Have all containers hold what they held when they were noted, and functions nothing."""
+    def forget(self, with_functions: bool = True) -> None:
+        """Have all containers hold what they held when they were noted.
+
+        Args:
+            with_functions: whether cached functions are to have no results.
+        """
         self._is_forgotten = True
         self._now = [(value, _content(value)) for value, _ in self._first.values()]
         for value, content in self._first.values():
             _put(value, content)
-        for owner, name, function in self._functions:
+        for owner, name, function in self._functions if with_functions else ():
             again = functools.lru_cache(**function.cache_parameters())(function.__wrapped__)
             _set(owner, name, again)
 

@@ -291,7 +291,8 @@ class Repetition:
         """
         self._guard.begin(cleared=self.is_second)
         if self.is_second:
-            self._state.caches.forget()
+            # What changes with every pass would change in another function's results.
+            self._state.caches.forget(with_functions=not self.suspects)
         if not self.is_second:
             self._is_quick = is_quick
             self._modes = self._state.modes()
