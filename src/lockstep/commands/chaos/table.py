@@ -17,7 +17,7 @@ _VICTIMS: dict[What, str] = {
     "job": "all",
     "corrupt": "all",
     "reader": "reader",
-    "directory": "run dir",
+    "directory": "run directory",
 }
 """What is not struck in one process alone."""
 

@@ -165,7 +165,7 @@ def draw_skill(
         axes.set(title=region)
     # Below the panels, where it covers no bar.
     figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8
+        *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=3, fontsize=8
     )
     panels[0].set_ylabel("RMSE" if unit == "1" else f"RMSE, {unit}")
     return save(figure, path)
