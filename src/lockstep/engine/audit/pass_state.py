@@ -49,7 +49,7 @@ _POWERS = 3
 """Of the steps 1, 2, 4, 8, …, every third is done again."""
 _QUICK_BYTES = 1 << 16
 """Bytes of a tensor or array that are looked at where it happens often."""
-_MOST_TIME = 0.005
+_MOST_TIME = 0.002
 """Greatest part of the time that looks at random steps and before checkpoints may take."""
 
 
@@ -295,7 +295,8 @@ class Repetition:
             self._state.caches.forget(with_functions=not self.suspects)
         if not self.is_second:
             self._is_quick = is_quick
-            self._modes = self._state.modes()
+            # Once a step is enough: between steps nothing may change them either.
+            self._modes = self._modes or self._state.modes()
             self._before = self._held() if is_due else None
 
     def end(self) -> None:
@@ -307,8 +308,10 @@ class Repetition:
         if self._before is not None:
             self._after = self._held()
             self._changed = _differing(self._before, self._after)
-        if self._modes != self._state.modes():
+        modes = self._state.modes()
+        if modes != self._modes:
             self._changed += self._state.modes_apart(self._modes)
+            self._modes = modes
 
     def leave(self) -> None:
         """The passes are over, or were broken off by an exception."""

@@ -293,21 +293,19 @@ class TrainStep:
                 raise  # others wait for this rank, and only its end wakes them
             self.places.give_up()  # or they would wait for this rank
         self._runtime.at("reduce", step)
-        settings = self.flat_optimizer.settings(factors)
+        settings = order = 0
+        if self._runtime.transport.size > 1:
+            settings, order = self.flat_optimizer.settings(factors), self._order_digest(step)
         headers = self._sums.reduce(
-            step,
-            self.workspace,
-            error,
-            self._audit.is_suspicious,
-            settings,
-            self._order_digest(step),
+            step, self.workspace, error, self._audit.is_suspicious, settings, order
         )
         self._runtime.at("reduced", step)
         scalars = self.workspace.reduction.total.scalars.tolist()
         # Before anything is stepped: an error leaves parameters as after the step before.
         self._audit.check_failed(headers)
         self._sums.check(step, error, headers, scalars)
-        self._check_settings(step, headers, factors)
+        if len(headers) > 1:
+            self._check_settings(step, headers, factors)
         self._audit.check(headers, scalars, self.workspace)
         summed = Summed(scalars, headers)
         if self.sharded:
