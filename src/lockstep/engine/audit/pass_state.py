@@ -319,6 +319,11 @@ class Repetition:
         self._state.caches.recall()
 
     @property
+    def has_suspects(self) -> bool:
+        """Whether there are any `suspects`; asked in every step."""
+        return bool(self._read or self._changed)
+
+    @property
     def suspects(self) -> list[str]:
         """What passes have left behind, or read of what others had left, the first time."""
         roots = map(self._state.root_of, self._changed)

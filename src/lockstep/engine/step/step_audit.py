@@ -72,7 +72,7 @@ class StepAudit:
     def is_suspicious(self) -> bool:
         """Whether the step is to be done again."""
         is_first = not self._passes.is_second and not self._is_given_up
-        return is_first and (self._is_sampled or bool(self._passes.suspects))
+        return is_first and (self._is_sampled or self._passes.has_suspects)
 
     def check_failed(self, headers: Sequence[Header]) -> None:
         """See what it means that some rank's passes have failed the second time.
