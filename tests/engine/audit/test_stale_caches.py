@@ -211,3 +211,16 @@ def test_containers_of_all_kinds_forget_and_remember() -> None:
     caches.recall()
     caches.recall()
     assert {name: repr(value) for name, value in containers.items()} == now
+
+
+def test_what_is_too_large_to_be_copied_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.engine.audit.caches._MOST_BYTES", 1000)
+    large, small, further = torch.zeros(1000), torch.zeros(200), torch.zeros(200)
+    caches = Caches([])
+    caches.note({"large": large, "small": small, "further": further})
+    for tensor in (large, small, further):
+        tensor += 1
+    caches.forget()
+    assert [float(tensor[0]) for tensor in (large, small, further)] == [1, 0, 1]
+    caches.recall()
+    assert caches.paths == ["small"]

@@ -20,7 +20,9 @@ from torch import Tensor
 CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
 """Types of what passes may keep something in, and that can be given back what they held."""
 _MOST_BYTES = 64 << 20
-"""Size of the largest array or tensor of which there is a copy."""
+"""Greatest size of all copies together; what is larger is not forgotten."""
+_ITEM_BYTES = 64
+"""About what an item of a container takes."""
 
 
 class Caches:
@@ -33,6 +35,7 @@ class Caches:
             kinds: classes of the task, its datasets and its hooks.
         """
         self._first: dict[str, tuple[Any, Any]] = {}
+        self._num_bytes = 0
         self._now: list[tuple[Any, Any]] = []
         self._functions = list(_cached_functions(kinds))
         self._is_forgotten = False
@@ -45,7 +48,9 @@ class Caches:
     def note(self, containers: Mapping[str, object]) -> None:
         """Take note of what containers hold now, by path, unless they are known already."""
         for path, value in containers.items():
-            if path not in self._first and _size(value) <= _MOST_BYTES:
+            size = _size(value)
+            if path not in self._first and self._num_bytes + size <= _MOST_BYTES:
+                self._num_bytes += size
                 self._first[path] = value, _content(value)
 
     def forget(self, with_functions: bool = True) -> None:
@@ -96,8 +101,9 @@ def _set(owner: Any, name: str, value: object) -> None:
             setattr(owner, name, value)
 
 
-def _size(value: object) -> int:
-    return int(value.nbytes) if isinstance(value, (Tensor, np.ndarray)) else 0
+def _size(value: Any) -> int:
+    is_array = isinstance(value, (Tensor, np.ndarray))
+    return int(value.nbytes) if is_array else _ITEM_BYTES * len(value)
 
 
 def _content(value: Any) -> Any:
