@@ -100,6 +100,15 @@ def test_ranks_of_another_job_are_told_apart(host: str, port: int) -> None:
     del held
 
 
+def test_a_rank_that_was_started_twice_is_told(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = meet("127.0.0.1", port, 0), meet("127.0.0.1", port, 1)
+    again = meet("127.0.0.1", port, 1)  # of the same process: a script's next training
+    monkeypatch.setattr(store.os, "getpid", lambda: 1)
+    with pytest.raises(EnvironError, match=r"^RANK=1: process \d+ of \S+ has this rank, too"):
+        meet("127.0.0.1", port, 1)
+    del held, again
+
+
 @pytest.mark.parametrize("host", ADDRESSES)
 def test_rank_0_that_never_comes_is_missed(host: str, port: int) -> None:
     with pytest.raises(EnvironError, match=f"MASTER_PORT={port}: rank 0 has not come .* refused"):

@@ -22,6 +22,8 @@ LOOPBACK = "127.0.0.1"
 
 _HOSTED_BY_US = "lockstep/world_size"
 """A key that rank 0 sets as soon as it hosts a store."""
+_TAKEN_BY = "lockstep/taken"
+"""What keys begin with that say which process is which rank."""
 _ANSWER = timedelta(seconds=8)
 """How long a rank that has reached a store waits for that key."""
 _POLL_S = 0.05
@@ -113,6 +115,12 @@ def _met_at(host: str, port: int, rank: int, size: int, timeout: timedelta) -> A
         raise EnvironError(
             f"WORLD_SIZE={size}: rank 0 at {host}:{port} was started as one of {there} ranks; set "
             "WORLD_SIZE to the same number on all ranks, or MASTER_PORT to the port of this job"
+        )
+    own = f"process {os.getpid()} of {socket.gethostname()}"
+    first = store.compare_set(f"{_TAKEN_BY}/{rank}", "", own).decode(errors="replace")
+    if first != own:
+        raise EnvironError(
+            f"RANK={rank}: {first} has this rank, too; start each rank once, with a RANK of its own"
         )
     return store
 
