@@ -16,6 +16,7 @@ from lockstep.launchers.job.job import GRACE_S
 
 SCRIPTS = Path(__file__).parent / "launched"
 SOURCE = Path(__file__).parents[2] / "src"
+_NEVER_STARTED = "The PMIx server's listener thread failed to start"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
@@ -76,6 +77,10 @@ def mpirun() -> Callable[..., subprocess.CompletedProcess[str]]:
         command += ["--mca", "mpi_yield_when_idle", "1", *options, "-n", str(num_ranks)]
         command += [sys.executable, str(SCRIPTS / script), *arguments]
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return run(command, timeout_s=150, **root, **variables)
+        done = run(command, timeout_s=150, **root, **variables)
+        # Before any rank was started, now and then. `lockstep` starts them again then, too.
+        if _NEVER_STARTED in done.stdout:
+            done = run(command, timeout_s=150, **root, **variables)
+        return done
 
     return launch
