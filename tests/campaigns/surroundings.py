@@ -89,6 +89,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # no command stays
     if subprocess.run(["unshare", "--mount", "--net", "--uts", "true"], check=False).returncode:
         raise SystemExit("these surroundings need namespaces: start this as root on Linux")
+    if Path(sys.executable).is_relative_to("/tmp"):
+        raise SystemExit("each command has a /tmp of its own: start this from a clone elsewhere")
     print(f"seed {arguments.seed}", flush=True)
     started = time.monotonic()
     # Not in /tmp, of which each command has its own.
