@@ -475,6 +475,23 @@ def test_what_a_task_names_in_scratch_may_be_set_and_read_by_any_microbatch(tmp_
     assert run(tmp_path, Shown()).step == 12
 
 
+class ShownInEnvironment(Late):
+    """Tells others of the process, by a variable that no result depends on."""
+
+    scratch = ("os.environ",)
+
+    def factor(self, model: Any, loss: ls.Loss) -> float:
+        os.environ["LATE_STATE"] = str(int(os.environ["LATE_STATE"]) + 1)
+        return 1.0
+
+
+def test_environment_variables_can_be_named_in_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATE_STATE", "0")
+    assert run(tmp_path, ShownInEnvironment()).step == 12
+
+
 class Unsaid(Shown):
     scratch = ()
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
-"""Types of what passes may keep something in, and that can be given back what they held."""
+from lockstep.engine.audit.held_state import is_library
+
 _MOST_BYTES = 64 << 20
 """Greatest size of all copies together; what is larger is not forgotten."""
 _ITEM_BYTES = 64
@@ -86,7 +86,7 @@ def _cached_functions(kinds: Iterable[type]) -> Iterable[tuple[Any, str, Any]]:
     modules = [sys.modules[name] for name in sorted(names) if name in sys.modules]
     owners: list[Any] = [*sorted(own, key=lambda kind: kind.__qualname__), *modules]
     for owner in owners:
-        if owner.__name__.partition(".")[0] in ("builtins", "torch", "lockstep"):
+        if is_library(getattr(owner, "__module__", owner.__name__)):
             continue
         for name, value in list(vars(owner).items()):
             if isinstance(value, functools._lru_cache_wrapper):

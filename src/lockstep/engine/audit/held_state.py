@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from lockstep.data.attributes import WatchedAttribute
 from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
-from lockstep.engine.audit.caches import CONTAINERS
 from lockstep.engine.audit.leaves import MEMORY, MOST_BYTES, STREAMS, has_text, leaf, short
 
 _MOST_OBJECTS = 50_000
@@ -49,6 +48,8 @@ _ITERATORS: tuple[type[Any], ...] = (
     itertools.dropwhile, itertools.compress, itertools.product, itertools.permutations,
 )  # fmt: skip
 """Types of iterators that say what they go on with, for pickle's sake."""
+_CONTAINERS = (dict, list, set, deque, bytearray, np.ndarray, Tensor)
+"""Types of what passes may keep something in, and that can be given back what they held."""
 _LINK = "_lru_list_elem"
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _STATEFUL = (
@@ -153,7 +154,7 @@ def _modules_beside(name: str) -> dict[str, types.ModuleType]:
     if own is None:
         return {}
     folder = _folder(own)
-    if folder is None or folder.endswith("-packages") or _is_library(name):
+    if folder is None or folder.endswith("-packages") or is_library(name):
         return {name: own}
     beside = {n: m for n, m in list(sys.modules.items()) if _folder(m) == folder}
     return {name: own} | beside
@@ -165,7 +166,8 @@ def _folder(module: object) -> str | None:
     return file.rpartition(os.sep)[0] if isinstance(file, str) else None
 
 
-def _is_library(module: object) -> bool:
+def is_library(module: object) -> bool:
+    """Whether a module is one whose classes and functions keep no state of a run."""
     return str(module).partition(".")[0] in _LIBRARIES
 
 
@@ -206,7 +208,7 @@ class _Walk:
             self.generators[path] = value
         if _is_of_own_class(value):
             self.objects[path] = value
-        if isinstance(value, CONTAINERS) and id(value) not in self._known:
+        if isinstance(value, _CONTAINERS) and id(value) not in self._known:
             self.containers[path] = value
         text = leaf(value, self._most_bytes)
         if text is not None and id(value) not in self._known:
@@ -222,7 +224,7 @@ def _is_opaque(value: object) -> bool:
     if isinstance(value, _OPAQUE) or is_global(value):
         return True
     if isinstance(value, (type, types.FunctionType)):
-        return _is_library(value.__module__)
+        return is_library(value.__module__)
     if isinstance(value, (threading.local, *_WEAK)) or has_text(value):
         return False
     if isinstance(value, types.MethodType):  # hooks of the engine's own
@@ -238,7 +240,7 @@ def _is_of_own_class(value: object) -> bool:
     if isinstance(value, (type, types.FunctionType, types.MethodType, Tensor, BaseModel)):
         return False
     kind = type(value)
-    return bool(kind.__flags__ & _HEAP_TYPE) and not _is_library(kind.__module__)
+    return bool(kind.__flags__ & _HEAP_TYPE) and not is_library(kind.__module__)
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:
@@ -305,7 +307,7 @@ def _attributes(value: object) -> dict[str, object]:
             parts |= inside
     for kind in type(value).__mro__:
         parts |= _slots(kind, value)
-        if not _is_library(kind.__module__):
+        if not is_library(kind.__module__):
             own = _own(kind)
             overridden = {n: v for n, v in own.items() if n in parts and callable(v)}
             parts |= own | parts | {f"{kind.__name__}.{n}": v for n, v in overridden.items()}

@@ -167,15 +167,19 @@ class PassState:
         """Whether the task says of a path that no result depends on it."""
         return is_scratch(self._task, path)
 
-    def held(self, is_quick: bool = True) -> dict[str, str]:
+    def held(self, is_quick: bool = True, with_environment: bool = False) -> dict[str, str]:
         """Everything there is, by path, but for what no result depends on.
 
         Args:
             is_quick: whether to look at fewer elements of large tensors and arrays.
+            with_environment: whether to look at environment variables, which ranks have of their
+                own.
         """
         began = perf_counter()
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
         texts = held_state(self._there(), self._streams, most_bytes)
+        if with_environment:
+            texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
         known = [*self.free, *self.guard.paths]
         texts = {
             path: text
@@ -351,8 +355,7 @@ class Repetition:
             )
 
     def _held(self) -> dict[str, str]:
-        variables = {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
-        return self._state.held(self._is_quick) | variables
+        return self._state.held(self._is_quick, with_environment=True)
 
     @property
     def suspects_read(self) -> list[str]:
