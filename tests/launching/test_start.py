@@ -204,11 +204,13 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
     assert not how_ended(silent, script, time.time(), "mpi").again
 
 
+@pytest.mark.parametrize("name", ["run-rescued", "run-rescued-2"])
 def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_in(
-    tmp_path: Path,
+    tmp_path: Path, name: str
 ) -> None:
-    rescued = tmp_path / "run-rescued"
-    rescued.mkdir()
+    (tmp_path / "run-rescued").mkdir()  # that of an earlier loss, or its own
+    rescued = tmp_path / name
+    rescued.mkdir(exist_ok=True)
     result = {"status": "failed", "reason": "run: was moved", "exit_code": 2, "step": 3}
     result |= {"params_sha256": None, "metrics": {}, "world_size": 2, "wall_s": 1.0}
     result |= {"error": "RunDirectoryError", "checkpoint": ""}

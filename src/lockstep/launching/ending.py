@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import shutil
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.run.loop import EXIT_CODES
 from lockstep.errors import LockstepError
 from lockstep.front import Sitting
@@ -23,7 +25,6 @@ TRY_AGAIN = 75
 """The exit code of ranks that could not go on but can be started again (EX_TEMPFAIL)."""
 _SAID_BY_MPI = ("*** Process received signal ***", "*** An error occurred in MPI_Init")
 """Of a process that crashes or aborts, after which mpirun may well leave with code 0."""
-
 
 _STOPPED = frozenset(EXIT_CODES.values()) - {TRY_AGAIN}
 """Exit codes of runs that were asked to stop."""
@@ -81,10 +82,11 @@ def _last_row(outcome: Outcome, told: str, run_dir: Path, since: float) -> dict[
         return outcome.last
     if told and outcome.exit_code == LockstepError.exit_code:
         return None  # the result of a run that these ranks were refused is another job's
-    row = _result(run_dir, since)
-    if row is None and not told:  # of a run whose directory is gone, and whose ranks too
-        row = _result(run_dir.with_name(f"{run_dir.name}-rescued"), since)
-    return row
+    folders = [run_dir]
+    if not told:  # a run whose directory is gone, and whose ranks too
+        folders += itertools.takewhile(Path.exists, rescued_paths(run_dir))
+    rows = (_result(folder, since) for folder in folders)
+    return next((row for row in rows if row is not None), None)
 
 
 def _as_written(row: dict[str, Any], outcome: Outcome) -> Ended:

@@ -15,6 +15,7 @@ from lockstep.commands.chaos.table import Effect, Row, effect_of, lost_unexplain
 from lockstep.commands.chaos.verdict import Trained
 from lockstep.engine import faults
 from lockstep.engine.checkpoint import listing
+from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.faults import moved
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
 from lockstep.front import Sitting
@@ -119,7 +120,7 @@ class Sittings:
             ended = self._start(run_dir, blows, log)
             strikes = faults.logged(log)
         last = blows[-1].what if blows else None
-        rescued = run_dir.with_name(f"{run_dir.name}-rescued")
+        rescued = next(rescued_paths(run_dir))
         if not _is_planned(ended, last, rescued):
             raise LaunchError(
                 f"the run ended with exit code {ended.exit_code}, which its faults do not explain: "

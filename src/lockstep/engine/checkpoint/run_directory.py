@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,13 @@ class Identity:
     def length(self) -> dict[str, int | None]:
         """`epochs` and `steps`, if they are known."""
         return {} if self.epochs is None else {"epochs": self.epochs, "steps": self.steps}
+
+
+def rescued_paths(run_dir: Path) -> Iterator[Path]:
+    """The folders in which a run goes on whose directory is gone, the first that is free."""
+    yield run_dir.with_name(f"{run_dir.name}-rescued")
+    for number in itertools.count(2):
+        yield run_dir.with_name(f"{run_dir.name}-rescued-{number}")
 
 
 class RunDirectory:
@@ -193,11 +201,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: there can be none.
         """
-        name = f"{self.path.name}-rescued"
-        number, path = 1, self.path.with_name(name)
-        while path.exists():
-            number += 1
-            path = self.path.with_name(f"{name}-{number}")
+        path = next(path for path in rescued_paths(self.path) if not path.exists())
         self.close()
         self.path, self.checkpoints, self.flight = path, path / "checkpoints", FlightFolder(path)
         self.lock()
