@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.backend == "mpi4py":
-        from lockstep.comm.backend import init_process_group  # calls MPI_Init
+        from lockstep.comm.backend import init_process_group
 
         init_process_group()
     else:

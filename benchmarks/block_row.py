@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events, read_result
 
 

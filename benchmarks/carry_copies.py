@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from lockstep.config import TrainConfig
+from lockstep.engine.carry.carries import Carry
 from lockstep.engine.carry.group import DealtCarries
-from lockstep.engine.carry.tree import Carry
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
 
 SLOTS, POSITIONS, DIM, LENGTH = 384, 82, 512, 81
 

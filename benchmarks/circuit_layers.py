@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lockstep.quantum.circuits.angles import parameter
-from lockstep.quantum.circuits.circuit import Circuit, gate
-from lockstep.quantum.layers.layer import Layer
+from lockstep.systems.quantum.circuits.angles import parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, gate
+from lockstep.systems.quantum.layer import Layer
 from page import Section, duration, ratio
 from peers.pennylane_layers import layer as pennylanes
 from processes import Spread

@@ -11,8 +11,8 @@ import os
 import statistics
 from typing import Literal
 
-from lockstep.planning.profile.profile import Layer, from_json
-from lockstep.planning.profile.sizes import parse_sizes, size_text
+from lockstep.planning.operations import parse_sizes, size_text
+from lockstep.planning.profile import Layer, from_json
 from page import Section, command, duration, page, ratio, write
 from processes import Program, Result, Spread, alternate
 from run import DOCS, machine

@@ -21,7 +21,7 @@ from pathlib import Path
 from compression_cases import CASES, KINDS, NEVER, Case
 from lab.network import Lab
 from lab.ranks import start_ranks
-from lockstep.launchers.host.cores import usable_cores
+from lockstep.launching.host.processes import usable_cores
 from lockstep.observe import read_events, read_result
 from page import Section, command, page, ratio, write
 from processes import Spread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lockstep.recipes.digits import Digits
+from lockstep.systems.digits.task import Digits
 
 _WIDTH = 848
 

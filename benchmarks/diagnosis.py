@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.launchers.host.cores import usable_cores
+from lockstep.launching.host.processes import usable_cores
 from page import Section, command, page, write
 from run import DOCS, machine
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 
 from lockstep.comm.transport import Transport
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
-from lockstep.parallel.arena import BLOCK, Segment
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.mesh import Mesh
 from lockstep.parallel.reduction import OrderedReduction
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from comparing import Effort, compared, lockstep, peer, work
-from lockstep.launchers.host.cores import usable_cores
+from lockstep.launching.host.processes import usable_cores
 from page import Section, duration, ratio
 from processes import Program, Spread, alternate, run
 

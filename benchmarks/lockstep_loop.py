@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from peers.models import MODELS, workload
 

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from lockstep.errors import LockstepError
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.job.commands import find_mpirun, mpi_version
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import find_mpirun, mpi_version
 
 PACKAGES = ("lockstep-train", "torch", "numpy", "mpi4py", "lightning", "accelerate")
 

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lockstep
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.front import Sitting, run
+from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.launching.front import Sitting, run
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep_loop import Training

@@ -35,8 +35,8 @@ _PATIENCE_S = 600
 _SERVER = """
 import sys
 from pathlib import Path
-from lockstep.monitor.watch import Watch
-from lockstep.monitor.web import serve
+from lockstep.observe.monitor.watch import Watch
+from lockstep.observe.monitor.web import serve
 tell = lambda url: print(url, flush=True)
 serve(Watch([Path(sys.argv[1])]), "127.0.0.1", 0, None, tell, 1.0, print)
 """

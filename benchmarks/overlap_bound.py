@@ -18,9 +18,9 @@ import torch
 
 from host_sums import laid_out
 from lockstep.comm.transport import Transport
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
-from lockstep.parallel.hosts.group import meet_hosts
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.hosts.layout import meet_hosts
 from peers.models import workload
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.job.commands import (
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import (
     mpirun_command,
     python_command,
     rank_environment,

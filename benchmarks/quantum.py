@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 import circuit_layers
-from lockstep.front import Sitting
+from lockstep.launching.front import Sitting
 from lockstep.launching.start import rank_command, start
-from lockstep.quantum.simulation.measure import PauliSum
-from lockstep.quantum.simulation.statevector import Simulator
-from lockstep.quantum.transformer.closed_form import loss
-from lockstep.recipes.quantum.config import QuantumConfig
-from lockstep.recipes.quantum.task import Quantum
+from lockstep.systems.quantum.config import QuantumConfig
+from lockstep.systems.quantum.simulation.measure import PauliSum
+from lockstep.systems.quantum.simulation.statevector import Simulator
+from lockstep.systems.quantum.task import Quantum
+from lockstep.systems.quantum.transformer.closed_form import loss
 from page import Section, command, duration, ratio, write
 from peers.lightning_circuits import gradient as lightning
 from processes import HERE, Program, Spread, alternate

@@ -17,10 +17,10 @@ import torch
 import yaml
 
 import lockstep as ls
-from lockstep.recipes.quantum.comparison import baselines, of_model
-from lockstep.recipes.quantum.config import QuantumConfig
-from lockstep.recipes.quantum.scores import Score
-from lockstep.recipes.quantum.task import Quantum
+from lockstep.systems.quantum.commands import baselines, of_model
+from lockstep.systems.quantum.config import QuantumConfig
+from lockstep.systems.quantum.language import Score
+from lockstep.systems.quantum.task import Quantum
 from page import Section, command, page, write
 from processes import HERE, Spread
 from run import DOCS, machine

@@ -17,11 +17,11 @@ import torch
 
 from lockstep.config import CheckpointConfig
 from lockstep.engine.digests import model_digest
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
-from lockstep.recipes.hrm.config import HrmConfig
-from lockstep.recipes.hrm.task import Hrm
+from lockstep.systems.hrm.config import HrmConfig
+from lockstep.systems.hrm.task import Hrm
 
 WARMUP = 2
 

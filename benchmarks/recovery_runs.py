@@ -16,11 +16,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.commands.chaos.plan import Blow
-from lockstep.commands.chaos.table import effect_of
+from lockstep.cli.prove.chaos.plan import Blow
+from lockstep.cli.prove.chaos.verdict import effect_of
 from lockstep.engine.faults import Moment, PlannedFault, to_env
-from lockstep.front import Sitting
-from lockstep.launchers.rank.join import free_port
+from lockstep.launching.front import Sitting
+from lockstep.launching.rank.join import free_port
 from lockstep.launching.start import rank_command, start
 from lockstep.observe import read_events, read_result
 from processes import HERE

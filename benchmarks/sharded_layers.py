@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
 from lockstep.nn import Heads, shard
 from lockstep.nn.cutting import compute_in, cut, keep
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.units import Holding
+from lockstep.nn.ties import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 

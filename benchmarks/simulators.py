@@ -13,9 +13,9 @@ import numpy as np
 import pennylane as qml
 import torch
 
-from lockstep.quantum.circuits.circuit import Circuit
-from lockstep.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
-from lockstep.quantum.simulation.statevector import Simulator
+from lockstep.systems.quantum.circuits.circuit import Circuit
+from lockstep.systems.quantum.simulation.measure import PauliSum, probabilities, sample_frequencies
+from lockstep.systems.quantum.simulation.statevector import Simulator
 from page import Section, duration, ratio
 from peers import aer_circuits
 from peers.lightning_circuits import applied

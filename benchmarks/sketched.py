@@ -17,9 +17,9 @@ from scipy.linalg import qr
 from torch import nn
 
 from lockstep.config import override
-from lockstep.recipes.sketched.config import SketchedConfig
-from lockstep.recipes.sketched.task import Sketched
 from lockstep.sketch import SKLinear, cqrrpt, rsvd
+from lockstep.systems.sketched.config import SketchedConfig
+from lockstep.systems.sketched.task import Sketched
 from page import Section, command, write
 from run import DOCS, machine
 from sketched_layers import attention_works, fastest, linear_works

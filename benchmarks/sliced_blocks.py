@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import lockstep
 from block_row import Row, parser, timed
 from lockstep.config import CheckpointConfig, OptimizerConfig
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.rank.environment import detect
 
 WARMUP = 1
 LR = 1e-4

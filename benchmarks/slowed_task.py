@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.rank.environment import detect
 
 SLOWED = "LOCKSTEP_BENCHMARK_SLOWED"
 """Environment variable: number of the slow rank, and how many times as long it takes."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lockstep
 from block_row import Row, parser, timed
 from lockstep.config import CheckpointConfig, MeshConfig, OptimizerConfig
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.rank.environment import detect
 from sharded_layers import Block
 
 TOKENS = 128

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.job.commands import mpirun_command, rank_environment
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import mpirun_command, rank_environment
 from lockstep.observe import read_events
 from page import Section, command, duration, page, write
 from processes import Spread

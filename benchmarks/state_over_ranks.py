@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
-from lockstep.quantum.circuits.circuit import Circuit, gate, parameter
-from lockstep.quantum.simulation.distributed import expectation
-from lockstep.quantum.simulation.statevector import Simulator
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.systems.quantum.circuits.angles import parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, gate
+from lockstep.systems.quantum.simulation.statevector import Simulator, expectation
 
 
 def ring(num_qubits: int, num_layers: int) -> Circuit:

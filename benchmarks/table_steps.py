@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.config import CheckpointConfig
 from lockstep.engine.tables import exchange
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.optim import RowSGD
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from comparing import Effort
-from lockstep.launchers.host.cores import usable_cores
+from lockstep.launching.host.processes import usable_cores
 from page import Section, command, duration, number, page, ratio, write
 from processes import Program, Spread, alternate
 from run import DOCS, machine

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.report.jacobian import physical
-from lockstep.recipes.ufs.task import Ufs
+from lockstep.systems.ufs.config import UfsConfig
+from lockstep.systems.ufs.report.scores import physical
+from lockstep.systems.ufs.task import Ufs
 
 
 def main() -> None:

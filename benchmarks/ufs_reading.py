@@ -18,11 +18,11 @@ from typing import Any
 
 import netCDF4
 
-from lockstep.recipes.ufs.fields.bands import Selection, keep_bands
-from lockstep.recipes.ufs.fields.rows import gather
-from lockstep.recipes.ufs.fields.sources import find_sources
-from lockstep.recipes.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
-from lockstep.recipes.ufs.synthetic.write import write_history
+from lockstep.systems.ufs.fields.bands import Selection, keep_bands
+from lockstep.systems.ufs.fields.rows import gather
+from lockstep.systems.ufs.fields.sources import find_sources
+from lockstep.systems.ufs.fields.variables import DEFAULT_INPUTS, VARIABLES
+from lockstep.systems.ufs.synthetic import write_history
 
 SHAPE = (721, 1440)
 TIMES = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import CheckpointConfig
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
-from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.task import Ufs
+from lockstep.systems.ufs.config import UfsConfig
+from lockstep.systems.ufs.task import Ufs
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.events import StepDone
-from lockstep.launchers.job.commands import rank_environment
+from lockstep.launching.job.commands import rank_environment
 from lockstep.observe import event_from_row
 from lockstep.observe.storing.jsonl import EventsJsonl
 from lockstep.observe.storing.metrics_csv import MetricsCsv
@@ -87,7 +87,7 @@ def main() -> None:
 
 def being_watched(folder: Path, rounds: int, steps: int, cores: Cores) -> Section:
     """Runs alone and runs that are watched, in turn."""
-    has_page = importlib.util.find_spec("lockstep.monitor.web") is not None
+    has_page = importlib.util.find_spec("lockstep.observe.monitor.web") is not None
     who = "the screen of `lockstep monitor`, its exporter, asked each second" + (
         ", and its page, with one reader" if has_page else ""
     )
@@ -131,7 +131,7 @@ def watched(run_dir: Path, cores: Cores) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(screen(run_dir, cores.watchers))
         stack.enter_context(exporter(run_dir, cores.watchers))
-        if importlib.util.find_spec("lockstep.monitor.web") is not None:
+        if importlib.util.find_spec("lockstep.observe.monitor.web") is not None:
             stack.enter_context(web_page(run_dir, cores.watchers))
         time.sleep(2.0)  # their start is not what is measured
         yield

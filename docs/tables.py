@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.config import TrainConfig
 from lockstep.config.help import Group, Key, describe
-from lockstep.recipes import load_recipe
+from lockstep.launching.systems import load_recipe
 
 PAGE = Path(__file__).with_name("configuration.md")
 

@@ -9,15 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.quantum import (
-    Circuit,
-    Gate,
-    PauliSum,
-    Simulator,
-    gate,
-    parameter,
-    probabilities,
-)
+from lockstep.quantum import Circuit, Gate, PauliSum, Simulator, gate, parameter, probabilities
 
 
 class MaxCutConfig(ls.TrainConfig):

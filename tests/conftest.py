@@ -11,8 +11,8 @@ import pytest
 from hypothesis import settings
 
 from lockstep.cli.main import main
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.job.commands import (
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import (
     local_command,
     mpirun_command,
     rank_environment,
@@ -32,7 +32,7 @@ WARM = {}
 """Environment variables with which interpreters start in a forked process."""
 
 
-_ALONE = ("campaigns", "comm", "commands", "distributed", "lab", "launchers", "launching", "slurm")
+_ALONE = ("campaigns", "cli", "comm", "distributed", "lab", "launching", "slurm")
 """Folders of tests that start ranks or watch the time: never two of them at once."""
 
 _PATIENT = {"local", "torchrun"}
@@ -55,8 +55,10 @@ def pytest_collection_modifyitems(items):
     Ranks under MPI wait busily: with twice as many of them as cores, each is slower than twice.
     """
     for item in items:
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        is_alone = folder in _ALONE and _ONE_PROCESS not in item.fixturenames
+        folders = item.path.relative_to(Path(__file__).parent).parts
+        is_alone = (
+            folders[0] in _ALONE and folders[1] != "front" and _ONE_PROCESS not in item.fixturenames
+        )
         is_alone |= not _STARTING.isdisjoint(item.fixturenames)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         is_alone &= _PATIENT.isdisjoint(v for v in values if isinstance(v, str))

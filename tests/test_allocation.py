@@ -44,7 +44,7 @@ def test_large_tensors_are_in_large_pages_unless_the_user_says_otherwise() -> No
 
 SELDOM = """
 import gc
-from lockstep.allocation import collect_as_usual, collect_seldom, skip_last_collection
+from lockstep.comm.host import collect_as_usual, collect_seldom, skip_last_collection
 
 class Node:
     def __del__(self):

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.front import Sitting, run
+from lockstep.launching.front import Sitting, run
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 

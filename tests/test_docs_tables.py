@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config import TrainConfig
 from lockstep.config.help import describe
-from lockstep.recipes import recipe_names
+from lockstep.launching.systems import recipe_names
 
 DOCS = Path(__file__).parents[1] / "docs"
 CORE = [group.name for group in describe(TrainConfig)]

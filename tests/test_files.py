@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.files import (
+from lockstep.config.files import (
     create_beside,
     leftovers,
     open_regular,

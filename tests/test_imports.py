@@ -12,8 +12,8 @@ import lockstep as ls
 
 SLOW = {"torch", "numpy", "pydantic", "yaml", "mpi4py", "safetensors"}
 SCIENCE = {
-    "lockstep.quantum", "lockstep.sketch", "lockstep.recipes.ufs", "lockstep.recipes.quantum",
-    "lockstep.recipes.sketched", "lockstep.recipes.hrm",
+    "lockstep.quantum", "lockstep.sketch", "lockstep.systems.ufs", "lockstep.systems.quantum",
+    "lockstep.systems.sketched", "lockstep.systems.hrm",
 }  # fmt: skip
 COMMAND = """
 import sys
@@ -42,7 +42,13 @@ def test_the_library_is_imported_name_by_name(tmp_path: Path) -> None:
     assert not imported(tmp_path, "import lockstep as ls; ls.LockstepError") & SLOW
     modules = imported(tmp_path, "import lockstep as ls; ls.Task, ls.Loss, ls.TrainConfig")
     assert "torch" in modules
-    assert not modules & {"lockstep.front", "lockstep.engine.run.loop", "rich", "typer", "mpi4py"}
+    assert not modules & {
+        "lockstep.launching.front",
+        "lockstep.engine.run.loop",
+        "rich",
+        "typer",
+        "mpi4py",
+    }
 
 
 @pytest.mark.parametrize(
@@ -75,14 +81,12 @@ def test_commands_of_recipes_are_imported_when_asked_for(
 
 def test_a_rank_imports_the_recipe_it_trains_only(tmp_path: Path) -> None:
     modules = imported(tmp_path, COMMAND, "train", "digits", "steps=1", "--run-dir", "r")
-    assert "lockstep.recipes.digits" in modules
+    assert "lockstep.systems.digits.task" in modules
     others = (*SCIENCE, "qiskit")
     assert not [name for name in modules if name.startswith(others)]
     unasked = ("verify", "chaos", "slurm", "doctor", "evaluate", "export")
     assert not [
-        name
-        for name in modules
-        if name.startswith(tuple(f"lockstep.commands.{c}" for c in unasked))
+        name for name in modules if name.startswith(tuple(f"lockstep.cli.{c}" for c in unasked))
     ]
 
 

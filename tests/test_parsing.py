@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.parsing import (
+from lockstep.config.parsing import (
     MAX_DEPTH,
     as_type,
     parse_float,

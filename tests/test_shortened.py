@@ -1,6 +1,6 @@
 """Messages are kept everywhere, so none may be of any length."""
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.runtime import shared_error
 from lockstep.errors import ConfigError, TaskFailure, shortened
 

@@ -12,7 +12,7 @@ import pytest
 
 import lockstep as ls
 from lockstep import errors, nn, optim, quantum, sketch
-from lockstep.nn import reasoning
+from lockstep.systems.hrm import reasoning
 
 pytestmark = pytest.mark.docs
 
@@ -88,7 +88,7 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     names |= {"lockstep.hooks.EMA", "lockstep.hooks.EarlyStopping"}
     names |= {f"lockstep.quantum.{name}" for name in quantum.__all__}
     names |= {f"lockstep.nn.{name}" for name in nn.__all__}
-    names |= {f"lockstep.nn.reasoning.{name}" for name in reasoning.__all__}
+    names |= {f"lockstep.systems.hrm.reasoning.{name}" for name in reasoning.__all__}
     names |= {f"lockstep.optim.{name}" for name in optim.__all__}
     names |= {f"lockstep.sketch.{name}" for name in sketch.__all__}
     names |= {f"lockstep.errors.{kind.__name__}" for kind in kinds}

@@ -12,7 +12,7 @@ from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import PlannedFault, injector, to_env
 from lockstep.errors import ConfigError, LockstepError, RunDirectoryError
-from lockstep.targets import trusted_target
+from lockstep.launching.targets import trusted_target
 
 CODE = "import pathlib\npathlib.Path('mark').touch()\n"
 

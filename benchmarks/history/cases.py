@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from benchmarks.processes import Failed, Program, measured
 
-from lockstep.launchers.job.commands import rank_environment
+from lockstep.launching.job.commands import rank_environment
 from lockstep.observe import read_events
 
 _TIMEOUT_S = 300

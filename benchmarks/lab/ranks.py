@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.host.tether import tethered
-from lockstep.launchers.job.commands import mpirun_command, rank_environment
+from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import mpirun_command, rank_environment
 
 from .network import INTERFACE, Lab
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from lockstep.config.parsing import parse_float, shown
 from lockstep.errors import ConfigError
-from lockstep.parsing import parse_float, shown
 
 _RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DELAYS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -13,8 +13,8 @@ import torch
 from qiskit import transpile
 from qiskit_aer import AerSimulator
 
-from lockstep.quantum.circuits.circuit import Circuit
-from lockstep.quantum.interop.qiskit_writer import bound, to_qiskit
+from lockstep.systems.quantum.circuits.circuit import Circuit
+from lockstep.systems.quantum.interop.qasm_writer import bound, to_qiskit
 
 _ONE_THREAD = {
     "max_parallel_threads": 1,

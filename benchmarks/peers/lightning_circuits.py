@@ -13,8 +13,8 @@ import pennylane as qml
 import torch
 from pennylane import numpy as pnp
 
-from lockstep.quantum.circuits.circuit import Circuit, Gate
-from lockstep.quantum.simulation.statevector import statevector
+from lockstep.systems.quantum.circuits.circuit import Circuit, Gate
+from lockstep.systems.quantum.simulation.statevector import statevector
 
 
 def gradient(circuit: Circuit, parameters: torch.Tensor) -> Callable[[], Any]:

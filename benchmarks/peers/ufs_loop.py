@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lockstep.recipes.ufs.config import UfsConfig
-from lockstep.recipes.ufs.task import Ufs
+from lockstep.systems.ufs.config import UfsConfig
+from lockstep.systems.ufs.task import Ufs
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from its module when it is first used.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from lockstep.allocation import use_large_pages as _use_large_pages
-from lockstep.launchers.rank.early import ending_at_interrupt as _ending_at_interrupt
-from lockstep.launchers.rank.early import prepare as _prepare
+from lockstep.comm.host import use_large_pages as _use_large_pages
+from lockstep.launching.rank.early import ending_at_interrupt as _ending_at_interrupt
+from lockstep.launching.rank.early import prepare as _prepare
 
 if TYPE_CHECKING:
     from lockstep import hooks, nn, quantum, sketch
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     )
     from lockstep.data.random import generator, numpy_generator
     from lockstep.data.shards import Shards
-    from lockstep.engine.hooks.hook import Hook, Run
-    from lockstep.engine.logs.log import log
+    from lockstep.engine.hook import Hook, Run
+    from lockstep.engine.log import log
     from lockstep.engine.optimizer.schedule import lr_factor
+    from lockstep.engine.reducer import Reducer
     from lockstep.engine.task import Loss, Phase, Task
     from lockstep.errors import LockstepError
-    from lockstep.exporting.export import Exported, export
-    from lockstep.front import Result, Stopped, main, train
+    from lockstep.launching.front import Result, Stopped, main, train
+    from lockstep.launching.front.api import Loaded, load
+    from lockstep.launching.front.export import Exported, export
     from lockstep.launching.launch import launch
-    from lockstep.loading import Loaded, load
-    from lockstep.reducer import Reducer
 
 __version__ = "0.1.0"
 
@@ -90,32 +90,32 @@ _HOMES = {
     "DataConfig": "lockstep.config",
     "EarlyStoppingConfig": "lockstep.config",
     "LocalConfig": "lockstep.config",
-    "Exported": "lockstep.exporting.export",
-    "Hook": "lockstep.engine.hooks.hook",
-    "Loaded": "lockstep.loading",
+    "Exported": "lockstep.launching.front.export",
+    "Hook": "lockstep.engine.hook",
+    "Loaded": "lockstep.launching.front.api",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.engine.task",
     "MeshConfig": "lockstep.config",
     "OptimizerConfig": "lockstep.config",
     "Phase": "lockstep.engine.task",
     "PrecisionConfig": "lockstep.config",
-    "Reducer": "lockstep.reducer",
-    "Result": "lockstep.front",
-    "Run": "lockstep.engine.hooks.hook",
+    "Reducer": "lockstep.engine.reducer",
+    "Result": "lockstep.launching.front",
+    "Run": "lockstep.engine.hook",
     "ScheduleConfig": "lockstep.config",
     "Shards": "lockstep.data.shards",
-    "Stopped": "lockstep.front",
+    "Stopped": "lockstep.launching.front",
     "Task": "lockstep.engine.task",
     "TrainConfig": "lockstep.config",
-    "export": "lockstep.exporting.export",
+    "export": "lockstep.launching.front.export",
     "generator": "lockstep.data.random",
     "launch": "lockstep.launching.launch",
-    "load": "lockstep.loading",
-    "log": "lockstep.engine.logs.log",
+    "load": "lockstep.launching.front.api",
+    "log": "lockstep.engine.log",
     "lr_factor": "lockstep.engine.optimizer.schedule",
-    "main": "lockstep.front",
+    "main": "lockstep.launching.front",
     "numpy_generator": "lockstep.data.random",
-    "train": "lockstep.front",
+    "train": "lockstep.launching.front",
 }
 """The module that each name of `__all__` comes from, but for those that are modules."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from lockstep.allocation import collect_seldom
-from lockstep.launchers.rank.early import ending_at_interrupt
+from lockstep.comm.host import collect_seldom
+from lockstep.launching.rank.early import ending_at_interrupt
 
 
 def main() -> NoReturn:
@@ -14,12 +14,12 @@ def main() -> NoReturn:
     collect_seldom()
     with ending_at_interrupt():
         from lockstep.cli.main import main as command
-        from lockstep.launchers.warm.forked import Forked
+        from lockstep.launching.warm.forked import Forked
     try:
         command()
     except Forked as forked:
         rank = forked.with_traceback(None)  # this process is another one from here on
-    from lockstep.launchers.warm.rank import run
+    from lockstep.launching.warm.rank import run
 
     run(rank)
     sys.exit(0)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.hooks.hook import Hook, Run
+from lockstep.engine.hook import Hook, Run
 from lockstep.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lockstep.launchers.host.processes import children, is_alive, send, variable
+from lockstep.launching.host.processes import children, is_alive, send, variable
 
 MARK = "CAMPAIGN_COMMAND"
 """Environment variable that holds a command's unique name; all its processes inherit it.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.conftest import environment
 
-from lockstep.launchers.host.processes import children
-from lockstep.launchers.job.job import GRACE_S
+from lockstep.launching.host.processes import children
+from lockstep.launching.job.job import GRACE_S
 
 SCRIPTS = Path(__file__).parent / "launched"
 SOURCE = Path(__file__).parents[2] / "src"

@@ -21,8 +21,7 @@ from lockstep.comm.calls import (
     CallRing,
     measure_of,
 )
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import GroupBroken, collective
+from lockstep.comm.transport import GroupBroken, LocalTransport, collective
 from lockstep.errors import DataError
 
 ALL_GATHER, BARRIER = KINDS.index("all_gather"), KINDS.index("barrier")

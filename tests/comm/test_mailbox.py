@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.comm import futex, mailbox, shared_memory
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.mailbox import Mailbox, open_mailbox
-from lockstep.comm.traffic import Traffic
-from lockstep.comm.transport import GroupBroken
+from lockstep.comm import shared_memory
+from lockstep.comm import shared_memory as futex
+from lockstep.comm import shared_memory as mailbox
+from lockstep.comm.shared_memory import Mailbox, open_mailbox
+from lockstep.comm.transport import GroupBroken, LocalTransport, Traffic
 
 SCRIPT = Path(__file__).parent / "launched" / "mailbox.py"
 

@@ -9,8 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.traffic import Traffic
+from lockstep.comm.transport import LocalTransport, Traffic
 
 SCRIPT = Path(__file__).parent / "launched" / "traffic_counts.py"
 

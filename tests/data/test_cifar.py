@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.cifar import has_cifar, read_cifar
 from lockstep.errors import DataError
+from lockstep.systems.cifar.task import has_cifar, read_cifar
 
 BATCHES = [f"data_batch_{n}.bin" for n in range(1, 6)]
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data import idx
-from lockstep.data.idx import find_idx, read_idx, read_labelled, write_idx
+from lockstep.data import images as idx
+from lockstep.data.images import find_idx, read_idx, read_labelled, write_idx
 from lockstep.errors import DataError
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32, torch.float64]

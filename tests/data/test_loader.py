@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.data.loader import Loader, dataset_size, to_device
 from lockstep.data.random import Stream, random_key
 from lockstep.data.sampler import ElasticSampler
@@ -26,7 +26,7 @@ from lockstep.data.workers import _Deferred
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import DataError
-from lockstep.launchers.host.processes import is_alive
+from lockstep.launching.host.processes import is_alive
 from lockstep.parallel.layout import Range
 
 NUM_SAMPLES, BATCH_SIZE, NUM_MICROBATCHES = 22, 8, 4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lockstep.data.moments import Moments
+from lockstep.systems.ufs.fields.rows import Moments
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 COLUMNS = arrays(np.float32, st.integers(0, 40), elements=FLOATS)

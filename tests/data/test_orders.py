@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.orders import GivenOrder, order_generator, weighted
-from lockstep.data.sampler import ElasticSampler
+from lockstep.data.sampler import ElasticSampler, GivenOrder, order_generator, weighted
 from lockstep.errors import ConfigError, TaskError
 
 

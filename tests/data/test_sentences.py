@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.data.sentences import read_sentences
 from lockstep.errors import DataError
+from lockstep.systems.quantum.language import read_sentences
 
 
 def corpus(folder: Path, text: str | bytes) -> Path:

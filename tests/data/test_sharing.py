@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.data.sharing import share_out
+from lockstep.data.workers import share_out
 from lockstep.errors import DataError
 
 PACKAGE = str(Path(lockstep.__file__).parent)
@@ -19,7 +19,7 @@ import os, sys, time, types
 from pathlib import Path
 sys.modules["lockstep"] = package = types.ModuleType("lockstep")
 package.__path__ = [sys.argv[3]]  # without torch, which takes seconds to import
-from lockstep.data.sharing import share_out
+from lockstep.data.workers import share_out
 folder, pause = Path(sys.argv[1]), float(sys.argv[2])
 def make(number, path):
     (folder / f"begun-{number}-{os.getpid()}").touch()

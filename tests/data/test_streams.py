@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from lockstep.data.passes import is_stream, stream_length
 from lockstep.data.sampler import BatchLayout
-from lockstep.data.streams.loader import StreamLoader
-from lockstep.data.streams.passes import is_stream, stream_length
-from lockstep.data.streams.reader import StreamReader
+from lockstep.data.stream_reader import StreamLoader, StreamReader
 from lockstep.errors import DataError
 from lockstep.parallel.layout import Range
 

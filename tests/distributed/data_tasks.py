@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
-from lockstep.front import Sitting, run
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.front import Sitting, run
+from lockstep.launching.rank.environment import detect
 
 SIZE = 83
 STOP = 6

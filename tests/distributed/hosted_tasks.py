@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lockstep.comm import shared_memory
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))

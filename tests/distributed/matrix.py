@@ -9,10 +9,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from lockstep import front
 from lockstep.config import override
-from lockstep.front import Sitting
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching import front
+from lockstep.launching.front import Sitting
+from lockstep.launching.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tasks import Everything, EverythingConfig

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.launchers.rank.environment import detect
+from lockstep.launching.rank.environment import detect
 
 
 class EverythingConfig(ls.TrainConfig):

@@ -13,10 +13,10 @@ from tests.conftest import TASKS, result, target
 from tests.distributed.tasks import Everything, EverythingConfig
 
 import lockstep as ls
-from lockstep import front
 from lockstep.config import TrainConfig
-from lockstep.data.idx import write_idx
+from lockstep.data.images import write_idx
 from lockstep.errors import DataError
+from lockstep.launching import front
 
 SMALL = ("steps=6",)
 

@@ -421,7 +421,7 @@ def test_a_killed_rank_is_replaced(train, tmp_path, long_references, overrides):
 SCRIPT = """
 from dataclasses import replace
 import lockstep
-from lockstep.recipes.digits import Digits
+from lockstep.systems.digits.task import Digits
 
 class Mine(Digits):
     def loss(self, model, batch):

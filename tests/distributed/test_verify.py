@@ -6,10 +6,10 @@ import pytest
 from rich.console import Console
 from tests.conftest import target
 
-from lockstep.commands.verify import command as verify
-from lockstep.commands.verify import training
-from lockstep.commands.verify.legs import legs_of, meshes_of
-from lockstep.launching.ending import Ended
+from lockstep.cli.prove import repeated as training
+from lockstep.cli.prove import verify
+from lockstep.cli.prove.repeated import legs_of, meshes_of
+from lockstep.launching.job.ending import Ended
 
 
 @pytest.mark.slow

@@ -14,9 +14,16 @@ from lockstep.comm.calls import KINDS, CallRing
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.events import Event, RankLost
-from lockstep.engine.flight.folder import FlightFolder
-from lockstep.engine.flight.losses import losses, unreported
-from lockstep.engine.flight.story import difference, listed, reached, waiting, waits
+from lockstep.engine.flight import (
+    FlightFolder,
+    difference,
+    listed,
+    losses,
+    reached,
+    unreported,
+    waiting,
+    waits,
+)
 from lockstep.engine.recovery.positions import Held, Origin
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter

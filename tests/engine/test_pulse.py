@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.pulse import NUM_BYTES, Pulse
+from lockstep.engine.runtime import NUM_BYTES, Pulse
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
 

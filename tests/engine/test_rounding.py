@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.data.random import global_state
-from lockstep.engine.rounding import Rounding, check_rounding, rounding_of
+from lockstep.engine.digests import Rounding, check_rounding, rounding_of
 from lockstep.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import pytest
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError, RankFailure, shared
-from lockstep.front import Sitting, rank
+from lockstep.launching.front import Sitting, rank
 
 
 class Aborted(BaseException):

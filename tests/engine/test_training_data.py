@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import ConfigError, DataError, LockstepError, TaskError

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-from lockstep.engine import usage
+from lockstep.engine import timing as usage
 
 CHILD = """
 import time
-from lockstep.engine.usage import UsageMeter
+from lockstep.engine.timing import UsageMeter
 
 meter = UsageMeter()
 print(meter.read().peak_bytes)

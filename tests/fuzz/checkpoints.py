@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Task
-from lockstep.front import Sitting, run
+from lockstep.launching.front import Sitting, run
 from lockstep.parallel.layout import Range
 from tests.distributed.tasks import Everything, EverythingConfig
 from tests.fuzz.base import Made, Make

@@ -10,17 +10,16 @@ from pathlib import Path
 import torch
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.tables.files import StreamedTables, cuts, described, file_name, read_fields
-from lockstep.engine.tables.part import Part
-from lockstep.engine.tables.table import DealtTable
+from lockstep.engine.tables.table import DealtTable, Part
 from lockstep.optim import RowAdam
-from lockstep.parallel.row_layout import RowLayout
-from lockstep.recipes.hrm.data.build import build
-from lockstep.recipes.hrm.data.format import read_dataset, read_identifiers
-from lockstep.recipes.hrm.data.request import Options
+from lockstep.parallel.layout import RowLayout
+from lockstep.systems.hrm.data.build import build
+from lockstep.systems.hrm.data.format import read_dataset, read_identifiers
+from lockstep.systems.hrm.data.request import Options
 from tests.fuzz.base import Made, Make
 from tests.fuzz.checkpoints import sign
 

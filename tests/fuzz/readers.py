@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import lockstep.recipes.ufs.task  # noqa: F401 - imported before memory is limited
+from lockstep.cli.clusters.slurm_batch import job_file
 from lockstep.comm.call_records import read_calls
 from lockstep.comm.calls import CallRing
-from lockstep.commands.slurm.job_file import job_file
 from lockstep.config import load, override
-from lockstep.data.cifar import read_cifar
-from lockstep.data.idx import read_labelled, write_idx
+from lockstep.data.images import read_labelled, write_idx
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
-from lockstep.front import SITTING, Sitting
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.slurm.nodelist import expand, first_host
+from lockstep.launching.front import SITTING, Sitting
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.slurm.nodelist import expand, first_host
+from lockstep.launching.targets import trusted_target
 from lockstep.observe import (
     EventsJsonl,
     Measured,
@@ -36,22 +35,21 @@ from lockstep.observe import (
     read_events,
     read_result,
 )
-from lockstep.observe.costs import peak_memory, step_time
+from lockstep.observe.reading.diagnosis.facts import calls_of
+from lockstep.observe.reading.diagnosis.verdict import causes, told
+from lockstep.observe.reading.differences import cost_of_run, part_of_curves
+from lockstep.observe.reading.follow import read_run
+from lockstep.observe.reading.listing import summarise
+from lockstep.observe.step_costs import peak_memory, step_time
 from lockstep.observe.storing.rows import dumps, row_of
-from lockstep.quantum.interop import from_qasm
-from lockstep.reading.diagnosis.calls import calls_of
-from lockstep.reading.diagnosis.verdict import causes, told
-from lockstep.reading.differences import part_of_curves
-from lockstep.reading.follow import read_run
-from lockstep.reading.listing import summarise
-from lockstep.reading.telling import cost_of_run
-from lockstep.recipes.quantum.commands import training_log
-from lockstep.recipes.ufs.fields.bands import Selection, keep_bands, read_band
-from lockstep.recipes.ufs.fields.bands import load as load_band
-from lockstep.recipes.ufs.fields.sources import check_sources, find_sources
-from lockstep.recipes.ufs.report.history import read_curves
-from lockstep.recipes.ufs.synthetic.write import write_synthetic
-from lockstep.targets import trusted_target
+from lockstep.systems.cifar.task import read_cifar
+from lockstep.systems.quantum.commands import training_log
+from lockstep.systems.quantum.interop import from_qasm
+from lockstep.systems.ufs.fields.bands import Selection, keep_bands, read_band
+from lockstep.systems.ufs.fields.bands import load as load_band
+from lockstep.systems.ufs.fields.sources import check_sources, find_sources
+from lockstep.systems.ufs.report.maps import read_curves
+from lockstep.systems.ufs.synthetic import write_synthetic
 from tests.distributed.tasks import EverythingConfig
 from tests.fuzz.base import Made
 from tests.observe.sample_events import evaluated, finished, joined, run_started, step_done

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from lockstep.data.idx import read_idx
-from lockstep.data.sentences import read_sentences
+from lockstep.data.images import read_idx
+from lockstep.systems.quantum.language import read_sentences
 from tests.fuzz import folders, readers
 from tests.fuzz.base import Target, one_file
 from tests.fuzz.checkpoints import CONFIG, checkpoint_file, manifest_mutator, signed

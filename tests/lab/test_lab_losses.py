@@ -11,7 +11,7 @@ import pytest
 from benchmarks.lab import Lab
 from tests.conftest import environment
 
-from lockstep.launchers.host.processes import is_alive
+from lockstep.launching.host.processes import is_alive
 from lockstep.observe import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_has_what_hosts_need")]

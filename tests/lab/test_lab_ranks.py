@@ -11,7 +11,7 @@ from benchmarks.lab.leftovers import FILES
 from tests.conftest import environment, result
 
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.planning.profile.profile import read_profile
+from lockstep.planning.profile import read_profile
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("machine_has_what_hosts_need")]
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.front import test_train
+from tests.launching.front import test_train
 
 import lockstep as ls
-from lockstep.launching.handed import received
-from lockstep.launching.handover import copied, target_of
-from lockstep.recipes import load_recipe
+from lockstep.launching.systems import load_recipe
+from lockstep.launching.transfer import copied, target_of
+from lockstep.launching.transferred import received
 
 SOURCE = """
 import random
 
-from tests.front.test_train import Line
+from tests.launching.front.test_train import Line
 
 
 class Plain(Line):
@@ -108,7 +108,7 @@ def test_as_a_copy(module: Any) -> None:
     for task in (changed, module.TakesMore(), module.Drawn()):
         assert "holds more than its config makes of it" in target_of(task)[1]
     in_a_package = test_train.Line()
-    assert in_a_package.__module__ == "tests.front.test_train"
+    assert in_a_package.__module__ == "tests.launching.front.test_train"
     for task in (module.Outer.Inner(), module.within()(), module.Guarded(), in_a_package):
         target, reason = target_of(task)
         assert target == ""

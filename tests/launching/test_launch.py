@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import WARM, environment, run
-from tests.front.test_train import Line
+from tests.launching.front.test_train import Line
 from torch import nn
 
 import lockstep as ls
 from lockstep import errors
 from lockstep.engine.digests import model_digest
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.launching.handed import received
+from lockstep.launching.transferred import received
 from lockstep.observe import read_events
 
 ROOT = str(Path(__file__).parents[2])
 
 MODULE = """
-from tests.front.test_train import Line
+from tests.launching.front.test_train import Line
 
 
 class InAFile(Line):
@@ -279,7 +279,7 @@ def test_from_a_thread_twice_with_more_ranks_than_cores(launch: Callable[..., ls
 
 SCRIPT = """
 import lockstep as ls
-from tests.front.test_train import Line as Base
+from tests.launching.front.test_train import Line as Base
 
 class Line(Base):
     seen = []
@@ -329,7 +329,7 @@ def test_a_named_file_is_never_unpickled(tmp_path: Path) -> None:
     path.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     with path.open("rb") as file, pytest.raises(errors.LaunchError, match="is not memory of the"):
         received(file.fileno())
-    done = run([sys.executable, "-m", "lockstep.launching.handed", "0"], tmp_path)
+    done = run([sys.executable, "-m", "lockstep.launching.transferred", "0"], tmp_path)
     assert done.returncode == 2
     assert "call that" in done.stderr
     assert environment().get("LOCKSTEP_SITTING") is None

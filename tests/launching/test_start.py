@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.front import Sitting
-from lockstep.launchers.job.commands import python_command
-from lockstep.launchers.job.run import Outcome
-from lockstep.launching.ending import Ended, how_ended
+from lockstep.launching.front import Sitting
+from lockstep.launching.job.commands import python_command
+from lockstep.launching.job.ending import Ended, how_ended
+from lockstep.launching.job.run import Outcome
 from lockstep.launching.start import start
 
 JOINED = """

@@ -19,7 +19,7 @@ from lockstep.observe import read_events
 TASK = """
 import json, os, random
 import torch
-from lockstep.recipes.digits import Digits
+from lockstep.systems.digits.task import Digits
 
 torch.manual_seed(5)
 COUNT = globals().get("COUNT", 0) + 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import every_tensor, held_tensors, keep, load_held, units_of
 from lockstep.nn.pipeline import Pipeline, StageDone
-from lockstep.nn.units import Holding, Unit
+from lockstep.nn.ties import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.layout import Range
 

@@ -22,15 +22,7 @@ from sample_events import (
 from shown_runs import HIDE_CURSOR, SHOW_CURSOR, Pty, Shown, ranks
 
 from lockstep.engine.events import Event, ExchangeChosen, Failed, Improved, Resumed, Warned
-from lockstep.observe import (
-    ConsoleView,
-    Measured,
-    Predicted,
-    QuietView,
-    Sinks,
-    StepCost,
-    text,
-)
+from lockstep.observe import ConsoleView, Measured, Predicted, QuietView, Sinks, StepCost, text
 from lockstep.observe.showing.terminal import stdout_console
 
 

@@ -15,16 +15,8 @@ from sample_events import (
 )
 from shown_runs import Shown
 
-from lockstep.engine.events import (
-    Event,
-    Improved,
-    RankLost,
-    RankTimes,
-    Recovered,
-    Resumed,
-    Warned,
-)
-from lockstep.observe.layout import Item, fitted
+from lockstep.engine.events import Event, Improved, RankLost, RankTimes, Recovered, Resumed, Warned
+from lockstep.observe.text import Item, fitted
 
 BANNER = 6
 """Lines before anything happens."""

@@ -24,7 +24,7 @@ from sample_events import (
 )
 
 from lockstep.engine.events import Event, Logged, Warned
-from lockstep.engine.logs.log import Logbook, log
+from lockstep.engine.log import Logbook, log
 from lockstep.errors import RunDirectoryError
 from lockstep.observe import (
     EventHub,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from shown_runs import Pty
-from tests.monitor.watched_runs import START, more, running
-from tests.reading.test_histories import done
+from tests.observe.monitor.watched_runs import START, more, running
+from tests.observe.reading.test_histories import done
 
 ALTERNATE, NORMAL = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR = "\x1b[?25h"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sample_events import evaluated, run_started, step_done
 
 from lockstep.engine.events import Event, RankTimes
-from lockstep.observe.showing.pace import Pace
+from lockstep.observe.showing.live import Pace
 
 
 def after(*events: Event, waited_s: float = 0.0) -> float | None:

@@ -16,9 +16,9 @@ from sample_events import (
     step_done,
 )
 
+from lockstep.config.files import replacing
 from lockstep.engine.events import Event, Warned
 from lockstep.errors import RunDirectoryError
-from lockstep.files import replacing
 from lockstep.observe import EventsJsonl, MetricsCsv, Sink, Sinks, open_sinks, read_events
 from lockstep.observe.storing.files import AppendFile
 

@@ -14,8 +14,7 @@ from sample_events import Recorder, evaluated, finished, joined, run_started, st
 
 from lockstep.engine.events import Event, Failed, RankTimes, Recovered
 from lockstep.observe import EventHub, Measured, Predicted, Sinks, StepCost, StepMeter, text
-from lockstep.observe.costs import peak_memory, step_time
-from lockstep.observe.step_meter import SampledMedian
+from lockstep.observe.step_costs import SampledMedian, peak_memory, step_time
 
 START = [joined(0), joined(1), run_started(world_size=2)]
 PLAN = Predicted(step=0, by="plan.json", cost=StepCost(0.25, 1000))

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import slices_of
-from lockstep.engine.optimizer.choice import check_optimizer
+from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.optimizer.choice import check_optimizer, is_elementwise
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
-from lockstep.engine.optimizer.kinds import is_elementwise
 from lockstep.errors import ConfigError
 from lockstep.optim import AdamATan2
 from lockstep.parallel.layout import Range

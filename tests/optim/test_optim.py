@@ -5,12 +5,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import TrainConfig
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import slices_of
+from lockstep.engine.flat_tensors import FlatTensors, slices_of
 from lockstep.engine.optimizer.choice import check_optimizer
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
-from lockstep.optim.lbfgs import LBFGS
-from lockstep.optim.natural import NaturalGradient
+from lockstep.optim.gradient_based import LBFGS, NaturalGradient
 from lockstep.parallel.layout import Range
 
 

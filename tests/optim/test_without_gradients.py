@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.optim import SPSA, Perturbation, Rotosolve, Sweep
-from lockstep.quantum.circuits.angles import parameter
-from lockstep.quantum.circuits.circuit import Circuit, gate
-from lockstep.quantum.circuits.frequencies import frequencies
-from lockstep.quantum.layers.layer import Layer
-from lockstep.quantum.simulation.measure import PauliSum
+from lockstep.systems.quantum.circuits.angles import parameter
+from lockstep.systems.quantum.circuits.circuit import Circuit, gate
+from lockstep.systems.quantum.layer import Layer
+from lockstep.systems.quantum.simulation.gradients import frequencies
+from lockstep.systems.quantum.simulation.measure import PauliSum
 
 
 class Two(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.parallel.arena import BLOCK, Row, Segment
+from lockstep.parallel.fold import BLOCK, Row, Segment
 
 SEGMENTS = [Segment(torch.float32, 3 * BLOCK), Segment(torch.float64, 2 * BLOCK)]
 PLACES = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.parallel.arena import ALIGNMENT, ArenaLayout, Segment
+from lockstep.parallel.fold import ALIGNMENT, ArenaLayout, Segment
 
 LAYOUT = ArenaLayout([Segment(torch.float32, 1024), Segment(torch.float64, 2048)], 3, 5)
 CPU = torch.device("cpu")

@@ -14,12 +14,11 @@ from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_l
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction as ordered
-from lockstep.parallel.arena import BLOCK, Row, Segment
-from lockstep.parallel.compression.choice import compressed_reduction, first_agreed
 from lockstep.parallel.compression.reduction import CompressedReduction, Summed
+from lockstep.parallel.compression.sums import compressed_reduction, first_agreed
+from lockstep.parallel.fold import BLOCK, Row, Segment
 from lockstep.parallel.layout import Range, split
 
 KINDS = ("int8", "int16", "topk", "randomk", "onebit", "lowrank")

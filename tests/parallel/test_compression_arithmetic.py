@@ -14,6 +14,15 @@ from hypothesis.extra import numpy as hnp
 from sums import PLACES, SEGMENTS
 from torch import Tensor
 
+from lockstep.parallel.compression.codes import (
+    drawn,
+    greatest,
+    magnitudes,
+    num_kept,
+    pack,
+    signed,
+    unpack,
+)
 from lockstep.parallel.compression.integers import (
     KINDS,
     dequantise,
@@ -24,9 +33,7 @@ from lockstep.parallel.compression.integers import (
     total_scales,
     width,
 )
-from lockstep.parallel.compression.memory import BLOCK, LeafMemory, in_blocks
-from lockstep.parallel.compression.signs import magnitudes, pack, signed, unpack
-from lockstep.parallel.compression.sparse import drawn, greatest, num_kept
+from lockstep.parallel.compression.reduction import BLOCK, LeafMemory, in_blocks
 
 DTYPES = (torch.float32, torch.float64)
 FEW = settings(max_examples=40, deadline=None)

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import GroupBroken, Sending
+from lockstep.comm.transport import GroupBroken, LocalTransport, Sending
 from lockstep.errors import TaskError
 from lockstep.parallel.depth_axis import TIED, DepthAxis, balanced
-from lockstep.parallel.layout import Range
-from lockstep.parallel.pipeline_schedule import Pass, one_forward_one_backward
+from lockstep.parallel.layout import Pass, Range, one_forward_one_backward
 
 costs = st.lists(st.integers(0, 50), min_size=1, max_size=9)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_leaves
 
-from lockstep.parallel.arena import ArenaLayout
-from lockstep.parallel.fold import Fold, rows_needed
+from lockstep.parallel.fold import ArenaLayout, Fold, rows_needed
 from lockstep.parallel.layout import Node, Range
 
 CPU = torch.device("cpu")

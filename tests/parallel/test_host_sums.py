@@ -15,20 +15,22 @@ from sums import NUM_SCALARS, PLACES, SEGMENTS, Leaf, row_bits, tree_sum, wild_l
 from tests.thread_transport import ThreadTransport, on_ranks
 
 from lockstep.parallel import reduction
-from lockstep.parallel.arena import BLOCK, Row
 from lockstep.parallel.exchange import Exchange, add_up
-from lockstep.parallel.hosts import choice, group
-from lockstep.parallel.hosts.choice import Tried
-from lockstep.parallel.hosts.group import Hosts, meet_hosts
+from lockstep.parallel.fold import BLOCK, Row
+from lockstep.parallel.hosts import layout as choice
+from lockstep.parallel.hosts import layout as group
+from lockstep.parallel.hosts.exchange import gather_slices_by_host
 from lockstep.parallel.hosts.layout import (
+    Hosts,
+    Tried,
     cut,
     host_nodes,
+    meet_hosts,
     overlap,
     parts_of,
     ranks_of_hosts,
     shares,
 )
-from lockstep.parallel.hosts.slices import gather_slices_by_host
 from lockstep.parallel.layout import Range, leaves, merges, split
 from lockstep.parallel.reduction import OrderedReduction
 

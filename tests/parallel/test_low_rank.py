@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from test_compressed_sums import CPU, RANK, States, buffers, reduction
 from torch import Tensor
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.errors import ConfigError
-from lockstep.parallel.compression.choice import first_agreed
 from lockstep.parallel.compression.low_rank import matrices, orthonormal, right_start
+from lockstep.parallel.compression.sums import first_agreed
 from lockstep.parallel.layout import Range
 
 from sums import NUM_SCALARS, PLACES, SEGMENTS  # isort: skip

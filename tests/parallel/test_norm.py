@@ -8,7 +8,7 @@ from sums import wild
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor
 
-from lockstep.parallel.arena import BLOCK
+from lockstep.parallel.fold import BLOCK
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.norm import (
     block_norms,

@@ -19,11 +19,10 @@ from sums import (
 )
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.parallel import reduction
-from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.exchange import gather_slices
+from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, split
 from lockstep.parallel.reduction import OrderedReduction
 

@@ -7,7 +7,7 @@ import torch
 from sums import NUM_SCALARS, PLACES, SEGMENTS, row_bits, tree_sum, wild_leaves
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.parallel.arena import Row
+from lockstep.parallel.fold import Row
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
 CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config import TrainConfig
-from lockstep.engine.recovery.balance import Balancer, better
-from lockstep.engine.run.microbatches import Microbatches
+from lockstep.engine.run.microbatches import Balancer, Microbatches, better
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.timing import Times
 from lockstep.parallel.layout import Range, share, split

@@ -18,8 +18,8 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.comm import shared_memory
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.parallel import reduction, shared_slices
-from lockstep.parallel.arena import BLOCK, Segment
 from lockstep.parallel.exchange import add_up
+from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range, leaves, merges, split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep.parallel.shared_slices import additions

@@ -13,8 +13,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.checkpoint.format import Snapshot

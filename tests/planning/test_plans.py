@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.layout import leaves, merges, split
 from lockstep.planning.facts import Anatomy, Facts, Group, Timed
-from lockstep.planning.layouts import SHARDINGS, Layout, layouts
-from lockstep.planning.losses import losses
-from lockstep.planning.memory import peak_bytes
+from lockstep.planning.layouts import SHARDINGS, Layout, layouts, peak_bytes
 from lockstep.planning.network import Link, Network, parse_link
-from lockstep.planning.plan import Plan, make_plan, read_plan, write_plan
+from lockstep.planning.operations import OPERATIONS, Point
+from lockstep.planning.plan import Plan, losses, make_plan, read_plan, write_plan
 from lockstep.planning.prediction import (
     excess_of_slowest,
     exchange_seconds,
@@ -31,9 +30,7 @@ from lockstep.planning.prediction import (
     step_seconds,
     surplus_seconds,
 )
-from lockstep.planning.profile.operations import OPERATIONS
-from lockstep.planning.profile.profile import FORMAT, VERSION, Host, Measurement, Profile, Scope
-from lockstep.planning.profile.statistics import Point
+from lockstep.planning.profile import FORMAT, VERSION, Host, Measurement, Profile, Scope
 
 MIB = 1 << 20
 SIZES = (1024, 65_536, MIB, 4 * MIB, 64 * MIB)

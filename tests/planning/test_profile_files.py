@@ -17,9 +17,17 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from lockstep.errors import ConfigError, DataError
-from lockstep.planning.profile.fit import Fit, Piece, fitted
-from lockstep.planning.profile.operations import OPERATIONS
-from lockstep.planning.profile.profile import (
+from lockstep.planning.operations import (
+    MOST_BYTES,
+    OPERATIONS,
+    Fit,
+    Piece,
+    fitted,
+    parse_sizes,
+    size_text,
+    summarised,
+)
+from lockstep.planning.profile import (
     FORMAT,
     VERSION,
     Host,
@@ -31,8 +39,6 @@ from lockstep.planning.profile.profile import (
     to_json,
     write_profile,
 )
-from lockstep.planning.profile.sizes import MOST_BYTES, parse_sizes, size_text
-from lockstep.planning.profile.statistics import summarised
 
 SIZES = parse_sizes("1KB:256MB")
 

@@ -4,7 +4,7 @@ import os
 import time
 
 import lockstep as ls
-from lockstep.recipes.digits import Digits
+from lockstep.systems.digits.task import Digits
 
 SLOW_S = float(os.environ.get("SLOW_S", "0"))
 

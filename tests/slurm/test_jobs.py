@@ -11,7 +11,7 @@ from tests.conftest import result
 from tests.slurm.cluster import wait_for
 from tests.slurm.conftest import OVERRIDES, TASKS
 
-from lockstep.launchers.slurm.nodelist import expand
+from lockstep.launching.slurm.nodelist import expand
 
 pytestmark = pytest.mark.slurm
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lockstep.commands.init import init
+from lockstep.cli.start.init import init
 from tests.pages import PAGES, blocks
 
 HERE = Path(__file__).parent

@@ -3,7 +3,7 @@
 Importing torch takes most of the time of a short training. A server (`server.py`) has imported it
 once; an interpreter that tests start (`site/sitecustomize.py`) hands its arguments, environment
 and open files over to a process forked from it, and stands for that process, as ranks do that the
-command starts (`lockstep.launchers.warm`). Launchers, ranks and what they say to each other are
+command starts (`lockstep.launching.warm`). Launchers, ranks and what they say to each other are
 real.
 """
 
@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.launchers.host.tether import tethered
-from lockstep.launchers.warm.server import listener
+from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.warm.server import listener
 
 SERVER = "LOCKSTEP_TEST_WARM"
 _FOLDER = Path(__file__).parent

@@ -9,17 +9,18 @@ import sys
 import warnings
 from typing import Any
 
-from lockstep.launchers.warm.fitting import is_simple
-from lockstep.launchers.warm.forked import Forked
-from lockstep.launchers.warm.rank import run
-from lockstep.launchers.warm.server import Server
+from lockstep.launching.warm.forked import Forked
+from lockstep.launching.warm.rank import run
+from lockstep.launching.warm.server import Server
+from lockstep.launching.warm.starting import is_simple
 
 _PRELOADED = (
     "torch.distributed.run", "pydantic.type_adapter", "lockstep.cli.main",
-    "lockstep.commands.train", "lockstep.commands.evaluate", "lockstep.commands.verify.command",
-    "lockstep.commands.chaos.command", "lockstep.commands.doctor.command",
-    "lockstep.recipes.digits", "lockstep.recipes.quantum.commands", "lockstep.recipes.ufs.task",
-    "lockstep.recipes.ufs.cli", "lockstep.recipes.sketched.conversion",
+    "lockstep.cli.start.train", "lockstep.cli.start.evaluate", "lockstep.cli.prove.verify",
+    "lockstep.cli.prove.chaos.command", "lockstep.cli.clusters.doctor.command",
+    "lockstep.systems.digits.task", "lockstep.systems.quantum.commands",
+    "lockstep.systems.ufs.task",
+    "lockstep.systems.ufs.cli", "lockstep.systems.sketched.conversion",
 )  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _SITE = os.path.join(os.path.dirname(__file__), "site")

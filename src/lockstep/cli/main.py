@@ -11,18 +11,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lockstep.cli import machines, proving, seeing, training
-from lockstep.commands.groups import (
-    contributed,
-    contributed_command,
-    show_help,
-    show_version,
-)
-from lockstep.commands.runs import app as runs
+from lockstep.cli.clusters import subcommands as machines
+from lockstep.cli.look import subcommands as seeing
+from lockstep.cli.look.runs import app as runs
+from lockstep.cli.options import contributed, contributed_command, show_help, show_version
+from lockstep.cli.prove import subcommands as proving
+from lockstep.cli.start import subcommands as training
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.launchers.job.preflight import resource_error, working_directory
-from lockstep.launchers.rank.early import Interrupted, interrupts
-from lockstep.recipes import command_groups
+from lockstep.launching.job.preflight import resource_error, working_directory
+from lockstep.launching.rank.early import Interrupted, interrupts
+from lockstep.launching.systems import command_groups
 
 app = typer.Typer(
     name="lockstep",

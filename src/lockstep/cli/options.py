@@ -1,11 +1,112 @@
-"""Options that several subcommands take, and how they end."""
+"""What subcommands share: options, how they end, waiting, and groups that systems add."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+from lockstep import __version__
+from lockstep.config.files import create_beside
+from lockstep.errors import DataError, LaunchError
+from lockstep.launching.job.preflight import address_space, temporary_folder
+from lockstep.launching.rank.early import ending_at_interrupt, is_rank
+from lockstep.launching.systems import CommandGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lockstep.launching.systems import HasCommands
+
+
+def check_writable(path: Path | None) -> None:
+    """Make sure, before minutes are spent, that a file can be written; None is no file.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if path is None:
+        return
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "is a folder")
+        temporary, descriptor = create_beside(path)
+        os.close(descriptor)
+        temporary.unlink()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+_CLEAR_LINE_SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
+
+
+@contextmanager
+def importing(quiet: bool = False) -> Iterator[None]:
+    """Ctrl-C ends the process at once, and a spinner shows that it works: for slow imports.
+
+    The spinner is on a terminal only. Ranks have none, for they may share one terminal.
+
+    Args:
+        quiet: whether to show no spinner.
+
+    Raises:
+        LaunchError: they need what this system does not have.
+    """
+    capable = os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    if quiet or is_rank() or not (sys.stdout.isatty() and capable):
+        with ending_at_interrupt(), _importable():
+            yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+    console = Console()
+    live = Live(
+        Spinner(_spinner_name(console), text="importing torch"),
+        console=console,
+        transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )
+    with _importable(), ending_at_interrupt(_give_terminal_back), live:
+        yield
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Say in one message what torch, or what it imports, needs and does not find."""
+    if obstacle := address_space():
+        raise LaunchError(str(obstacle))
+    try:
+        yield
+    except OSError:
+        if obstacle := temporary_folder():
+            raise LaunchError(str(obstacle)) from None
+        raise
+
+
+def shown_status(console: Console, what: str, quiet: bool) -> AbstractContextManager[Any]:
+    """A context in which `what` goes on, with a spinner on a terminal unless `quiet`."""
+    return nullcontext() if quiet else console.status(what, spinner=_spinner_name(console))
+
+
+def _spinner_name(console: Console) -> str:
+    """A spinner that the console can encode; as `observe.terminal`, which takes long to import."""
+    return "dots" if console.encoding.startswith("utf") else "line"
+
+
+def _give_terminal_back() -> None:
+    """Remove the spinner in a process that ends at once; from a signal handler."""
+    os.write(sys.__stdout__.fileno() if sys.__stdout__ else 1, _CLEAR_LINE_SHOW_CURSOR)
+
 
 Target = Annotated[str, typer.Argument(help="A recipe's name, file.py, or file.py:Task.")]
 Overrides = Annotated[
@@ -46,3 +147,59 @@ def leave(code: int) -> None:
     """End the command, unless all went well."""
     if code:
         raise typer.Exit(code)
+
+
+def show_help(context: typer.Context) -> None:
+    """Print a group's help where no subcommand is given, which is no error."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def show_version(is_wanted: bool) -> None:
+    """Print the version and leave, for `--version`."""
+    if is_wanted:
+        print(f"lockstep {__version__}")
+        raise typer.Exit
+
+
+def contributed_command(group: CommandGroup) -> type[TyperCommand]:
+    """A command that is a recipe's own; its module is imported when it is parsed or called."""
+
+    class Contributed(TyperCommand):
+        @cached_property
+        def _imported(self) -> Any:
+            with ending_at_interrupt():
+                module = cast("HasCommands", importlib.import_module(group.module))
+            return typer.main.get_command(module.app)
+
+        # Click's initialiser assigns these, and they are not known before the import.
+        params = property(lambda self: self._imported.params, lambda _self, _value: None)
+        callback = property(lambda self: self._imported.callback, lambda _self, _value: None)
+
+    return Contributed
+
+
+def contributed(group: CommandGroup) -> typer.Typer:
+    """A group whose module is imported when one of its subcommands is asked for."""
+
+    class Contributed(TyperGroup):
+        @cached_property
+        def _imported(self) -> Any:
+            with ending_at_interrupt():
+                module = cast("HasCommands", importlib.import_module(group.module))
+            return typer.main.get_group(module.app)
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            names: list[str] = self._imported.list_commands(ctx)
+            return names
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return self._imported.get_command(ctx, cmd_name)
+
+    return typer.Typer(
+        name=group.name,
+        help=group.summary,
+        cls=Contributed,
+        callback=show_help,
+        invoke_without_command=True,
+    )

@@ -17,9 +17,9 @@ from lockstep.comm.calls import (
     NUM_RECORDS,
     RECORD,
 )
+from lockstep.config.files import read_bytes
+from lockstep.config.parsing import parse_json, shown
 from lockstep.errors import DataError
-from lockstep.files import read_bytes
-from lockstep.parsing import parse_json, shown
 
 _MOST_RANKS = 1 << 20
 

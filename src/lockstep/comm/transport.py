@@ -1,4 +1,4 @@
-"""The seam between the engine and whatever carries its bytes.
+"""The interface between the engine and whatever carries its bytes.
 
 The engine needs data movement only: sums are done by `lockstep.parallel`, in an order that does
 not depend on the transport. So a transport moves one-dimensional contiguous tensors and small
@@ -21,7 +21,35 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.calls import KINDS, CallGroup, CallRing, measure_of
-from lockstep.comm.traffic import Traffic
+
+
+class Traffic:
+    """Counters of a transport and of its subgroups, since they were made.
+
+    Bytes are those that ranks hand to each other, whatever way the library takes: what this rank
+    gave to each of the others, and what it got from them.
+
+    Attributes:
+        num_calls: number of collectives, and of messages sent or received.
+        sent_bytes: bytes for others.
+        received_bytes: bytes from others.
+    """
+
+    __slots__ = ("num_calls", "received_bytes", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.num_calls = self.sent_bytes = self.received_bytes = 0
+
+    def add(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count in a call."""
+        self.num_calls += 1
+        self.add_shared(sent_bytes, received_bytes)
+
+    def add_shared(self, sent_bytes: int, received_bytes: int) -> None:
+        """Count in what others have read in this rank's memory, and it in theirs: no call."""
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -290,3 +318,43 @@ def count_broadcast(transport: Transport, tensor: Tensor, root: int) -> None:
         transport.traffic.add(num_bytes * (transport.size - 1), 0)
     else:
         transport.traffic.add(0, num_bytes)
+
+
+class LocalTransport(Transport):
+    """One process on its own: nothing to move."""
+
+    name = "local"
+    rank = 0
+    size = 1
+
+    def all_gather(self, own: Tensor, out: Tensor, counts: Sequence[int]) -> None:
+        """Copy `own` to `out`."""
+        if own.data_ptr() != out.data_ptr():
+            out.copy_(own)
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        send_offsets: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Copy this rank's part to itself."""
+        recv.copy_(send[send_offsets[0] : send_offsets[0] + send_counts[0]])
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Nothing to do."""
+
+    def barrier(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def subgroup(self, groups: Sequence[Sequence[int]]) -> Transport:
+        """This one."""
+        return self
+
+    def give_up(self) -> None:
+        """Nothing to do: nobody waits."""

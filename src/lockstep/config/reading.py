@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config.keys import unknown_key
-from lockstep.config.section import Section, explain
+from lockstep.config.files import read_text
+from lockstep.config.parsing import parse_yaml, shown
+from lockstep.config.section import Section, explain, unknown_key
 from lockstep.config.train_config import TrainConfig
 from lockstep.errors import ConfigError
-from lockstep.files import read_text
-from lockstep.parsing import parse_yaml, shown
 
 Config = TypeVar("Config", bound=TrainConfig)
 AnySection = TypeVar("AnySection", bound=Section)

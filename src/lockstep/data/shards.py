@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from lockstep.config.parsing import parse_int, parse_json, shown
 from lockstep.errors import DataError
-from lockstep.parsing import parse_int, parse_json, shown
 
 Decoder = Callable[[bytes], Any]
 

@@ -1,24 +1,34 @@
-"""Processes that fetch ahead: the death of one is raised in one place, and none outlives its rank.
+"""Processes that fetch ahead, and work that is shared out among all processes.
 
 torch raises an exception from a handler of SIGCHLD when a worker of a `DataLoader` has died, so
 wherever the main thread is at that moment: in a collective, or half-way through the optimizer.
 Here the handler is deferred until the next batch is fetched, where an exception counts as the
 task's. It is restored when the training ends, not earlier: signals of workers that were given up
 come late.
+
+No process assigns it: each takes what no other has taken, and in the end waits for the rest. So it
+does not matter how many there are, nor whether they know of each other. What a process was making
+when it died is made by another one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import os
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from torch.utils.data import DataLoader
+
+from lockstep.config.files import open_regular, temporary_beside
+from lockstep.errors import DataError
 
 T = TypeVar("T")
 
@@ -135,3 +145,55 @@ def _end_with_rank(_: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def share_out(folder: Path, names: list[str], make: Callable[[int, Path], None]) -> list[Path]:
+    """Make files that are not there yet, each by one of the processes that call this.
+
+    All must be able to lock files in `folder` (record locks, which network file systems have too).
+
+    Args:
+        folder: folder of the files; created if it is not there. Its file `lock` is used for locks.
+        names: names of the files.
+        make: function of a number and a path that writes file `names[number]` to that path; the
+            file gets its name when the function has returned, so no process sees half of it.
+
+    Returns:
+        The files, all of them there.
+
+    Raises:
+        DataError: the folder cannot be written or locked.
+    """
+    paths = [folder / name for name in names]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_regular(folder / "lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
+            for wait in (False, True):
+                for number, path in enumerate(paths):
+                    if not path.exists():
+                        _make(lock, number, path, make, wait)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error.strerror or error}") from error
+    return paths
+
+
+def _make(
+    lock: IO[bytes], number: int, path: Path, make: Callable[[int, Path], None], wait: bool
+) -> None:
+    """Make one file, unless another process is making it, or (with `wait`) has made it."""
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, number)
+    except (BlockingIOError, PermissionError):  # which of both depends on the system
+        if wait:
+            raise
+        return
+    try:
+        if not path.exists():
+            temporary = temporary_beside(path)
+            try:
+                make(number, temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    finally:
+        fcntl.lockf(lock, fcntl.LOCK_UN, 1, number)

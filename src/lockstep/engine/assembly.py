@@ -10,38 +10,37 @@ import torch
 from torch import nn
 
 from lockstep.config import TrainConfig
-from lockstep.data.batch_source import BatchSource
+from lockstep.config.parsing import shown
+from lockstep.data.loader import BatchSource
 from lockstep.data.sampler import BatchLayout
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
-from lockstep.engine.digests import model_digest
+from lockstep.engine.digests import Rounding, model_digest, rounding_of
+from lockstep.engine.evaluation.batches import evaluated_splits, is_validation, judged
 from lockstep.engine.evaluation.evaluation import Evaluation
-from lockstep.engine.evaluation.splits import evaluated_splits, is_validation, judged
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.hook import Hook
 from lockstep.engine.passes.buffers import ForwardState
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.passes.stages import stages_of
-from lockstep.engine.places import Places
+from lockstep.engine.placement import Places
 from lockstep.engine.recovery.consistency import check_same, check_start
-from lockstep.engine.rounding import Rounding, rounding_of
 from lockstep.engine.run.progress import check_watched
 from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.memory import check_memory
 from lockstep.engine.step.model import build_model, built, trainable_groups
 from lockstep.engine.step.train_step import TrainStep
-from lockstep.engine.tables.lookups import check_tables_fit
+from lockstep.engine.tables.run_tables import check_tables_fit
 from lockstep.engine.task import Task, has_carry
 from lockstep.engine.training_data import training_data
 from lockstep.engine.trial.cut_model import check_cut_model
-from lockstep.engine.trial.rehearsal import Rehearsal
+from lockstep.engine.trial.outcome import Rehearsal
 from lockstep.engine.trial.trial import Trial
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import keep, shards_of, units_of
 from lockstep.nn.pipeline import Pipeline
-from lockstep.parallel.compression.choice import first_agreed
-from lockstep.parsing import shown
+from lockstep.parallel.compression.sums import first_agreed
 
 
 @dataclass

@@ -1,14 +1,28 @@
-"""Digests of tensors: SHA-256 of what a run comes to, and checksums to tell changes by."""
+"""Digests of tensors, and of how this machine rounds.
+
+The bits of a run depend on the processor and on the libraries that compute on it: other vector
+instructions, or another maths library, add up in another order. Whether two machines round alike
+cannot be told from their names, but from what their kernels give for the same inputs.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import platform
+import socket
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.errors import CheckpointError
 
 
 def tensor_digest(name: str, tensor: Tensor) -> bytes:
@@ -44,3 +58,135 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 def combined_digest(digests: Mapping[str, bytes]) -> str:
     """`tensors_digest` of tensors, by their `tensor_digest` under each name."""
     return hashlib.sha256(b"".join(digests[name] for name in sorted(digests))).hexdigest()
+
+
+_VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE", "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
+"""Environment variables that decide which kernels are used."""
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NUM_DIGITS = 16
+
+
+class Rounding(NamedTuple):
+    """How a machine rounds.
+
+    Attributes:
+        digest: hexadecimal digits that are the same on machines that round alike.
+        machine: host, processor and libraries, in words.
+    """
+
+    digest: str
+    machine: str
+
+
+def rounding_of(precision: str, device: torch.device) -> Rounding:
+    """How kernels round here, with the number of threads that torch uses now; takes some 10 ms.
+
+    Random generators are left as they are.
+
+    Args:
+        precision: `precision.dtype` of the run.
+        device: device that is computed on.
+    """
+    sha = hashlib.sha256()
+    dtype = _DTYPES[precision]
+    with torch.random.fork_rng(devices=[]):
+        values = list(_computed(device))
+        if dtype is not None:
+            with torch.autocast(device.type, dtype):
+                values += _computed(device)
+        for value in values:
+            plain = value.detach().float().cpu().contiguous()
+            sha.update(memory_of(plain))
+    return Rounding(sha.hexdigest()[:_NUM_DIGITS], _machine(device))
+
+
+def check_rounding(here: Rounding, there: Any, where: str, is_strict: bool) -> str:
+    """What to say where a run goes on from a state that was computed elsewhere.
+
+    Args:
+        here: how this machine rounds.
+        there: what the state says of the machine that computed it: `Rounding._asdict()`; something
+            else where an earlier version wrote it.
+        where: path of the state.
+        is_strict: whether a difference is an error.
+
+    Returns:
+        A warning; empty if both round alike, or nothing is known.
+
+    Raises:
+        CheckpointError: they do not, and `is_strict`.
+    """
+    if not isinstance(there, dict) or there.get("digest") in (None, here.digest):
+        return ""
+    message = (
+        f"{where}: was computed on another machine, which rounds otherwise, so the bits of the "
+        f"result will differ from those of an unbroken run: {there.get('machine')} there, "
+        f"{here.machine} here"
+    )
+    if is_strict:
+        raise CheckpointError(f"{message}; go on there, or set strict=false")
+    return message
+
+
+def _computed(device: torch.device) -> Iterator[Tensor]:
+    """What kernels give that training spends its time in: forward and backward."""
+    x = _values(device, 16, 96)
+    weight = _values(device, 200, 96).requires_grad_()
+    y = F.linear(x, weight, _values(device, 200))
+    y = F.layer_norm(F.gelu(y), (200,))
+    loss = F.cross_entropy(y @ _values(device, 200, 11), torch.arange(16, device=device) % 11)
+    loss.backward()  # type: ignore[no-untyped-call]
+    yield loss
+    yield weight.grad if weight.grad is not None else loss
+    images = _values(device, 2, 6, 13, 13)
+    filters = _values(device, 10, 6, 3, 3).requires_grad_()
+    made = F.conv2d(images, filters, padding=1)
+    made.square().mean().backward()  # type: ignore[no-untyped-call]
+    yield made
+    yield filters.grad if filters.grad is not None else made
+    one = _values(device, 1, 700).float()
+    yield torch.stack([one.sum(), one.mean(), one.square().sum().sqrt(), one.std()])
+    yield torch.cat([f(one) for f in (torch.exp, torch.tanh, torch.sigmoid, torch.sin)])
+    yield F.softmax(one, dim=-1)
+    heads = _values(device, 1, 2, 20, 16)
+    yield F.scaled_dot_product_attention(heads, heads, heads)
+    yield torch.bmm(_values(device, 3, 33, 65), _values(device, 3, 65, 17))
+    if device.type == "cpu":
+        yield _recurrent(_values(device, 2, 5, 12))
+
+
+def _recurrent(x: Tensor) -> Tensor:
+    cell = nn.LSTM(12, 20, batch_first=True)
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.copy_(_values(x.device, *parameter.shape))
+        with torch.autocast("cpu", enabled=False):  # not all processors have it
+            made: Tensor = cell(x)[0]
+    return made
+
+
+def _values(device: torch.device, *shape: int) -> Tensor:
+    """Numbers between -0.5 and 0.5 that have many digits: float32 [*shape]."""
+    count = torch.Size(shape).numel()
+    values = (torch.arange(count, dtype=torch.float64) * 0.6180339887498949) % 1.0 - 0.5
+    return values.float().reshape(shape).to(device)
+
+
+def _machine(device: torch.device) -> str:
+    parts = [socket.gethostname(), _processor()]
+    if device.type == "cuda":
+        parts.append(torch.cuda.get_device_name(device))
+    parts.append(f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}")
+    parts += [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
+    return f"{parts[0]} ({', '.join(parts[1:])})"
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

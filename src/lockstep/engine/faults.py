@@ -21,11 +21,11 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lockstep.comm.transport import GroupBroken
+from lockstep.config.files import read_bytes
+from lockstep.config.parsing import as_type, parse_object, shown
 from lockstep.engine.task import Loss, Task, has_carry
 from lockstep.errors import ConfigError
-from lockstep.files import read_bytes
 from lockstep.nn.pipeline import Pipeline
-from lockstep.parsing import as_type, parse_object, shown
 
 FAULTS = "LOCKSTEP_FAULTS"
 """Environment variable that holds a JSON list of faults."""

@@ -1,12 +1,123 @@
-"""What a rank has spent: seconds by kind of work, and what the machine says of it."""
+"""What a rank has spent, in seconds by kind of work, and what the machine says of it."""
 
 from __future__ import annotations
 
+import os
+from resource import RUSAGE_SELF, getrusage
 from time import perf_counter
 from typing import NamedTuple
 
-from lockstep.comm.traffic import Traffic
-from lockstep.engine.usage import UsageMeter
+from lockstep.comm.transport import Traffic
+
+_KIB = 1024
+"""Bytes of the unit in which Linux counts memory."""
+_IDLE = (3, 4)
+"""Columns of a line of /proc/stat that are no work: idle, and waiting for a disk."""
+_GUESTS = 8
+"""Columns of a line of /proc/stat that count; those of guests are in others already."""
+_EVERY_S = 0.25
+"""Reading /proc takes longer than all the rest, so it is not done in every step."""
+_SOON_S = 0.005
+"""Asking the system takes some microseconds: a part of a short step, but none of a long one."""
+
+
+class Usage(NamedTuple):
+    """Counters since the process, or the machine, was started.
+
+    Attributes:
+        cpu_s: seconds that all threads of this process have computed.
+        cores_s: seconds that anybody has computed on the cores that it may run on; as of a moment
+            ago. 0 where the system does not say.
+        faults: page faults that had to read from a disk.
+        preemptions: how often the process had to leave a core to somebody else.
+        peak_bytes: the most memory that it has had; as of a moment ago where a larger process has
+            started it.
+        swapped_bytes: memory that is swapped out; as of a moment ago.
+    """
+
+    cpu_s: float
+    cores_s: float
+    faults: int
+    preemptions: int
+    peak_bytes: int
+    swapped_bytes: int
+
+
+class _Memory(NamedTuple):
+    """What Linux says of the memory of this process; 0 where it does not."""
+
+    peak_bytes: int = 0
+    swapped_bytes: int = 0
+
+
+class UsageMeter:
+    """Reads counters."""
+
+    __slots__ = ("_cores_s", "_inherited", "_memory", "_newest", "_newest_at", "_read_at")
+
+    def __init__(self) -> None:
+        self._cores_s, self._read_at = 0.0, -_EVERY_S
+        self._memory = _memory()
+        # The system's peak of a process is that of the one that started it, if that was larger.
+        self._inherited = getrusage(RUSAGE_SELF).ru_maxrss * _KIB
+        if self._inherited <= self._memory.peak_bytes or not self._memory.peak_bytes:
+            self._inherited = 0
+        self._newest_at = perf_counter()
+        self._newest = self._counters(self._newest_at)
+
+    def read(self, is_exact: bool = True) -> Usage:
+        """The counters as they are now, or, if not `is_exact`, as of some milliseconds ago."""
+        now = perf_counter()
+        if is_exact or now - self._newest_at >= _SOON_S:
+            self._newest, self._newest_at = self._counters(now), now
+        return self._newest
+
+    def _counters(self, now: float) -> Usage:
+        used = getrusage(RUSAGE_SELF)
+        if now - self._read_at >= _EVERY_S:
+            self._cores_s, self._memory, self._read_at = _work_of_cores(), _memory(), now
+        cpu_s = used.ru_utime + used.ru_stime
+        faults, preemptions, peak = used.ru_majflt, used.ru_nivcsw, used.ru_maxrss * _KIB
+        if peak <= self._inherited:
+            peak = self._memory.peak_bytes
+        return Usage(cpu_s, self._cores_s, faults, preemptions, peak, self._memory.swapped_bytes)
+
+
+def counted_cores() -> int:
+    """Cores that this process may run on, whose work `UsageMeter` counts; 0 if not known."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+
+
+def _work_of_cores() -> float:
+    if not hasattr(os, "sched_getaffinity"):
+        return 0.0
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            for line in file:
+                name, *columns = line.split()
+                if not name.startswith("cpu"):
+                    break  # cores come first
+                if name in names:
+                    spent = map(int, columns[:_GUESTS])
+                    ticks += sum(n for place, n in enumerate(spent) if place not in _IDLE)
+    except (OSError, ValueError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _memory() -> _Memory:
+    found = {"VmHWM": 0, "VmSwap": 0}
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                name, _, rest = line.partition(":")
+                if name in found:
+                    found[name] = int(rest.split()[0]) * _KIB
+    except (OSError, ValueError):
+        return _Memory()
+    return _Memory(found["VmHWM"], found["VmSwap"])
 
 
 class Times(NamedTuple):

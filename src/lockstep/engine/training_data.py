@@ -9,12 +9,17 @@ import numpy as np
 import torch
 
 from lockstep.config import TrainConfig
-from lockstep.data.batch_source import BatchSource
-from lockstep.data.loader import Loader, dataset_size
-from lockstep.data.orders import GivenOrder, Order, order_generator, weighted
-from lockstep.data.sampler import BatchLayout, ElasticSampler
-from lockstep.data.streams.loader import StreamLoader
-from lockstep.data.streams.passes import is_stream, stream_length
+from lockstep.data.loader import BatchSource, Loader, dataset_size
+from lockstep.data.passes import is_stream, stream_length
+from lockstep.data.sampler import (
+    BatchLayout,
+    ElasticSampler,
+    GivenOrder,
+    Order,
+    order_generator,
+    weighted,
+)
+from lockstep.data.stream_reader import StreamLoader
 from lockstep.engine.task import Task, own_collate
 from lockstep.errors import ConfigError, DataError, TaskError
 

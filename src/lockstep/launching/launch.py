@@ -13,6 +13,7 @@ import torch
 
 from lockstep import errors
 from lockstep.config import TrainConfig
+from lockstep.config.parsing import shown
 from lockstep.data.random import kept_generators
 from lockstep.engine.checkpoint.choice import find_snapshot
 from lockstep.engine.checkpoint.kept_directory import kept_if_refused
@@ -22,17 +23,16 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
-from lockstep.front import Result, Sitting, Stopped, claim, find_device, new_run_dir
-from lockstep.launchers.job.commands import RankCommand, local_command
-from lockstep.launchers.rank.early import INTERRUPTED
-from lockstep.launchers.rank.environment import Environment, detect
-from lockstep.launchers.warm.stand_in import standing_in
-from lockstep.launching.ending import Ended
-from lockstep.launching.handover import copied, target_of
+from lockstep.launching.front import Result, Sitting, Stopped, claim, find_device, new_run_dir
+from lockstep.launching.front.api import restored
+from lockstep.launching.job.commands import RankCommand, local_command
+from lockstep.launching.job.ending import Ended
+from lockstep.launching.rank.early import INTERRUPTED
+from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.start import rank_command, start_shown
-from lockstep.launching.warm import new_server
-from lockstep.loading import restored
-from lockstep.parsing import shown
+from lockstep.launching.transfer import copied, target_of
+from lockstep.launching.warm.proxy import standing_in
+from lockstep.launching.warm.starting import new_server
 
 LAUNCHERS = ("local", "mpi")
 
@@ -121,7 +121,7 @@ def launch(
             )  # fmt: skip
         else:
             fd = stack.enter_context(copied(task, config))
-            argv = [sys.executable, "-m", "lockstep.launching.handed", str(fd)]
+            argv = [sys.executable, "-m", "lockstep.launching.transferred", str(fd)]
             argv = standing_in(argv, server)
             command = local_command(num_ranks, argv, replacements, (fd,), server)
         claim(directory, task, config, sitting)  # so that what is wrong with it is said at once

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from lockstep.errors import LaunchError
-from lockstep.front import Sitting
-from lockstep.launchers.host.cores import usable_cores
-from lockstep.launchers.host.output_pump import pumped_output
-from lockstep.launchers.job.commands import (
+from lockstep.launching.front import Sitting
+from lockstep.launching.host.output_pump import pumped_output
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import (
     SILENCE_S,
     RankCommand,
     is_one_host,
@@ -26,12 +26,12 @@ from lockstep.launchers.job.commands import (
     rank_environment,
     torchrun_command,
 )
-from lockstep.launchers.job.run import run_ranks
-from lockstep.launchers.warm.stand_in import standing_in
-from lockstep.launching.ending import Ended, how_ended
+from lockstep.launching.job.ending import Ended, how_ended
+from lockstep.launching.job.run import run_ranks
+from lockstep.launching.targets import is_script, script_path
+from lockstep.launching.warm.proxy import standing_in
 from lockstep.observe import Sinks, event_from_row, view
 from lockstep.observe.text import count
-from lockstep.targets import is_script, script_path
 
 LAUNCHERS = ("python", "local", "mpi", "torchrun")
 

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.nn.pipeline import Pipeline
-    from lockstep.nn.sharded.layers import ColumnLinear, RowLinear
+    from lockstep.nn.sharded.layers import (
+        ColumnLinear,
+        RowLinear,
+        VocabularyEmbedding,
+        VocabularyLinear,
+    )
     from lockstep.nn.sharded.logits import ShardedLogits
     from lockstep.nn.sharded.plan import Heads, shard
     from lockstep.nn.sharded.sharded_tensor import ShardedTensor
-    from lockstep.nn.sharded.sketched import SketchedColumn, SketchedRow
-    from lockstep.nn.sharded.vocabulary import VocabularyEmbedding, VocabularyLinear
-    from lockstep.nn.tables.sparse_embedding import SparseEmbedding
+    from lockstep.nn.sparse_embedding import SparseEmbedding
 
 __all__ = [
     "ColumnLinear",
@@ -29,8 +32,6 @@ __all__ = [
     "RowLinear",
     "ShardedLogits",
     "ShardedTensor",
-    "SketchedColumn",
-    "SketchedRow",
     "SparseEmbedding",
     "VocabularyEmbedding",
     "VocabularyLinear",
@@ -45,11 +46,9 @@ _HOMES: Mapping[str, str] = MappingProxyType(
         "RowLinear": "sharded.layers",
         "ShardedLogits": "sharded.logits",
         "ShardedTensor": "sharded.sharded_tensor",
-        "SketchedColumn": "sharded.sketched",
-        "SketchedRow": "sharded.sketched",
-        "SparseEmbedding": "tables.sparse_embedding",
-        "VocabularyEmbedding": "sharded.vocabulary",
-        "VocabularyLinear": "sharded.vocabulary",
+        "SparseEmbedding": "sparse_embedding",
+        "VocabularyEmbedding": "sharded.layers",
+        "VocabularyLinear": "sharded.layers",
         "shard": "sharded.plan",
     }
 )

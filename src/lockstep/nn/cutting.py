@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
-from lockstep.nn.let_go import let_go
 from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.sharded.layers import DIVIDED, ShardedModule
-from lockstep.nn.sharded.refusals import watch_backward_hooks
+from lockstep.nn.remote import let_go
+from lockstep.nn.sharded.layers import DIVIDED, ShardedModule, watch_backward_hooks
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.units import EVERYWHERE, WHOLE, Holding, Unit
+from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.layout import split
 from lockstep.parallel.shard_axis import ShardAxis
 

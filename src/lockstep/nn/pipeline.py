@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.data.random import Stream, random_key, seed_all
 from lockstep.errors import TaskError
-from lockstep.nn.storage import Storage
-from lockstep.nn.ties import Tie, Ties
+from lockstep.nn.ties import Storage, Tie, Ties
 from lockstep.parallel.depth_axis import DepthAxis, check_sendable
 
 

@@ -1,19 +1,68 @@
-"""Parameters of several blocks of a pipeline: the weight of an embedding and of the head, say."""
+"""Parameters of several blocks of a pipeline, and what a mesh distributes of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from lockstep.nn.let_go import let_go
-from lockstep.nn.storage import Storage
-from lockstep.nn.units import Holding, Unit
+from lockstep.nn.remote import let_go
 from lockstep.parallel.depth_axis import TIED, DepthAxis
 from lockstep.parallel.layout import Range
+
+
+class Storage(Protocol):
+    """Where the parameters of blocks are while these are not computed.
+
+    Each call may talk to other ranks, and all of them make the same ones.
+    """
+
+    def unshard(self, block: int) -> None:
+        """Have the parameters of a block, for a forward pass."""
+
+    def reshard(self, block: int) -> None:
+        """Free the parameters of a block, of which the forward pass is over."""
+
+    def skip_forward(self) -> None:
+        """Do for other ranks what a forward pass has to, without computing one."""
+
+
+WHOLE = -1
+"""In place of a number: of no block, or not cut into shards."""
+
+
+class Unit(NamedTuple):
+    """A part of a model that is never divided."""
+
+    block: int = WHOLE
+    """Number of the block; `WHOLE` if the model is no pipeline."""
+    shard: int = WHOLE
+    """Number of the shard; `WHOLE` for what is not cut, which all ranks of a stage hold."""
+
+
+EVERYWHERE = Unit()
+"""What every rank holds."""
+
+
+class Holding(NamedTuple):
+    """The blocks and shards that a rank holds."""
+
+    blocks: tuple[Range, ...]
+    """One range for each of its stages."""
+    shards: Range
+
+    def has(self, unit: Unit) -> bool:
+        """Whether a unit is among them."""
+        has_block = any(_is_in(unit.block, blocks) for blocks in self.blocks)
+        return has_block and _is_in(unit.shard, self.shards)
+
+
+def _is_in(number: int, range_: Range) -> bool:
+    return number == WHOLE or range_.first <= number < range_.last
+
 
 _Role = Literal["trains", "uses", "alone"]
 """Whether a rank trains a parameter that another one uses, or the other way, or neither."""

@@ -19,13 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.costs import Measured, Predicted, StepCost
-from lockstep.observe.event_hub import EventHub
-from lockstep.observe.showing.console import ConsoleView
+from lockstep.observe.showing.console import ConsoleView, QuietView
 from lockstep.observe.showing.notebook import NotebookView, in_notebook
-from lockstep.observe.showing.quiet import QuietView
-from lockstep.observe.sink import Sink, Sinks
-from lockstep.observe.step_meter import StepMeter
+from lockstep.observe.sink import EventHub, Sink, Sinks
+from lockstep.observe.step_costs import Measured, Predicted, StepCost, StepMeter
+from lockstep.observe.storing.files import Pictures
 from lockstep.observe.storing.jsonl import (
     EventsJsonl,
     end_of_events,
@@ -34,7 +32,6 @@ from lockstep.observe.storing.jsonl import (
     read_events,
 )
 from lockstep.observe.storing.metrics_csv import MetricsCsv
-from lockstep.observe.storing.pictures import Pictures
 from lockstep.observe.storing.result import ResultJson, cost_of, read_result
 from lockstep.observe.storing.tensorboard import TensorBoard
 from lockstep.observe.trackers.tracker_sink import TrackerSink

@@ -13,12 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.optim.adam_atan2 import AdamATan2
-    from lockstep.optim.lbfgs import LBFGS
-    from lockstep.optim.natural import NaturalGradient
-    from lockstep.optim.rotosolve import Rotosolve, Sweep
+    from lockstep.optim.gradient_based import LBFGS, AdamATan2, NaturalGradient
+    from lockstep.optim.gradient_free import SPSA, Perturbation, Rotosolve, Sweep
     from lockstep.optim.rows import RowAdagrad, RowAdam, RowOptimizer, RowSGD, RowSignSGD
-    from lockstep.optim.spsa import SPSA, Perturbation
 
 __all__ = [
     "LBFGS",
@@ -37,18 +34,18 @@ __all__ = [
 
 _HOMES: Mapping[str, str] = MappingProxyType(
     {
-        "AdamATan2": "adam_atan2",
-        "LBFGS": "lbfgs",
-        "NaturalGradient": "natural",
-        "Perturbation": "spsa",
-        "Rotosolve": "rotosolve",
+        "AdamATan2": "gradient_based",
+        "LBFGS": "gradient_based",
+        "NaturalGradient": "gradient_based",
+        "Perturbation": "gradient_free",
+        "Rotosolve": "gradient_free",
         "RowAdagrad": "rows",
         "RowAdam": "rows",
         "RowOptimizer": "rows",
         "RowSGD": "rows",
         "RowSignSGD": "rows",
-        "SPSA": "spsa",
-        "Sweep": "rotosolve",
+        "SPSA": "gradient_free",
+        "Sweep": "gradient_free",
     }
 )
 

@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Sending, Transport
+from lockstep.comm.transport import LocalTransport, Sending, Transport
 from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import BLOCK, Arena, ArenaLayout, Row
+from lockstep.parallel.fold import BLOCK, Arena, ArenaLayout, Row
 from lockstep.parallel.layout import Range
 
 _Sum = TypeVar("_Sum", Tensor, Row)

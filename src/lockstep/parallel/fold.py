@@ -1,17 +1,143 @@
-"""Adding up a rank's own microbatches along the canonical tree, as they come."""
+"""Adding up a rank's own microbatches along the canonical tree, as they come.
+
+One contiguous block of bytes, so that a node, or all of them, travel as one message without being
+copied together first:
+
+    | header | row 0: segments, scalars | row 1 | ... |
+
+A row is one node: the flat gradient in one segment a dtype, then the sums of the scalars (loss,
+weight, metrics) in float64. The header belongs to the rank, not to a node, and is not summed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.parallel.arena import Row
-from lockstep.parallel.layout import Dealt, leaves, merges, stack_depth
+from lockstep.parallel.layout import Dealt, Node, Range, leaves, merges, split, stack_depth
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+BLOCK = 1024
+"""Elements: segments are multiples of it, and it is the unit of ownership and of the norm.
+
+Cuts between ranks that are multiples of every vector width leave no element to the scalar tail of
+an element-wise kernel, whose rounding may differ from the vector body's.
+"""
+
+
+class Segment(NamedTuple):
+    """One part of the flat gradient.
+
+    Attributes:
+        dtype: dtype of the elements.
+        numel: number of elements, a multiple of `BLOCK`.
+    """
+
+    dtype: torch.dtype
+    numel: int
+
+
+def slice_up(segments: Sequence[Segment], size: int) -> list[list[Range]]:
+    """For each segment, the range of elements of each of `size` ranks: whole blocks."""
+    return [
+        [Range(r.first * BLOCK, r.last * BLOCK) for r in split(s.numel // BLOCK, size)]
+        for s in segments
+    ]
+
+
+@dataclass
+class Row:
+    """Typed views of one node's bytes.
+
+    Attributes:
+        segments: for each segment, [numel] of its dtype.
+        scalars: sums of loss, weight and metrics, float64 [num_scalars].
+    """
+
+    segments: list[Tensor]
+    scalars: Tensor
+
+    def add_(self, other: Row) -> None:
+        """Add another row's values."""
+        for mine, theirs in zip(self.segments, other.segments, strict=True):
+            mine.add_(theirs)
+        self.scalars.add_(other.scalars)
+
+
+class Arena:
+    """A rank's header and rows, as views of one block of bytes.
+
+    Attributes:
+        header: float64 [num_header].
+        rows: the rows, each the memory of one node.
+    """
+
+    def __init__(self, layout: ArenaLayout, memory: Tensor, num_rows: int) -> None:
+        self._layout = layout
+        self._memory = memory
+        self.header = memory[: 8 * layout.num_header].view(torch.float64)
+        self.rows = [layout.row(memory, r) for r in range(num_rows)]
+
+    def message(self, num_rows: int) -> Tensor:
+        """The bytes of the header and the first `num_rows` rows."""
+        return self._memory[: self._layout.num_bytes(num_rows)]
+
+
+class ArenaLayout:
+    """The places of header, rows, segments and scalars in an arena's bytes."""
+
+    def __init__(self, segments: Sequence[Segment], num_scalars: int, num_header: int) -> None:
+        self.segments = tuple(segments)
+        self.num_scalars = num_scalars
+        self.num_header = num_header
+        self._header_bytes = _aligned(8 * num_header)
+        self._row_bytes = _aligned(8 * num_scalars) + sum(
+            _aligned(s.numel * s.dtype.itemsize) for s in segments
+        )
+
+    def num_bytes(self, num_rows: int) -> int:
+        """Size of an arena of `num_rows` rows, in bytes."""
+        return self._header_bytes + num_rows * self._row_bytes
+
+    def allocate(self, num_rows: Sequence[int], device: torch.device) -> tuple[Tensor, list[Arena]]:
+        """Arenas one behind the other in memory, all zero.
+
+        Args:
+            num_rows: number of rows of each arena.
+            device: device of the memory.
+
+        Returns:
+            The whole memory, uint8 [bytes], and the arenas.
+        """
+        sizes = [self.num_bytes(n) for n in num_rows]
+        memory = torch.zeros(sum(sizes) + ALIGNMENT, dtype=torch.uint8, device=device)
+        skip = -memory.data_ptr() % ALIGNMENT
+        memory = memory[skip : skip + sum(sizes)]
+        parts = zip(torch.split(memory, sizes), num_rows, strict=True)
+        return memory, [Arena(self, part, n) for part, n in parts]
+
+    def row(self, memory: Tensor, index: int) -> Row:
+        """Views of row `index` of an arena in `memory`."""
+        offset = self.num_bytes(index)
+        segments = []
+        for dtype, numel in self.segments:
+            num_bytes = numel * dtype.itemsize
+            segments.append(memory[offset : offset + num_bytes].view(dtype))
+            offset += _aligned(num_bytes)
+        scalars = memory[offset : offset + 8 * self.num_scalars].view(torch.float64)
+        return Row(segments, scalars)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 _is_absent = partial(is_, None)
 
@@ -117,3 +243,94 @@ def _zero(view: Tensor) -> None:
 def _add_zero(view: Tensor) -> None:
     # Not a no-op: it turns -0.0 into 0.0, as adding a row of zeros does on another layout.
     view.add_(0.0)
+
+
+class RowSum(NamedTuple):
+    """Sums of some rows.
+
+    Attributes:
+        ids: numbers of the rows, ascending, each once: int64 [n].
+        rows: their sums: [n, dim].
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def of(self, chosen: Tensor) -> RowSum:
+        """Those of some rows, by a mask or by ascending indices."""
+        return RowSum(self.ids[chosen], self.rows[chosen])
+
+
+def nothing(dim: int, like: Tensor) -> RowSum:
+    """Sums of no rows, of the dtype and on the device of `like`."""
+    return RowSum(like.new_empty(0, dtype=torch.int64), like.new_empty(0, dim))
+
+
+def added(left: RowSum, right: RowSum) -> RowSum:
+    """The sums of two; a row that one of them lacks is the other's, to the bit."""
+    if not len(left.ids) or not len(right.ids):
+        return right if len(right.ids) else left
+    both, places = torch.unique(torch.cat([left.ids, right.ids]), return_inverse=True)
+    rows = left.rows.new_empty(len(both), left.rows.shape[1])
+    of_left, of_right = places[: len(left.ids)], places[len(left.ids) :]
+    # First the right one, so that the left one's rows are then sums in the order left + right.
+    rows[of_right] = right.rows
+    in_both = torch.isin(left.ids, right.ids, assume_unique=True)
+    mine = torch.where(in_both[:, None], left.rows + rows[of_left], left.rows)
+    rows[of_left] = mine
+    return RowSum(both, rows)
+
+
+def plan(microbatches: Dealt, num_microbatches: int) -> tuple[list[int], list[Node]]:
+    """As `layout.merges`, of the microbatches of a rank, which need not lie side by side."""
+    own = [node for node in leaves(microbatches) if node.first < num_microbatches]
+    if isinstance(microbatches, Range):
+        return merges(own, num_microbatches)
+    return [0] * len(own), own
+
+
+class RowFold:
+    """Sums of a rank's own microbatches, as far as the canonical tree allows without the others.
+
+    Attributes:
+        nodes: nodes of the tree that are left, from left to right.
+    """
+
+    def __init__(self, microbatches: Dealt, num_microbatches: int) -> None:
+        """Prepare to add the microbatches, from left to right.
+
+        Args:
+            microbatches: microbatches of this rank; those with numbers that are too high are none.
+            num_microbatches: number of microbatches of the whole global batch.
+        """
+        self._merges, self.nodes = plan(microbatches, num_microbatches)
+        self._next = 0
+        self.sums: list[RowSum] = []
+
+    def add(self, leaf: RowSum) -> None:
+        """Add the next microbatch."""
+        self.sums.append(leaf)
+        _merge(self.sums, self._merges[self._next])
+        self._next += 1
+
+
+def total(sums: Sequence[RowSum], nodes: Sequence[Node], num_microbatches: int) -> RowSum:
+    """The sum of the nodes of all ranks.
+
+    Args:
+        sums: of each node, from left to right.
+        nodes: all nodes, which together are the whole tree.
+        num_microbatches: number of leaves of the tree.
+    """
+    counts, _ = merges(nodes, num_microbatches)
+    stack: list[RowSum] = []
+    for node, count in zip(sums, counts, strict=True):
+        stack.append(node)
+        _merge(stack, count)
+    return stack[0]
+
+
+def _merge(stack: list[RowSum], count: int) -> None:
+    for _ in range(count):
+        right = stack.pop()
+        stack[-1] = added(stack[-1], right)

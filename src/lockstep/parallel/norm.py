@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import BLOCK
+from lockstep.parallel.fold import BLOCK
 from lockstep.parallel.layout import Range
 
 _FEW = 256

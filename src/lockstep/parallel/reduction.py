@@ -23,19 +23,10 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import ArenaLayout, Row, Segment, slice_up
-from lockstep.parallel.exchange import (
-    Alone,
-    Exchange,
-    Slices,
-    WholeNodes,
-    gather_slices,
-)
-from lockstep.parallel.fold import Fold, rows_needed
-from lockstep.parallel.hosts.choice import Tried
-from lockstep.parallel.hosts.group import Hosts
-from lockstep.parallel.hosts.nodes import NodesByHost
-from lockstep.parallel.hosts.slices import SlicesByHost, gather_slices_by_host
+from lockstep.parallel.exchange import Alone, Exchange, Slices, WholeNodes, gather_slices
+from lockstep.parallel.fold import ArenaLayout, Fold, Row, Segment, rows_needed, slice_up
+from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
+from lockstep.parallel.hosts.layout import Hosts, Tried
 from lockstep.parallel.layout import Dealt, leaves, merges
 from lockstep.parallel.shared_slices import Moment, SharedSlices, shared_arena
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import BLOCK, ArenaLayout, Row, Segment, slice_up
-from lockstep.parallel.fold import Fold, rows_needed
+from lockstep.parallel.fold import BLOCK, ArenaLayout, Fold, Row, Segment, rows_needed, slice_up
 from lockstep.parallel.layout import Range
 
 _NOTHING = torch.empty(0, dtype=torch.float64)

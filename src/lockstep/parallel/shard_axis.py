@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import TaskError
 from lockstep.parallel.layout import Range, leaves, merges, split
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, allocate, map_all
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import Arena, ArenaLayout, Row
 from lockstep.parallel.exchange import Slices
+from lockstep.parallel.fold import Arena, ArenaLayout, Row
 from lockstep.parallel.layout import Range
 
 BLOCK_BYTES = 1 << 19

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.config.train_config import Sharding
-from lockstep.planning.profile.profile import Profile
+from lockstep.planning.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from types import MappingProxyType
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.reduction import SMALL_BYTES
-from lockstep.planning.profile.operations import OPERATIONS
-from lockstep.planning.profile.profile import Measurement, Profile, Scope
+from lockstep.planning.operations import OPERATIONS
+from lockstep.planning.profile import Measurement, Profile, Scope
 
 _LINK = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg]bit),([0-9]+(?:\.[0-9]+)?)(us|ms|s)")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

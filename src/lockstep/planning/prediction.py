@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.parallel.reduction import SMALL_BYTES
 from lockstep.planning.facts import Facts, Timed
-from lockstep.planning.layouts import Layout
-from lockstep.planning.memory import peak_bytes
+from lockstep.planning.layouts import Layout, peak_bytes
 from lockstep.planning.network import Network
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.backend.shapes import (
+from lockstep.comm.backend.buffers import (
     check_dtypes,
     check_parts,
     check_whole,

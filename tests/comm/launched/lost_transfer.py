@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from lockstep.comm.torchdist.elastic_transport import ElasticTransport
-from lockstep.comm.torchdist.sockets import Connections
-from lockstep.comm.torchdist.waiting import LeftBehind
+from lockstep.comm.torchdist.waiting import Connections, LeftBehind
 
 HOST = "127.0.0.1"
 

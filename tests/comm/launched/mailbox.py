@@ -14,10 +14,10 @@ import time
 
 import torch
 
-from lockstep.comm.mailbox import CAPACITY
+from lockstep.comm.shared_memory import CAPACITY
 from lockstep.comm.transport import GroupBroken, offsets
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
 
 NUM_CALLS, LAST = 2000, 1234
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
-from lockstep.parallel.arena import BLOCK, Segment
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from lockstep.launchers.rank.environment import detect
-from lockstep.launchers.rank.join import open_transport
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
 
 transport = open_transport(detect(os.environ), torch.device("cpu"), 60.0)
 rank, traffic = transport.rank, transport.traffic

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.launchers.job.commands import mpirun_command, rank_environment
+from lockstep.launching.job.commands import mpirun_command, rank_environment
 
 SCRIPT = """
 import os, signal, time, torch

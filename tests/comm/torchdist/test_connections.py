@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from lockstep.comm.torchdist.sockets import Connections
+from lockstep.comm.torchdist.waiting import Connections
 
 HOST = "127.0.0.1"
 Pair = tuple[socket.socket, socket.socket]

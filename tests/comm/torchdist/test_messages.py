@@ -9,7 +9,7 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.torchdist.messages import MAX_BYTES, FromRank, Saying, ToRank
+from lockstep.comm.torchdist.supervision import MAX_BYTES, FromRank, Saying, ToRank
 
 numbers = st.integers(0, 2**31)
 maybe = st.one_of(st.none(), numbers)
@@ -40,7 +40,7 @@ def test_to_a_rank(
 
 def test_the_supervisor_imports_nothing_slow() -> None:
     code = (
-        "import sys; import lockstep.comm.torchdist.messages;"
+        "import sys; import lockstep.comm.torchdist.supervision;"
         "sys.exit(bool({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

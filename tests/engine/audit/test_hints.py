@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.hints import ignored_methods
 from lockstep.engine.checkpoint.run_directory import RunDirectory
@@ -18,7 +18,7 @@ from lockstep.engine.events import Event, Warned
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
-from lockstep.recipes import load_recipe
+from lockstep.launching.systems import load_recipe
 
 
 class Plain(Task):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep import front
 from lockstep.errors import TaskError
-from lockstep.front import Sitting
+from lockstep.launching import front
+from lockstep.launching.front import Sitting
 
 SAMPLES = 48
 LATE = 5

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep import front
 from lockstep.engine.audit.caches import Caches
 from lockstep.errors import TaskError
-from lockstep.front import Sitting
+from lockstep.launching import front
+from lockstep.launching.front import Sitting
 
 SAMPLES = 48
 

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.thread_transport import on_ranks
 
+from lockstep.engine.carry.carries import Carry
 from lockstep.engine.carry.group import moved
-from lockstep.engine.carry.tree import Carry
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engine.carry.carries import Carries, check_named, from_named, named_tensors
-from lockstep.engine.carry.packing import pack, unpack
-from lockstep.engine.carry.tree import Carry, check_carry
+from lockstep.engine.carry.carries import (
+    Carries,
+    Carry,
+    check_carry,
+    check_named,
+    from_named,
+    named_tensors,
+    pack,
+    unpack,
+)
 from lockstep.errors import TaskError
 
 CPU = torch.device("cpu")

@@ -9,14 +9,12 @@ import pytest
 import torch
 from tests.thread_transport import ThreadTransport, on_ranks
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import CompressionConfig, TrainConfig
-from lockstep.engine.carry.carries import named_tensors
-from lockstep.engine.carry.compressed import CompressedCarries, dealt_carries
-from lockstep.engine.carry.tree import Carry
-from lockstep.parallel.arena import BLOCK, Segment
-from lockstep.parallel.compression.memory import BLOCK as SCALED
+from lockstep.engine.carry.carries import Carry, named_tensors
+from lockstep.engine.carry.group import CompressedCarries, dealt_carries
+from lockstep.parallel.compression.reduction import BLOCK as SCALED
+from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range
 
 NUM = 6

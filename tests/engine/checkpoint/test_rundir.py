@@ -20,11 +20,11 @@ import pytest
 import torch
 
 from lockstep.config import TrainConfig, load, override
+from lockstep.config.files import temporary_beside
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
 from lockstep.errors import RunDirectoryError
-from lockstep.files import temporary_beside
 
 CONFIG = TrainConfig(seed=3)
 

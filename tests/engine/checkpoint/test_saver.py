@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
-from lockstep.engine.pulse import Pulse
+from lockstep.engine.runtime import Pulse
 from lockstep.errors import CheckpointError
 
 both = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])

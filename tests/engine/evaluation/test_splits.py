@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import assemble
-from lockstep.engine.evaluation.splits import by_split, evaluated_splits, judged
+from lockstep.engine.evaluation.batches import by_split, evaluated_splits, judged
 from lockstep.engine.runtime import Runtime
 from lockstep.errors import ConfigError, TaskError
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
+from lockstep.engine.evaluation.batches import Scores
 from lockstep.engine.evaluation.evaluation import Evaluation
-from lockstep.engine.evaluation.splits import Scores
 from lockstep.engine.passes.compute import Compute
 from lockstep.errors import TaskError
 
@@ -223,7 +222,7 @@ def test_a_list_that_nothing_was_added_to_stays_empty() -> None:
 
 
 def test_a_metric_of_states_can_be_watched_and_arrays_are_in_the_files(tmp_path: Path) -> None:
-    from lockstep.front import Sitting, run
+    from lockstep.launching.front import Sitting, run
 
     class Watching(Classifier):
         def dataset(self, split: str) -> Any:

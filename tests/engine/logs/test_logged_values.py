@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from lockstep.engine.events import Event, Logged, picture_path
-from lockstep.engine.logs.log import Logbook, check_name, log
-from lockstep.engine.logs.pictures import encoded
-from lockstep.engine.logs.values import NUM_BINS, histogram
+from lockstep.engine.log import Logbook, check_name, log
+from lockstep.engine.log_values import NUM_BINS, encoded, histogram
 from lockstep.errors import TaskError
 
 FLOATS = st.floats(width=64)
@@ -91,7 +90,7 @@ def test_bins_are_those_of_numpy_where_no_value_is_on_an_edge(bins: list[int], s
 def test_a_histogram_is_the_same_in_one_chunk_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(1)).reshape(100, 100).T
     whole = histogram(values)
-    monkeypatch.setattr("lockstep.engine.logs.values._CHUNK", 333)
+    monkeypatch.setattr("lockstep.engine.log_values._CHUNK", 333)
     assert histogram(values) == whole
 
 

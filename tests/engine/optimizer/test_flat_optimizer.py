@@ -12,17 +12,20 @@ from torch import Tensor, nn, optim
 
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.digests import model_digest
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import slices_of
-from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
+from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.optimizer.choice import (
+    ELEMENTWISE,
+    check_optimizer,
+    default_optimizer,
+    is_elementwise,
+)
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
-from lockstep.engine.optimizer.kinds import ELEMENTWISE, is_elementwise
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import Pipeline
 from lockstep.nn.cutting import units_of
-from lockstep.nn.units import WHOLE
-from lockstep.parallel.arena import BLOCK
+from lockstep.nn.ties import WHOLE
+from lockstep.parallel.fold import BLOCK
 from lockstep.parallel.layout import Range, split
 
 Named = list[tuple[str, Tensor]]

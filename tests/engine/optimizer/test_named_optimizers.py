@@ -14,12 +14,14 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import slices_of
-from lockstep.engine.optimizer.choice import check_optimizer
+from lockstep.engine.flat_tensors import FlatTensors, slices_of
+from lockstep.engine.optimizer.choice import (
+    NamedOptimizers,
+    check_optimizer,
+    is_elementwise,
+    named_optimizers,
+)
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
-from lockstep.engine.optimizer.kinds import is_elementwise
-from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, named_optimizers
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.step.memory import Needs
 from lockstep.engine.step.model import trainable_groups

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import OptimizerConfig, TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.audit.reachable import fingerprints, optimizers_in

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.passes import bare_backward
+from lockstep.engine.passes import backward as bare_backward
 
 
 @pytest.fixture(autouse=True)

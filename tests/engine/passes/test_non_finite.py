@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.engine.passes.non_finite import non_finite_loss
+from lockstep.comm.transport import LocalTransport
+from lockstep.engine.passes.returned import non_finite_loss
 
 
 @pytest.mark.parametrize("is_split", [True, False])

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.digests import model_digest

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lockstep.engine.recovery.positions import Held
 from lockstep.engine.recovery.sharded_state import holders
 from lockstep.errors import RankFailure
-from lockstep.parallel.arena import BLOCK, Segment, slice_up
+from lockstep.parallel.fold import BLOCK, Segment, slice_up
 from lockstep.parallel.layout import stepped_slices
 
 

@@ -16,11 +16,11 @@ import torch
 from tests.distributed.tasks import Everything, EverythingConfig
 
 from lockstep.config import OptimizerConfig
-from lockstep.engine.optimizer.kinds import ELEMENTWISE
+from lockstep.engine.optimizer.choice import ELEMENTWISE
 from lockstep.engine.snapshot.resumable import _is_state
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
-from lockstep.front import Result, Sitting, run
+from lockstep.launching.front import Result, Sitting, run
 
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 

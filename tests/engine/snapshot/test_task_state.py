@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep import front
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
-from lockstep.front import Sitting
+from lockstep.launching import front
+from lockstep.launching.front import Sitting
 
 STEPS = 6
 

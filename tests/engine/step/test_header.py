@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.traffic import Traffic
-from lockstep.engine.step.header import STOP_REASONS, Header, num_values
+from lockstep.comm.transport import Traffic
+from lockstep.engine.step.sums import STOP_REASONS, Header, num_values
 from lockstep.engine.timing import Stopwatch, Times
 
 seconds = st.floats(0, 1e9)

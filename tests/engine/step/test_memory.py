@@ -7,9 +7,9 @@ import torch
 from torch import nn, optim
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.config import TrainConfig
-from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.runtime import shared_error
 from lockstep.engine.step import memory
 from lockstep.errors import ConfigError, EnvironError

@@ -15,7 +15,7 @@ import lockstep as ls
 from lockstep.config import TrainConfig
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.tables import messages
+from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.files import (
     check_described,
     cuts,
@@ -25,13 +25,11 @@ from lockstep.engine.tables.files import (
     read_rows,
 )
 from lockstep.engine.tables.group import Tables
-from lockstep.engine.tables.lookups import check_tables_fit
-from lockstep.engine.tables.part import Part
-from lockstep.engine.tables.probe import check_row_optimizer
+from lockstep.engine.tables.run_tables import check_tables_fit
+from lockstep.engine.tables.table import Part, check_row_optimizer
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, TaskError
 from lockstep.optim import RowAdam, RowOptimizer, RowSGD
-from lockstep.parallel.layout import split
-from lockstep.parallel.row_layout import RowLayout
+from lockstep.parallel.layout import RowLayout, split
 
 CPU = torch.device("cpu")
 ROWS, DIM, MICROBATCHES = 75, 3, 5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import TrainConfig
-from lockstep.engine.task.asked import TOTAL_STEPS, Asked, asked_of, plain, watched
+from lockstep.engine.task.rebuilt import TOTAL_STEPS, Asked, asked_of, plain, watched
 
 
 class Config(TrainConfig):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import Parts, assemble
 from lockstep.engine.audit.held_state import held_generators, held_state
 from lockstep.engine.runtime import Runtime

@@ -12,7 +12,7 @@ from tests.nn.models import PLAN, TOKENS, Transformer
 from tests.thread_transport import ThreadTransport, on_ranks
 from torch import Tensor, nn
 
-from lockstep.comm.local_transport import LocalTransport
+from lockstep.comm.transport import LocalTransport
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import Heads, ShardedLogits, ShardedTensor, shard
 from lockstep.nn.cutting import (
@@ -25,7 +25,7 @@ from lockstep.nn.cutting import (
     shards_of,
 )
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.units import Holding
+from lockstep.nn.ties import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 from lockstep.sketch import SKLinear

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, TaskError
 from lockstep.nn import ShardedLogits, shard
 from lockstep.nn.cutting import cut, keep
 from lockstep.nn.sharded.regions import Region
-from lockstep.nn.units import Holding
+from lockstep.nn.ties import Holding
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
 

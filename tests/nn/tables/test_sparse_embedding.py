@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.tables.sparse_embedding import Lent
+from lockstep.nn.sparse_embedding import Lent
 from lockstep.optim import RowSGD
 
 

@@ -22,11 +22,10 @@ from tests.observe.sample_events import (
 )
 
 from lockstep.engine.events import Event, Failed, Warned
-from lockstep.engine.logs.log import Logbook, log
+from lockstep.engine.log import Logbook, log
 from lockstep.errors import ConfigError, RunDirectoryError
 from lockstep.observe import Sinks, TrackerSink, open_sinks
-from lockstep.observe.trackers.process import Work, serve
-from lockstep.observe.trackers.tracker import Opening, Tracker
+from lockstep.observe.trackers.process import Opening, Tracker, Work, serve
 
 COPIES = "import sys; f = open(sys.argv[2] + '/got', 'ab', 0); list(map(f.write, sys.stdin.buffer))"
 REPORTS = 'import sys; print(\'{"problem": "no room"}\', flush=True); list(sys.stdin)'

@@ -33,8 +33,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lockstep.comm.backend.group import BACKEND_NAME
-from lockstep.comm.backend.movements import Movements
-from lockstep.comm.backend.reductions import Reductions
+from lockstep.comm.backend.operations import Movements, Reductions
 from lockstep.comm.backend.world import MpiWorld, create_store
 from lockstep.comm.mpi.library import MPI
 

@@ -13,15 +13,21 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.comm.calls import CallGroup
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.mailbox import CAPACITY, Mailbox, open_mailbox
-from lockstep.comm.mpi.growth import Growth, Newcomer, agreed, join, take_in
+from lockstep.comm.mpi.growth import (
+    Growth,
+    Newcomer,
+    agreed,
+    join,
+    shrunk_to_living,
+    take_in,
+    whole,
+)
 from lockstep.comm.mpi.library import MPI, has_fault_tolerance
-from lockstep.comm.mpi.memory import DATATYPES, memory_of
-from lockstep.comm.mpi.pairs import exchange
-from lockstep.comm.mpi.survivors import shrunk_to_living, whole
+from lockstep.comm.mpi.messages import DATATYPES, exchange, memory_of
+from lockstep.comm.shared_memory import CAPACITY, Mailbox, open_mailbox
 from lockstep.comm.transport import (
     GroupBroken,
+    LocalTransport,
     Sending,
     Transport,
     collective,
@@ -328,3 +334,19 @@ class Subgroup(MpiTransport):
 
     def close(self) -> None:
         """Nothing to do: what is interrupted may still be under way in it."""
+
+
+class BorrowedComm(MpiTransport):
+    """A copy of a communicator that a program has made itself; a lost rank ends it."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Copy the communicator; all its ranks call this."""
+        Transport.__init__(self)
+        self._growth = None
+        self._newcomer = None
+        self._subgroups = []
+        self._adopt(comm.Dup())
+
+    def close(self) -> None:
+        """Free the copy."""
+        self.comm.Free()

@@ -28,8 +28,8 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from lockstep.data.attributes import WatchedAttribute
-from lockstep.data.generators import GENERATORS, AnyGenerator, is_global
-from lockstep.engine.audit.leaves import MEMORY, MOST_BYTES, STREAMS, has_text, leaf, short
+from lockstep.data.random import GENERATORS, AnyGenerator, is_global
+from lockstep.engine.audit.reachable import MEMORY, MOST_BYTES, STREAMS, has_text, leaf, short
 
 _MOST_OBJECTS = 50_000
 _MOST_ITEMS = 1_000

@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.comm.transport import Transport
 from lockstep.data.attributes import AttributeGuard, PassAttribute
-from lockstep.data.streams.passes import is_stream
+from lockstep.data.passes import is_stream
 from lockstep.engine.audit.caches import Caches
 from lockstep.engine.audit.held_state import (
     KEYS,
@@ -31,7 +31,7 @@ from lockstep.engine.audit.held_state import (
     module_globals,
     objects_held,
 )
-from lockstep.engine.audit.leaves import MOST_BYTES
+from lockstep.engine.audit.reachable import MOST_BYTES
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_part_of, is_scratch
 from lockstep.errors import TaskError, shared

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn, optim
 
-from lockstep.data.batch_source import BatchSource
+from lockstep.data.loader import BatchSource
 from lockstep.engine.audit.held_state import held_state
 from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.snapshot.task_state import TaskState

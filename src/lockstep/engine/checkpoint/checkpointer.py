@@ -14,26 +14,21 @@ from lockstep.engine.audit.pass_state import named
 from lockstep.engine.carry.carries import Held, from_named
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.manifest import check_data, facts_of
+from lockstep.engine.checkpoint.origin import check_data, facts_of
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.checkpoint.writer import AsyncWriter
+from lockstep.engine.digests import check_rounding
 from lockstep.engine.events import Checkpointed, Event, Resumed, Warned
 from lockstep.engine.recovery.consistency import check_replicas, check_streams
 from lockstep.engine.recovery.sharded_state import numbers_of_state, whole_state
-from lockstep.engine.rounding import check_rounding
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime, everywhere, on_first
-from lockstep.engine.snapshot.capture import capture
-from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits
-from lockstep.engine.snapshot.longer import stretch
-from lockstep.engine.snapshot.restore import restore
-from lockstep.engine.snapshot.resumable import check_meta, check_training_state
-from lockstep.engine.snapshot.streamed import StreamedState
-from lockstep.engine.snapshot.torch_optimizers import check_optimizer_state
-from lockstep.engine.snapshot.weights_from import take_over
-from lockstep.engine.snapshot.whole_tensors import WholeTensors, whole_tensors
+from lockstep.engine.snapshot.capture import StreamedState, WholeTensors, capture, whole_tensors
+from lockstep.engine.snapshot.fits import check_fits, check_optimizer_fits, check_optimizer_state
+from lockstep.engine.snapshot.restore import restore, take_over
+from lockstep.engine.snapshot.resumable import check_meta, check_training_state, stretch
 from lockstep.engine.tables.files import StreamedTables
-from lockstep.engine.task.asked import asked_of
+from lockstep.engine.task.rebuilt import asked_of
 from lockstep.errors import CheckpointError
 
 _UNKNOWN = "what it read under an earlier version is not known"

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.engine.checkpoint.contents import own_entries
+from lockstep.config.files import open_regular, replacing_binary
+from lockstep.engine.checkpoint.listing import own_entries
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.errors import LockstepError
-from lockstep.files import open_regular, replacing_binary
 
 _EVENTS = "events.jsonl"
 _STARTED = b'"event": "RunStarted"'

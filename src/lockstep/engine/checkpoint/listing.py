@@ -1,12 +1,31 @@
-"""Which checkpoints are there: a folder for each step, and the hints `latest` and `best`."""
+"""What a run directory holds: a folder for each checkpoint, and the hints `latest` and `best`."""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.files import read_text, replacing
+from lockstep.config.files import read_text, replacing
+
+ENTRIES = (
+    "checkpoints", "config.yaml", "events.jsonl", "flight", "logged", "metrics.csv", "profile",
+    "ranks.log", "report.html", "report.md", "report_figures", "result.json", "run.json", "sketch",
+    "tags.json", "tensorboard", "trackers", "view", ".lock",
+)  # fmt: skip
+"""Names of files and folders."""
+
+PATTERNS = ("hang_of_slot_*.json", "quantum_epoch*.npz")
+"""Patterns of further ones."""
+
+
+def own_entries(run_dir: Path) -> Iterator[Path]:
+    """What Lockstep may have written there; not all of it need be there."""
+    yield from (run_dir / name for name in ENTRIES)
+    for pattern in PATTERNS:
+        yield from run_dir.glob(pattern)
+
 
 _FOLDER = re.compile(r"step_([0-9]{8,20})")
 

@@ -9,12 +9,11 @@ from time import perf_counter
 
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint import listing
-from lockstep.engine.checkpoint.format import Snapshot
-from lockstep.engine.checkpoint.retention import prune
-from lockstep.engine.checkpoint.tensor_files import Tensors
+from lockstep.engine.checkpoint.choice import prune
+from lockstep.engine.checkpoint.format import Snapshot, Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
-from lockstep.engine.pulse import Pulse
+from lockstep.engine.runtime import Pulse
 from lockstep.errors import CheckpointError
 
 SLOW_S = 60.0

@@ -1,4 +1,4 @@
-"""Steps of torch's own optimizers without what torch does around the arithmetic.
+"""What an optimizer steps on this rank, and steps of torch's own at less cost.
 
 That is for its compiler and its profiler, and for a small model takes several times as long as the
 arithmetic.
@@ -7,13 +7,126 @@ arithmetic.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.engine.optimizer.optimizer_state import is_savable, to_json
+from lockstep.errors import CheckpointError, TaskError, shared
+from lockstep.parallel.layout import Range
+
+
+class Stepped(NamedTuple):
+    """A tensor that an optimizer steps: a whole parameter, or a part of flat memory."""
+
+    owner: str
+    """The key that its state is kept under: its name, or the number of its group."""
+    tensor: nn.Parameter
+    group: int
+    segment: int
+    range: Range
+
+
+def check_savable(
+    optimizer: optim.Optimizer, own: Tensor, is_flat: bool, key: str, value: Any
+) -> None:
+    """Refuse state of a parameter that no checkpoint can hold.
+
+    Args:
+        optimizer: optimizer that keeps the state.
+        own: what it is kept of.
+        is_flat: whether that is a part of flat memory.
+        key: key of the state.
+        value: the state.
+
+    Raises:
+        TaskError: naming the key.
+    """
+    name = type(optimizer).__name__
+    if isinstance(value, Tensor) and value.dim() > 0 and is_savable(value):
+        if is_flat and (value.shape, value.dtype) != (own.shape, own.dtype):
+            raise TaskError(
+                f"build_optimizer: {name} keeps state {key!r} of {value.dtype} "
+                f"{tuple(value.shape)} for parameters of {own.dtype} {tuple(own.shape)}; that "
+                "of an element-wise optimizer must be like them: leave out `elementwise = True`"
+            )
+        return
+    try:
+        to_json(value)
+    except TypeError as error:
+        raise TaskError(
+            f"build_optimizer: {name} keeps state {key!r} of type {error}, which a checkpoint "
+            "cannot hold; use numbers and dense tensors"
+        ) from None
+
+
+class Keepers:
+    """The optimizers that step, as keepers of state by name."""
+
+    def __init__(
+        self,
+        is_flat: bool,
+        optimizers: Mapping[str, optim.Optimizer],
+        part_of_group: Sequence[optim.Optimizer],
+    ) -> None:
+        """Take note of them.
+
+        Args:
+            is_flat: whether all are element-wise, so that they step flat tensors.
+            optimizers: those that step, by path.
+            part_of_group: for each group, the one of those that the task has named.
+        """
+        self._is_flat = is_flat
+        self._optimizers = optimizers
+        self._part_of_group = part_of_group
+
+    def states(self, stepped: Iterable[Stepped]) -> Iterator[tuple[Stepped, str, Any]]:
+        """All state of what is stepped, by name.
+
+        Raises:
+            TaskError: something cannot be saved.
+        """
+        for part in stepped:
+            for prefix, inner in self.of(part).items():
+                kept_here = inner.state.get(part.tensor, {})
+                if not isinstance(kept_here, Mapping):
+                    raise TaskError(
+                        f"build_optimizer: {type(inner).__name__} keeps a "
+                        f"{type(kept_here).__name__} as state of a parameter; it must be a dict"
+                    )
+                for key, value in kept_here.items():
+                    check_savable(inner, part.tensor, self._is_flat, key, value)
+                    yield part, prefix + key, value
+
+    def of(self, part: Stepped) -> dict[str, optim.Optimizer]:
+        """Those that may keep state of what is stepped, by what the names of it begin with.
+
+        Element-wise ones hold no others, and no two have the same parameter. So they need no
+        prefix, and what is stepped by several has one flat tensor for each key that they share.
+        """
+        if self._is_flat:
+            return {"": self._part_of_group[part.group]}
+        return {f"{path}." if path else "": inner for path, inner in self._optimizers.items()}
+
+    def find(self, part: Stepped, name: str) -> tuple[optim.Optimizer, str]:
+        """The optimizer that keeps a state, and its key there, by the name that `states` gave.
+
+        Raises:
+            CheckpointError: there is no such optimizer.
+        """
+        keepers = self.of(part)
+        prefixes = [prefix for prefix in keepers if name.startswith(prefix)]
+        if not prefixes:
+            raise shared(
+                CheckpointError(f"the optimizer's state is damaged: {name} is no optimizer's")
+            )
+        prefix = max(prefixes, key=len)
+        return keepers[prefix], name.removeprefix(prefix)
+
 
 _WRAPPING = optim.Optimizer.__init__.__code__.co_filename
 """The file in which torch wraps what optimizers do."""

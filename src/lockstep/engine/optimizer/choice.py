@@ -2,16 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import Any
 
 from torch import nn, optim
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.reachable import optimizers_in
-from lockstep.engine.optimizer.kinds import is_elementwise
-from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import shards_of
+
+ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.Adagrad, optim.Adadelta,
+    optim.RMSprop, optim.RAdam, optim.NAdam, optim.ASGD, optim.Rprop,
+)  # fmt: skip
+
+
+_TORCHS = frozenset(kind for kind in vars(optim).values() if isinstance(kind, type))
+
+
+def is_elementwise(optimizer: optim.Optimizer) -> bool:
+    """Whether it may step flat tensors: torch's own, or one with `elementwise = True`.
+
+    Of named optimizers all must be.
+    """
+    if isinstance(optimizer, NamedOptimizers):
+        return all(map(is_elementwise, optimizer.by_name.values()))
+    declared = getattr(optimizer, "elementwise", None)
+    if declared is None and (
+        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    ):
+        return False  # hooks may look at whole parameters
+    return type(optimizer) in ELEMENTWISE if declared is None else bool(declared)
+
+
+def may_draw(optimizer: optim.Optimizer) -> bool:
+    """Whether its steps may draw random numbers; those of torch's own do not."""
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    patched = "step" in vars(optimizer) or any(getattr(optimizer, h, None) for h in hooks)
+    return patched or type(optimizer) not in _TORCHS
+
+
+def stepping_in(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
+    """The optimizers that step, by path: this one and those in it, but for one that holds names."""
+    return {
+        path: inner
+        for path, inner in optimizers_in(optimizer).items()
+        if not isinstance(inner, NamedOptimizers)
+    }
+
+
+def own_groups(optimizers: Mapping[str, optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Each optimizer's groups, but for those that one before it has too."""
+    seen: set[int] = set()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for path, optimizer in optimizers.items():
+        groups[path] = [g for g in optimizer.param_groups if id(g) not in seen]
+        seen |= {id(g) for g in optimizer.param_groups}
+    return groups
+
+
+class NamedOptimizers(optim.Optimizer):
+    """Several optimizers, whose parameter groups are the groups of this one.
+
+    Attributes:
+        by_name: optimizers of parts of the model, or of the phases, by name, in their order.
+    """
+
+    def __init__(self, by_name: dict[str, optim.Optimizer]) -> None:
+        groups = [group for one in by_name.values() for group in one.param_groups]
+        super().__init__([{"params": [p for group in groups for p in group["params"]]}], {})
+        # The very dicts that the optimizers step by, also where some of them name parameters.
+        self.param_groups = groups
+        self.by_name = by_name
+
+
+def named_optimizers(made: Mapping[Any, Any], where: str) -> NamedOptimizers:
+    """One optimizer of those that a task names.
+
+    Args:
+        made: what the task has returned.
+        where: by which method, for messages.
+
+    Raises:
+        TaskError: there is none, a name is no identifier, something is no optimizer, or two of them
+            have the same parameter.
+    """
+    if not made:
+        raise TaskError(
+            f"{where}: returned no optimizer; return one by the name of each part of the model, or "
+            "None for the one that config.optimizer names"
+        )
+    owners: dict[int, str] = {}
+    for name, optimizer in made.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise TaskError(f"{where}: the name {name!r}: must be an identifier, as 'encoder' is")
+        if not isinstance(optimizer, optim.Optimizer):
+            raise TaskError(
+                f"{where}: {name!r} is a {type(optimizer).__name__}; must be an optimizer"
+            )
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        other = next((owners[one] for one in ids if one in owners), None)
+        if other is not None:
+            raise TaskError(
+                f"{where}: the optimizers of {other!r} and {name!r} have the same parameter; "
+                "a parameter belongs to one of them"
+            )
+        owners |= dict.fromkeys(ids, name)
+    return NamedOptimizers(dict(made))
+
+
+def parts_of(optimizer: optim.Optimizer) -> dict[str, optim.Optimizer]:
+    """The optimizers that a task has named; a single one under the name ""."""
+    return dict(optimizer.by_name) if isinstance(optimizer, NamedOptimizers) else {"": optimizer}
 
 
 def default_optimizer(model: nn.Module, config: TrainConfig) -> optim.Optimizer:

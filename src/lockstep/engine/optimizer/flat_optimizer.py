@@ -15,12 +15,17 @@ from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
 from lockstep.engine.audit.held_state import held_state, module_globals
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import Slice, is_in, storages, within
+from lockstep.engine.flat_tensors import FlatTensors, Slice, is_in, storages, within
 from lockstep.engine.optimizer import bare_steps
-from lockstep.engine.optimizer.keepers import Keepers
-from lockstep.engine.optimizer.kinds import is_elementwise, may_draw, own_groups, stepping_in
-from lockstep.engine.optimizer.named_optimizers import NamedOptimizers, parts_of
+from lockstep.engine.optimizer.bare_steps import Keepers, Stepped
+from lockstep.engine.optimizer.choice import (
+    NamedOptimizers,
+    is_elementwise,
+    may_draw,
+    own_groups,
+    parts_of,
+    stepping_in,
+)
 from lockstep.engine.optimizer.optimizer_state import (
     TENSOR,
     OptimizerState,
@@ -30,7 +35,6 @@ from lockstep.engine.optimizer.optimizer_state import (
     home_of,
     to_json,
 )
-from lockstep.engine.optimizer.stepped import Stepped
 from lockstep.errors import ConfigError, TaskError
 from lockstep.parallel.layout import Range
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from lockstep.config import ScheduleConfig
+from lockstep.config.parsing import shown
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, TaskError
-from lockstep.parsing import shown
 
 _Shape = Callable[[ScheduleConfig, int, int], float]
 

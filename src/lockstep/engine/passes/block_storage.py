@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.places import Places
+from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.placement import Places
 from lockstep.engine.step.workspace import Workspace
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import Pipeline

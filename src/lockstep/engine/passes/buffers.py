@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.engine.digests import checksum
-from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.errors import TaskError
 
 

@@ -9,7 +9,8 @@ inner optimizer, which is the carry of the microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +20,67 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.held_state import held_state
-from lockstep.engine.carry.tree import Carry
+from lockstep.engine.carry.carries import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
-from lockstep.engine.passes.local_refusals import check_copied, check_norm, check_read
+from lockstep.engine.passes.returned import norm_overflows
 from lockstep.engine.task import Loss, Number, Task
-from lockstep.errors import TaskError
+from lockstep.errors import NonFiniteError, TaskError
+from lockstep.nn.sharded.layers import has_gradient_hook
 from lockstep.parallel.layout import split
+
+
+def check_norm(norm: Tensor, copies: Mapping[str, Tensor]) -> None:
+    """Refuse gradients that are finite, but whose norm is not: Adam would stand still.
+
+    NaN and infinity in gradients reach the parameters, where all ranks see them.
+
+    Raises:
+        NonFiniteError: naming the parameter with the greatest one.
+    """
+    if bool(norm.isfinite()):
+        return
+    gradients = {n: c.grad for n, c in copies.items() if c.grad is not None and c.numel()}
+    greatest = [(name, float(gradient.abs().max())) for name, gradient in gradients.items()]
+    if all(math.isfinite(value) for _, value in greatest):
+        raise NonFiniteError(f"local.steps: in a step of a worker {norm_overflows(greatest)}")
+
+
+def check_read(common: Iterable[str], gradients: Iterable[Tensor | None]) -> None:
+    """Refuse a loss that reads the common parameters, which a worker does not step.
+
+    Raises:
+        TaskError: naming one.
+    """
+    for name, gradient in zip(common, gradients, strict=True):
+        if gradient is not None:
+            raise TaskError(
+                f"Task.loss: reads parameter {name} from elsewhere than the model it is given, "
+                "so it would not see the steps of a worker; take it from the model each time, "
+                "or set local.steps=1"
+            )
+
+
+def check_copied(named: Mapping[str, Tensor], config: TrainConfig) -> None:
+    """Refuse parameters that have what copies of them would not have.
+
+    Raises:
+        TaskError: naming one.
+    """
+    begin = f"local.steps={config.local.steps}: parameter"
+    for name, parameter in named.items():
+        if type(parameter) is not nn.Parameter:
+            raise TaskError(
+                f"{begin} {name} is a {type(parameter).__name__}, and workers step copies of "
+                "parameters, which are plain ones; make it an nn.Parameter, or set local.steps=1"
+            )
+        if has_gradient_hook(parameter):
+            raise TaskError(
+                f"{begin} {name} has a hook on its gradient (register_hook or "
+                "register_post_accumulate_grad_hook), which gradients of workers pass by; remove "
+                "the hook, or set local.steps=1"
+            )
+
 
 LossOf = Callable[[Any, Any], Loss]
 """The loss of a model and a batch."""

@@ -13,21 +13,19 @@ from torch import Tensor, nn
 
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.faults import FaultsInside
-from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.backward import Backward, Forwarded
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute
-from lockstep.engine.passes.precision import LossScale
-from lockstep.engine.places import Places
+from lockstep.engine.passes.compute import Compute, LossScale
+from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.tables.group import Tables
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
-from lockstep.parallel.layout import Dealt
-from lockstep.parallel.pipeline_schedule import Pass
+from lockstep.parallel.layout import Dealt, Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
 

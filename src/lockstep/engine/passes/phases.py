@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engine.optimizer.named_optimizers import named_optimizers
+from lockstep.config.parsing import shown
+from lockstep.engine.optimizer.choice import named_optimizers
 from lockstep.engine.task import Phase, Task, has_carry
 from lockstep.errors import TaskError
-from lockstep.parsing import shown
 
 _PLAIN = ""
 """Name of the only phase of a task without phases."""

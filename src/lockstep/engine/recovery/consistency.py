@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from lockstep.comm.transport import Transport
 from lockstep.engine.digests import tensor_digest, tensors_digest
-from lockstep.engine.places import Places
+from lockstep.engine.placement import Places
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
-from lockstep.nn.elsewhere import Elsewhere
-from lockstep.nn.let_go import is_let_go
-from lockstep.nn.units import EVERYWHERE
+from lockstep.nn.remote import Elsewhere, is_let_go
+from lockstep.nn.ties import EVERYWHERE
 
 
 def check_same(transport: Transport, facts: dict[str, Any]) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lockstep.comm.transport import GroupBroken, Transport
-from lockstep.engine.evaluation.splits import Scores, by_split
+from lockstep.engine.evaluation.batches import Scores, by_split
 from lockstep.engine.events import Warned
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.step_result import StepResult
+from lockstep.engine.step.sums import StepResult
 from lockstep.errors import RankFailure, shared
 from lockstep.parallel.mesh import NEW
 

@@ -16,8 +16,8 @@ from lockstep.engine.optimizer.optimizer_state import OptimizerState, Scalars
 from lockstep.engine.recovery.positions import Held
 from lockstep.engine.step.train_step import TrainStep
 from lockstep.errors import RankFailure, TaskError, shared
-from lockstep.parallel.arena import slice_up
 from lockstep.parallel.exchange import gather_slices
+from lockstep.parallel.fold import slice_up
 from lockstep.parallel.mesh import NEW
 
 

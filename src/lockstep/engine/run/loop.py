@@ -14,25 +14,22 @@ from lockstep.comm.transport import GroupBroken
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import assemble
 from lockstep.engine.audit.hints import ignored_methods, mean_loss
-from lockstep.engine.checkpoint.borrowed import borrowed_state
 from lockstep.engine.checkpoint.checkpointer import Checkpointer
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.evaluation.evaluation_audit import EvaluationAudit
-from lockstep.engine.evaluation.splits import Scores, is_validation
+from lockstep.engine.evaluation.batches import Scores, is_validation
+from lockstep.engine.evaluation.evaluation import EvaluationAudit
 from lockstep.engine.events import Finished, Rebalanced, Warned
-from lockstep.engine.hooks.hooks import Hooks
+from lockstep.engine.hooks import Hooks
 from lockstep.engine.recovery.procedure import TOO_FEW_RANKS, Recovery
-from lockstep.engine.run.group_size import check_size
-from lockstep.engine.run.microbatches import Microbatches
+from lockstep.engine.run.microbatches import Microbatches, check_size
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
-from lockstep.engine.snapshot.streamed import streamed_digest
-from lockstep.engine.snapshot.whole_tensors import whole_digest
-from lockstep.engine.step.header import DIRECTORY_LOST
+from lockstep.engine.snapshot.capture import streamed_digest, whole_digest
+from lockstep.engine.snapshot.restore import borrowed_state
 from lockstep.engine.step.step_audit import StepRepeated
-from lockstep.engine.step.step_result import StepResult
+from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
 from lockstep.engine.task import Task
 from lockstep.errors import RunDirectoryError, TaskFailure, shared
 

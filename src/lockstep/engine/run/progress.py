@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.config import TrainConfig
+from lockstep.config.parsing import as_type
 from lockstep.errors import ConfigError, shared
-from lockstep.parsing import as_type
 
 ALL_STEPS = "all steps done"
 """Why a run is over that has come to its last step."""

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
 from lockstep.engine.checkpoint.run_directory import RunDirectory
-from lockstep.engine.evaluation.splits import is_validation
+from lockstep.engine.evaluation.batches import is_validation
 from lockstep.engine.events import (
     ExchangeChosen,
     Joined,
@@ -22,13 +22,12 @@ from lockstep.engine.events import (
     StepDone,
     Warned,
 )
-from lockstep.engine.flight.losses import losses
+from lockstep.engine.flight import losses
 from lockstep.engine.recovery.positions import NOWHERE, Origin
 from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.step_result import StepResult
-from lockstep.engine.timing import Times
-from lockstep.engine.usage import counted_cores
+from lockstep.engine.step.sums import StepResult
+from lockstep.engine.timing import Times, counted_cores
 from lockstep.parallel.reduction import Way
 
 _COUNTS = (

@@ -7,13 +7,13 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.engine.assembly import Parts
-from lockstep.engine.evaluation.splits import Scores, is_validation, judged
+from lockstep.engine.evaluation.batches import Scores, is_validation, judged
 from lockstep.engine.events import Evaluated, Improved
-from lockstep.engine.hooks.hooks import Hooks
+from lockstep.engine.hooks import Hooks
 from lockstep.engine.run.progress import ALL_STEPS, Progress
 from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.runtime import Runtime
-from lockstep.engine.step.step_result import StepResult
+from lockstep.engine.step.sums import StepResult
 
 
 class RunState:

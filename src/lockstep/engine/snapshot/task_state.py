@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.engine.digests import tensor_digest
-from lockstep.engine.hooks.hook import Hook
+from lockstep.engine.hook import Hook
 from lockstep.engine.optimizer.optimizer_state import is_savable
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError, LockstepError, TaskError

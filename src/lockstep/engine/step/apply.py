@@ -14,11 +14,10 @@ from lockstep.engine.carry.group import DealtCarries
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.buffers import ForwardState
+from lockstep.engine.passes.compute import LossScale
 from lockstep.engine.passes.local_steps import LocalSteps
 from lockstep.engine.passes.phases import Phases
-from lockstep.engine.passes.precision import LossScale
-from lockstep.engine.step.header import STOP_REASONS, Header
-from lockstep.engine.step.step_result import StepResult, Summed
+from lockstep.engine.step.sums import STOP_REASONS, Header, StepResult, Summed
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import optim
 
-from lockstep.cgroups import control_groups
+from lockstep.comm.host import control_groups
 from lockstep.config import TrainConfig, override
 from lockstep.config.train_config import Sharding
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.optimizer.named_optimizers import parts_of
+from lockstep.engine.flat_tensors import FlatTensors
+from lockstep.engine.optimizer.choice import parts_of
 from lockstep.errors import ConfigError
 from lockstep.nn.pipeline import Pipeline
 from lockstep.parallel.fold import rows_needed

@@ -1,8 +1,10 @@
-"""The model of a run and the optimizer of its parameters, as a task and a config make them."""
+"""The model of a run, the optimizer of its parameters, and parameters kept in slices."""
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,19 +14,82 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key, seed_all
-from lockstep.engine.audit.aliases import check_aliases
-from lockstep.engine.compiler import keep_compiler_out
+from lockstep.engine.audit.constants import check_aliases
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
-from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.compute import Compute, keep_compiler_out
 from lockstep.engine.passes.stages import check_pipeline
-from lockstep.engine.tables.lookups import tables_of
+from lockstep.engine.placement import Places
+from lockstep.engine.step.workspace import Workspace
+from lockstep.engine.tables.run_tables import tables_of
 from lockstep.engine.task import Task, has_carry
 from lockstep.errors import ConfigError, TaskError
 from lockstep.nn.cutting import cut, shards_of
-from lockstep.nn.let_go import say_what_is_held
 from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.remote import say_what_is_held
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.layout import Range
+
+
+class SlicedParameters:
+    """Opens and closes the flat memory of parameters in slices; leaves that of others alone."""
+
+    def __init__(self, model: nn.Module, places: Places) -> None:
+        self._model, self._places = model, places
+        self._is_open = True
+
+    def use(self, flat: FlatTensors, workspace: Workspace) -> None:
+        """Work on this memory from now on, which is open."""
+        self._flat, self._workspace = flat, workspace
+
+    def open(self, gathered: bool = False) -> None:
+        """Have all parameters in memory, those of other stages apart.
+
+        Args:
+            gathered: whether they have their values, for which this is a collective of the column;
+                else only what this rank keeps of them has.
+        """
+        if self._places.in_slices:
+            for segment in range(len(self._flat.segments)):
+                (self._workspace.gather if gathered else self._workspace.open)(segment)
+            self._share_ties()
+            self._is_open = True
+
+    def close(self) -> None:
+        """Free all but the slices that this rank keeps."""
+        if self._places.in_slices:
+            for segment in range(len(self._flat.segments)):
+                self._flat.close(segment)
+            self._share_ties()
+            self._is_open = False
+
+    @contextmanager
+    def whole(self, gathered: bool = True) -> Iterator[None]:
+        """`open` them within it; what they become there, alike on a column's ranks, is kept."""
+        was_open = self._is_open
+        self.open(gathered)
+        try:
+            yield
+            self._workspace.take_slices()
+        finally:
+            if not was_open:
+                self.close()
+
+    def slices(self) -> dict[str, Tensor]:
+        """The slices that this rank keeps, by names for people; none of whole parameters."""
+        if not self._places.in_slices:
+            return {}
+        named = {}
+        for number, of_segment in enumerate(self._workspace.stepped):
+            block = f"column {self._places.column}, block {self._flat.blocks[number]}"
+            for (first, last), parameters, _ in of_segment:
+                dtype = parameters.dtype
+                named[f"{block}: elements {first} to {last - 1} of {dtype}"] = parameters
+        return named
+
+    def _share_ties(self) -> None:
+        assert isinstance(self._model, Pipeline), "other models are not kept in slices"
+        self._model.ties.share()
 
 
 def build_model(task: Task, config: TrainConfig, device: torch.device) -> nn.Module:

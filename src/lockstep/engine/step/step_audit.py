@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lockstep.engine.audit.pass_state import PassState, Repetition, depends_on
 from lockstep.engine.digests import checksum
 from lockstep.engine.runtime import Runtime, everywhere
-from lockstep.engine.step.header import Header
+from lockstep.engine.step.sums import Header
 from lockstep.engine.step.workspace import Workspace
 from lockstep.errors import shared
 

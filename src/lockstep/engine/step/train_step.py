@@ -13,33 +13,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.allocation import give_back_large
+from lockstep.comm.host import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
-from lockstep.engine.carry.compressed import dealt_carries
-from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.carry.group import dealt_carries
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.block_storage import BlockStorage
 from lockstep.engine.passes.block_storage import Moment as StorageMoment
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.passes.compute import Compute
+from lockstep.engine.passes.compute import Compute, LossScale
 from lockstep.engine.passes.passes import Passes
-from lockstep.engine.passes.precision import LossScale
-from lockstep.engine.places import Places
+from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Raised, Runtime
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.step.apply import Apply
-from lockstep.engine.step.header import Header, num_values
-from lockstep.engine.step.sliced_parameters import SlicedParameters
+from lockstep.engine.step.model import SlicedParameters
 from lockstep.engine.step.step_audit import StepAudit
-from lockstep.engine.step.step_result import StepResult, Summed
-from lockstep.engine.step.sums import StepSums
+from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
-from lockstep.engine.task.asked import asked_of
+from lockstep.engine.task.rebuilt import asked_of
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep

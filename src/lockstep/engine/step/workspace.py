@@ -6,17 +6,19 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from lockstep.comm.local_transport import LocalTransport
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import TrainConfig
-from lockstep.engine.flat.flat_tensors import FlatTensors
-from lockstep.engine.flat.slices import Slice
+from lockstep.engine.flat_tensors import FlatTensors, Slice
 from lockstep.engine.passes.buffers import ForwardState
-from lockstep.engine.places import Places
+from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Runtime
-from lockstep.parallel.compression.choice import compressed_reduction
-from lockstep.parallel.compression.reduction import CompressedReduction, LeafSums, Summed
-from lockstep.parallel.compression.state import LeafStates
+from lockstep.parallel.compression.reduction import (
+    CompressedReduction,
+    LeafStates,
+    LeafSums,
+    Summed,
+)
+from lockstep.parallel.compression.sums import compressed_reduction
 from lockstep.parallel.exchange import copy_to_next, gather_slices
 from lockstep.parallel.layout import Dealt, Range, stepped_slices
 from lockstep.parallel.norm import (

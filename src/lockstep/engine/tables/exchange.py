@@ -1,13 +1,18 @@
-"""Messages about rows: each rank sends something else to each of the others."""
+"""Rows on their way between ranks: looked up, summed, and moved to new owners."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport, offsets
+from lockstep.engine.tables.table import DealtTable, Part, widths
+from lockstep.nn.sparse_embedding import Lent
+from lockstep.parallel.fold import RowSum
+from lockstep.parallel.layout import ROWS, Node, RowLayout
 
 _FAILED = -1
 """In the place of lengths."""
@@ -104,3 +109,151 @@ def swap_rows(
         [part.view(shape) for part, shape in zip(torch.split(own, size), shape_of, strict=True)]
         for own, size, shape_of in zip(by_rank, sizes, shapes, strict=True)
     ]
+
+
+_GROUPS_AT_ONCE = 4096
+"""Groups of rows of the table that are on their way at a time: what it takes in memory."""
+
+
+class Described(NamedTuple):
+    """What a rank holds of a table.
+
+    Attributes:
+        size: number of ranks that the table was dealt out to; 0 for nothing.
+        owners: whose rows they are.
+    """
+
+    size: int
+    owners: list[int]
+
+
+def deal(
+    transport: Transport,
+    dealt: DealtTable,
+    there: Sequence[Described],
+    layout: RowLayout,
+    shifts: Sequence[int],
+    device: torch.device,
+) -> list[Part] | None:
+    """The parts that this rank is to hold; a collective, in which nothing that is held changes.
+
+    Args:
+        transport: the new group of ranks.
+        dealt: table, with the parts that this rank holds.
+        there: what each rank of the new group holds.
+        layout: how rows are to be dealt out.
+        shifts: how many ranks before a rank those are whose rows it is to hold.
+        device: device that they are on.
+
+    Returns:
+        None, on all ranks, if some rows are held by nobody.
+    """
+    rank, size = transport.rank, transport.size
+    parts = [Part.empty(dealt.table, layout, (rank - shift) % size, device) for shift in shifts]
+    # All that is held was dealt out to one group: ranks change what they hold together.
+    former = next((held.size for held in there if held.size), 0)
+    holders = {o: r for r, held in reversed(list(enumerate(there))) for o in held.owners}
+    if not former or any(owner not in holders for owner in range(former)):
+        return None
+    source = torch.tensor([holders[owner] for owner in range(former)])
+    names = widths(dealt.table)
+    for first in range(0, layout.num_groups, _GROUPS_AT_ONCE):
+        groups = torch.arange(first, min(first + _GROUPS_AT_ONCE, layout.num_groups))
+        has = source[groups % former]
+        for part, shift in zip(parts, shifts, strict=True):
+            wants = (groups % size + shift) % size
+            sent = [groups[(has == rank) & (wants == to)] for to in range(size)]
+            received = [groups[(has == by) & (wants == rank)] for by in range(size)]
+            for name in names:
+                rows = _chosen(dealt.parts, former, torch.cat(sent), name, names[name], device)
+                came = swap(transport, rows, [*map(len, sent)], [*map(len, received)])
+                places = torch.cat(received) // size
+                part.groups(name)[places.to(device)] = came
+    return parts
+
+
+def _chosen(
+    parts: Sequence[Part], former: int, groups: Tensor, name: str, width: int, device: torch.device
+) -> Tensor:
+    """Copies of a field of some groups of rows that this rank holds: [n, ROWS, width]."""
+    chosen = torch.empty(len(groups), ROWS, width, device=device)
+    for part in parts:
+        mine = groups % former == part.owner
+        field = part.groups(name)
+        chosen[mine.to(device)] = field[(groups[mine] // former).to(device)]
+    return chosen
+
+
+def lend(
+    transport: Transport,
+    tables: Sequence[DealtTable],
+    wanted: Sequence[Sequence[Tensor]],
+    trains: bool,
+    has_failed: bool = False,
+) -> list[list[Lent]]:
+    """Have rows from their owners; a collective of three messages.
+
+    Args:
+        transport: the group of ranks.
+        tables: the tables.
+        wanted: for each table, rows that are looked up together: int64 [n] each, ascending.
+        trains: whether they take gradients.
+        has_failed: whether this rank does not know what it wants.
+
+    Returns:
+        For each table, the rows as they are wanted.
+
+    Raises:
+        SomeRankFailed: on all ranks, if one of them has.
+    """
+    ranks = range(transport.size)
+    asked = [table.ask(of_table) for table, of_table in zip(tables, wanted, strict=True)]
+    parcels = [[each.parcels[owner] for each in asked] for owner in ranks]
+    requests = deliver(transport, parcels, [len(tables)] * transport.size, has_failed)
+    answers = [
+        [table.answer(ids) for table, ids in zip(tables, of_rank, strict=True)]
+        for of_rank in requests
+    ]
+    shapes = [
+        [
+            torch.Size((len(ids), table.table.dim))
+            for table, ids in zip(tables, of_rank, strict=True)
+        ]
+        for of_rank in parcels
+    ]
+    rows = swap_rows(transport, answers, shapes)
+    return [
+        table.take(each, [rows[owner][number] for owner in ranks], of_table, trains)
+        for number, (table, each, of_table) in enumerate(zip(tables, asked, wanted, strict=True))
+    ]
+
+
+def reduce(
+    transport: Transport, tables: Sequence[DealtTable], nodes: Sequence[Sequence[Node]]
+) -> None:
+    """Sum the gradients of each row on those that step it; a collective of three messages.
+
+    Args:
+        transport: the group of ranks.
+        tables: tables that have taken the gradients of all microbatches.
+        nodes: nodes of the canonical tree that each rank has sums of.
+    """
+    ranks = range(transport.size)
+    own = [table.gradients(transport.rank) for table in tables]
+    parcels = [[each for of_table in own for each in of_table[to]] for to in ranks]
+    numbers = [len(tables) * len(of_rank) for of_rank in nodes]
+    ids = deliver(transport, [[each.ids for each in to] for to in parcels], numbers)
+    dims = [[t.table.dim for t in tables for _ in of_rank] for of_rank in nodes]
+    shapes = [
+        [torch.Size((len(some), dim)) for some, dim in zip(of_rank, of_dims, strict=True)]
+        for of_rank, of_dims in zip(ids, dims, strict=True)
+    ]
+    rows = swap_rows(transport, [[each.rows for each in to] for to in parcels], shapes)
+    every = [node for of_rank in nodes for node in of_rank]
+    for number, table in enumerate(tables):
+        sums: list[RowSum] = []
+        for rank in ranks:
+            first = number * len(nodes[rank])
+            part = slice(first, first + len(nodes[rank]))
+            sums += map(RowSum, ids[rank][part], rows[rank][part])
+        table.sum_up(sums, every)

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.engine.checkpoint.format import TABLE, Snapshot, read_tensors
-from lockstep.engine.checkpoint.tensor_files import Kind, Tensors
+from lockstep.engine.checkpoint.format import TABLE, Kind, Snapshot, Tensors, read_tensors
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.tables.exchange import swap
-from lockstep.engine.tables.part import Part, widths
-from lockstep.engine.tables.table import DealtTable
+from lockstep.engine.tables.table import DealtTable, Part, widths
 from lockstep.errors import CheckpointError
-from lockstep.nn.tables.sparse_embedding import SparseEmbedding
-from lockstep.parallel.layout import Range
-from lockstep.parallel.row_layout import ROWS
+from lockstep.nn.sparse_embedding import SparseEmbedding
+from lockstep.parallel.layout import ROWS, Range
 
 _FILE_BYTES = 32 << 20
 """Size that a file has at most, if a group of rows is not larger."""

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lockstep.config import TrainConfig
 from lockstep.engine.optimizer.schedule import lr_factor
-from lockstep.engine.places import Places
+from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
-from lockstep.engine.tables import messages
+from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
-from lockstep.engine.tables.held import HeldTables
-from lockstep.nn.tables.sparse_embedding import Lent, SparseEmbedding
+from lockstep.engine.tables.run_tables import HeldTables
+from lockstep.nn.sparse_embedding import Lent, SparseEmbedding
+from lockstep.parallel.fold import plan
 from lockstep.parallel.layout import Dealt
-from lockstep.parallel.row_sums import plan
 
 Wanted = Mapping[str, torch.Tensor]
 """Rows that a batch looks up in each table, by the table's name: ascending, each once."""

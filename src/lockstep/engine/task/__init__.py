@@ -1,9 +1,14 @@
 """What a user writes, and what the engine makes of it: a task, its losses, its config."""
 
-from lockstep.engine.task.anew import made_anew, observed, with_config
-from lockstep.engine.task.loss import Loss, Number, Phase
-from lockstep.engine.task.named import data_buffers, is_part_of, is_scratch
-from lockstep.engine.task.task import Task, has_carry, has_lookups, own_collate
+from lockstep.engine.task.rebuilt import (
+    data_buffers,
+    is_part_of,
+    is_scratch,
+    made_anew,
+    observed,
+    with_config,
+)
+from lockstep.engine.task.task import Loss, Number, Phase, Task, has_carry, has_lookups, own_collate
 
 __all__ = [
     "Loss",

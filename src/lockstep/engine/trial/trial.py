@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.batch_source import BatchSource
-from lockstep.data.digest import data_digest
-from lockstep.data.generators import IdleGenerators
-from lockstep.data.random import global_state, seed_all
+from lockstep.data.loader import BatchSource
+from lockstep.data.random import IdleGenerators, data_digest, global_state, seed_all
 from lockstep.engine.audit.held_state import (
     has_memory,
     held_generators,
@@ -25,25 +23,25 @@ from lockstep.engine.audit.held_state import (
     module_globals,
     tensors_held,
 )
+from lockstep.engine.audit.hints import shards_explained
 from lockstep.engine.audit.pass_state import named, remedy
-from lockstep.engine.audit.reads import attributes_read
-from lockstep.engine.audit.shard_errors import shards_explained
+from lockstep.engine.audit.reachable import attributes_read
 from lockstep.engine.carry.carries import Carries
 from lockstep.engine.digests import checksum, tensors_digest
 from lockstep.engine.evaluation.evaluation import Evaluation
-from lockstep.engine.flat.flat_tensors import FlatTensors
+from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.buffers import batch_norm_buffers, changed_by
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task, is_scratch
 from lockstep.engine.trial.outcome import (
     Outcome,
+    Rehearsal,
     another_batch,
     check_equal,
     check_evaluated,
     check_rehearsed,
     read_elsewhere,
 )
-from lockstep.engine.trial.rehearsal import Rehearsal
 from lockstep.errors import TaskError
 
 

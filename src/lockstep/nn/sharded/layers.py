@@ -1,4 +1,4 @@
-"""Linear layers whose features can be cut into shards: by columns and by rows.
+"""Layers whose features can be cut into shards: linear ones by columns and rows, and vocabularies.
 
 They are torch's own layers, with the same parameters and names, until `cut` is called. Then each
 tensor is kept as one parameter for each shard: `weight_0`, `weight_1`, …; `state_dict` and
@@ -7,21 +7,100 @@ tensor is kept as one parameter for each shard: `weight_0`, `weight_1`, …; `st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.elsewhere import Elsewhere
-from lockstep.nn.let_go import is_held
-from lockstep.nn.sharded.refusals import check_layer
+from lockstep.nn.remote import Elsewhere, is_held
+from lockstep.nn.sharded.logits import ShardedLogits, places
 from lockstep.nn.sharded.regions import Region
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor
-from lockstep.parallel.layout import split
+from lockstep.parallel.layout import Range, split
+
+
+def check_layer(module: nn.Module, keys: Iterable[str], name: str, num_shards: int) -> None:
+    """Refuse a layer whose parameters or gradients other code changes or looks at.
+
+    Args:
+        module: layer that is to be cut.
+        keys: names of its parameters that are cut.
+        name: name of the layer, for messages.
+        num_shards: number of shards.
+
+    Raises:
+        ConfigError: naming the layer or its parameter.
+    """
+    begin = f"num_shards={num_shards}: {name}"
+    if parametrize.is_parametrized(module):
+        parametrized = ", ".join(module.parametrizations)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"{begin}: {parametrized} is parametrized (torch.nn.utils.parametrize), which needs "
+            "the whole parameter; leave the layer out of the plan of lockstep.nn.shard, or the "
+            "parametrization out of the layer"
+        )
+    for key in keys:
+        if key not in module._parameters:
+            raise ConfigError(
+                f"{begin}.{key} is no parameter but computed from others, as weight_norm, "
+                "spectral_norm and pruning do; leave the layer out of the plan of "
+                "lockstep.nn.shard, or that out of the layer"
+            )
+        parameter = module._parameters[key]
+        if parameter is not None and has_gradient_hook(parameter):
+            raise ConfigError(
+                f"{begin}.{key} has a hook on its gradient (register_hook or "
+                "register_post_accumulate_grad_hook), which would be lost when it is cut; remove "
+                "the hook, or leave the layer out of the plan of lockstep.nn.shard"
+            )
+    if _has_backward_hooks(module):
+        raise ConfigError(
+            f"{begin} {_HAS_HOOK}, which would not see its gradients when it is cut; {_REMEDY}"
+        )
+
+
+_HAS_HOOK = "has a backward hook (register_full_backward_hook or register_full_backward_pre_hook)"
+_REMEDY = "remove the hook, or leave the layer out of the plan of lockstep.nn.shard"
+
+
+def watch_backward_hooks(model: nn.Module) -> None:
+    """Have modules with backward hooks refuse tensors in shards, for which torch calls none."""
+    for name, module in model.named_modules():
+        if _has_backward_hooks(module):
+            module.register_forward_hook(_Refusal(name), with_kwargs=True)
+
+
+class _Refusal:
+    """A forward hook that refuses inputs and outputs in shards."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        for value in pytree.tree_leaves((args, kwargs, output)):
+            if isinstance(value, ShardedTensor):
+                raise TaskError(
+                    f"{self._name or type(module).__name__} {_HAS_HOOK}, and its input or output "
+                    "is cut into shards (num_shards), which torch calls no backward hooks for; "
+                    "remove the hook, or leave the layers that cut out of the plan of "
+                    "lockstep.nn.shard"
+                )
+
+
+def has_gradient_hook(parameter: Any) -> bool:
+    """Whether code of others sees the gradient of a parameter, and may change it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
 
 DIVIDED = "_divided_by_num_shards"
 """Attribute of a module: names of its attributes that are divided when the model is cut."""
@@ -36,12 +115,14 @@ class ShardedModule(nn.Module):
 
     Attributes:
         cut_dims: dimension that each parameter is cut along, by name.
+        kinds: words of a plan (`lockstep.nn.shard`) that make a layer one of this class.
         num_shards: number of shards it is cut into; 1 before `cut`.
         whole_shapes: shape of each parameter that was cut, by name.
         region: where its shards are computed; None before `cut`.
     """
 
     cut_dims: ClassVar[Mapping[str, int]] = MappingProxyType({})
+    kinds: ClassVar[tuple[str, ...]] = ()
     may_be_uneven: ClassVar[bool] = False
     num_shards: int = 1
     region: Region | None = None
@@ -140,6 +221,7 @@ class ShardedModule(nn.Module):
 class ColumnLinear(ShardedModule, nn.Linear):
     """A linear layer that enters a region: each shard computes some of the output features."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("column", "heads")
     cut_dims = MappingProxyType({"weight": 0, "bias": 0})
 
     def forward(self, input: Any) -> Any:
@@ -169,6 +251,7 @@ class ColumnLinear(ShardedModule, nn.Linear):
 class RowLinear(ShardedModule, nn.Linear):
     """A linear layer that leaves a region: each shard takes some of the input features."""
 
+    kinds = ("row",)
     cut_dims = MappingProxyType({"weight": 1})
 
     def forward(self, input: Any) -> Any:
@@ -202,3 +285,40 @@ def joined(pieces: Sequence[Tensor], dim: int, shape: torch.Size, name: str) -> 
     if not all(map(is_held, pieces)):
         return Elsewhere.of(name, shape, pieces[0].dtype)
     return torch.cat(list(pieces), dim)
+
+
+class VocabularyEmbedding(ShardedModule, nn.Embedding):
+    """An embedding of which each shard has some of the rows."""
+
+    kinds = ("vocabulary",)
+    cut_dims = MappingProxyType({"weight": 0})
+    may_be_uneven = True
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Numbers of tokens [...] to embeddings [..., embedding_dim]."""
+        if self.region is None:
+            return super().forward(input)
+        ranges = split(self.num_embeddings, self.num_shards)
+        parts = []
+        for shard, weight in zip(self.region.shards, self.own("weight"), strict=True):
+            place, is_here = places(input, ranges[shard])
+            padding = self._padding(ranges[shard])
+            rows = F.embedding(place, weight, padding)
+            parts.append(rows.masked_fill(~is_here.unsqueeze(-1), 0.0))
+        return self.region.gather(parts)
+
+    def _padding(self, own: Range) -> int | None:
+        if self.padding_idx is None or not own.first <= self.padding_idx < own.last:
+            return None
+        return self.padding_idx - own.first
+
+
+class VocabularyLinear(ColumnLinear):
+    """An output layer of which each shard computes the logits of some tokens."""
+
+    kinds = ("vocabulary",)
+    may_be_uneven = True
+
+    def _result(self, parts: Sequence[Tensor]) -> ShardedTensor:
+        assert self.region is not None
+        return ShardedLogits(parts, self.region, self.out_features)

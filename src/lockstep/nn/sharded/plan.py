@@ -11,12 +11,16 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.utils import parametrize
 
+from lockstep.config.parsing import shown
 from lockstep.errors import TaskError
-from lockstep.nn.sharded.layers import DIVIDED, ColumnLinear, RowLinear, ShardedModule
-from lockstep.nn.sharded.sketched import SketchedColumn, SketchedRow
-from lockstep.nn.sharded.vocabulary import VocabularyEmbedding, VocabularyLinear
-from lockstep.parsing import shown
-from lockstep.sketch.linear import SKLinear
+from lockstep.nn.sharded.layers import (
+    DIVIDED,
+    ColumnLinear,
+    RowLinear,
+    ShardedModule,
+    VocabularyEmbedding,
+    VocabularyLinear,
+)
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -33,15 +37,22 @@ class Heads:
     divide: Sequence[str] = ()
 
 
-_KINDS: Mapping[tuple[type, str], type[ShardedModule]] = MappingProxyType(
+_LAYERS_OF: Mapping[str, str] = MappingProxyType(
     {
-        (nn.Linear, "column"): ColumnLinear,
-        (nn.Linear, "heads"): ColumnLinear,
-        (nn.Linear, "row"): RowLinear,
-        (nn.Linear, "vocabulary"): VocabularyLinear,
-        (nn.Embedding, "vocabulary"): VocabularyEmbedding,
-        (SKLinear, "sketched"): SketchedColumn,
-        (SKLinear, "sketched_row"): SketchedRow,
+        "column": "Linear",
+        "heads": "Linear",
+        "row": "Linear",
+        "sketched": "SKLinear",
+        "sketched_row": "SKLinear",
+        "vocabulary": "Embedding and Linear",
+    }
+)
+"""The layers that each kind of a plan is for, in words."""
+
+_OF_TORCH: Mapping[type, tuple[type[ShardedModule], ...]] = MappingProxyType(
+    {
+        nn.Linear: (ColumnLinear, RowLinear, VocabularyLinear),
+        nn.Embedding: (VocabularyEmbedding,),
     }
 )
 
@@ -95,7 +106,7 @@ def shard(model: _Model, plan: Mapping[str, str | Heads]) -> _Model:
 
 def _mark(module: nn.Module, name: str, kind: str) -> None:
     if isinstance(module, ShardedModule):
-        if type(module) not in {made for (_, k), made in _KINDS.items() if k == kind}:
+        if kind not in module.kinds:
             raise TaskError(f"shard: {name} is a {type(module).__name__} already")
         return
     if parametrize.is_parametrized(module):
@@ -103,19 +114,26 @@ def _mark(module: nn.Module, name: str, kind: str) -> None:
             f"shard: {name} is parametrized (torch.nn.utils.parametrize), so it cannot be cut; "
             "leave the layer out of the plan, or the parametrization out of the layer"
         )
-    made = _KINDS.get((type(module), kind))
+    made = next((c for c in _sharded_classes(type(module)) if kind in c.kinds), None)
     if made is None:
-        words = sorted({word for _, word in _KINDS})
-        if kind not in words:
-            raise TaskError(f"shard: {name}: {shown(kind)} is none of {', '.join(words)}, Heads")
-        kinds = sorted({k.__name__ for k, word in _KINDS if word == kind})
+        if kind not in _LAYERS_OF:
+            raise TaskError(
+                f"shard: {name}: {shown(kind)} is none of {', '.join(_LAYERS_OF)}, Heads"
+            )
         raise TaskError(
-            f"shard: {name}: is a {type(module).__name__}; {kind!r} is for {' and '.join(kinds)}"
+            f"shard: {name}: is a {type(module).__name__}; {kind!r} is for {_LAYERS_OF[kind]}"
         )
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         raise TaskError(f"shard: {name}: an embedding with max_norm or sparse cannot be cut")
     # The very module, with its parameters, hooks and name.
     module.__class__ = made
+
+
+def _sharded_classes(layer: type[nn.Module]) -> tuple[type[ShardedModule], ...]:
+    """What a layer of exactly this class can become; a subclass may compute something else."""
+    if layer in _OF_TORCH:
+        return _OF_TORCH[layer]
+    return layer.sharded_classes() if "sharded_classes" in vars(layer) else ()  # type: ignore[attr-defined]
 
 
 def _divide(parent: nn.Module, name: str, heads: Heads) -> None:

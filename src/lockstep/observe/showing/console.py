@@ -1,10 +1,11 @@
-"""Live progress on a terminal, plain lines where there is none."""
+"""Live progress on a terminal, plain lines where there is none, or nothing."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 
 from rich.console import Console, Group, RenderableType
@@ -26,14 +27,115 @@ from lockstep.engine.events import (
     Warned,
 )
 from lockstep.observe import text
-from lockstep.observe.costs import Measured, Predicted, step_time
-from lockstep.observe.layout import Item, fitted, printable, row, wrapped
-from lockstep.observe.showing.banner import banner
-from lockstep.observe.showing.held import HeldLine
-from lockstep.observe.showing.live import Display, LiveArea
-from lockstep.observe.showing.pace import Pace
-from lockstep.observe.showing.terminal import spinner_name, stdout_console, styled
+from lockstep.observe.showing.live import Display, LiveArea, Pace
+from lockstep.observe.showing.terminal import banner, spinner_name, stdout_console, styled
 from lockstep.observe.sink import Sink
+from lockstep.observe.step_costs import Measured, Predicted, step_time
+from lockstep.observe.text import Item, fitted, printable, row, wrapped
+
+
+@dataclass
+class _Evaluation:
+    """An evaluation whose line may still be completed by what comes of it.
+
+    Attributes:
+        event: the evaluation.
+        loss: training loss up to its step, if that is known.
+        is_best: whether the watched metric was better than ever.
+        is_saved: whether a checkpoint of its step is on disk.
+    """
+
+    event: Evaluated
+    loss: float | None
+    is_best: bool = False
+    is_saved: bool = False
+
+
+class HeldLine:
+    """One line for an evaluation, that it was the best, and its checkpoint.
+
+    It is held back until the checkpoint is on disk, for some seconds at most; a timer's thread
+    prints it then.
+
+    Args:
+        write: function that prints a line in a style of `rich`.
+        width: function that returns the columns of the console.
+        lock: lock that is held while a line is printed by the timer's thread.
+        wait_s: most seconds to wait.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, str], None],
+        width: Callable[[], int],
+        lock: threading.RLock,
+        wait_s: float,
+    ) -> None:
+        self._write = write
+        self._width = width
+        self._lock = lock
+        self._wait_s = wait_s
+        self._held: _Evaluation | None = None
+        self._timer: threading.Timer | None = None
+        self._late_error: OSError | None = None
+
+    def raise_late(self) -> None:
+        """Raise what the timer's thread has met, once.
+
+        Raises:
+            OSError: the line could not be printed.
+        """
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+    def hold(self, event: Evaluated, loss: float | None) -> None:
+        """Wait with an evaluation's line for what comes of it.
+
+        Args:
+            event: the evaluation.
+            loss: training loss up to its step, if that is known.
+        """
+        self._held = _Evaluation(event, loss)
+        self._timer = threading.Timer(self._wait_s, self._show_late, (event,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def takes(self, event: Event) -> bool:
+        """Whether an event only completes the line; it needs no line of its own then."""
+        held = self._held
+        if held is None or event.step != held.event.step:
+            return False
+        if isinstance(event, Improved):
+            held.is_best = True
+            return True
+        if isinstance(event, Checkpointed):
+            held.is_saved = True
+            self.show()
+            return True
+        return False
+
+    def show(self) -> None:
+        """Print the line, if there is one."""
+        held, self._held = self._held, None
+        timer, self._timer = self._timer, None
+        if timer:
+            timer.cancel()
+        if held:
+            notes = ["best"] * held.is_best + ["saved"] * held.is_saved
+            line = text.evaluation(held.event, held.loss, notes, self._width())
+            self._write(line, "green" if held.is_best else "")
+
+    def _show_late(self, event: Evaluated) -> None:
+        """In the timer's thread: print an evaluation whose checkpoint takes long or is not made."""
+        with self._lock:
+            if self._held is None or self._held.event is not event:
+                return
+            try:
+                self.show()
+            except OSError as error:
+                self._late_error = error  # for the thread that hands over the next event
+
 
 _DRAWN = (StepDone, Evaluated, Improved, Checkpointed)
 """Events that come again and again: on a terminal they are drawn, and leave no line."""
@@ -258,3 +360,21 @@ def _style(event: Event) -> str:
     if isinstance(event, (Warned, RankLost)):
         return "yellow"
     return "green" if isinstance(event, Improved) else ""
+
+
+class QuietView(ConsoleView):
+    """Shows warnings, lost ranks, how the run ended and how to go on, one line each."""
+
+    def wait(self, message: str) -> None:
+        """Show nothing."""
+
+    def __call__(self, event: Event) -> None:
+        """Show one event, or nothing."""
+        if isinstance(event, RunStarted):
+            self._plan = event
+        elif isinstance(event, Finished):
+            self._print(text.outcome(self._plan, event))
+            if event.exit_code and self._resumable and self._plan:
+                self._print(f"go on with {text.resume_command(self._plan.run_dir)}")
+        elif isinstance(event, (Warned, RankLost, Failed)):
+            self._show(event)

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from lockstep.engine.events import Checkpointed, Event, Failed, Finished, RunStarted, StepDone
 from lockstep.observe import text
-from lockstep.observe.layout import Item, fitted
 from lockstep.observe.showing.console import ConsoleView
-from lockstep.observe.showing.pace import Pace
+from lockstep.observe.showing.live import Pace
 from lockstep.observe.sink import Sink
+from lockstep.observe.text import Item, fitted
 
 
 def in_notebook() -> bool:

@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+from lockstep.config.files import MAX_TEXT_BYTES, open_to_read
+from lockstep.config.parsing import parse_object, shown
 from lockstep.engine.events import Event, RunStarted
 from lockstep.errors import RunDirectoryError
-from lockstep.files import MAX_TEXT_BYTES, open_to_read
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
+from lockstep.observe.storing.metrics_csv import Turns
 from lockstep.observe.storing.rows import dumps, event_from_row, row_of
-from lockstep.observe.storing.turns import Turns
-from lockstep.parsing import parse_object, shown
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
 

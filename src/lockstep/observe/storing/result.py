@@ -10,14 +10,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.files import read_bytes, replacing
+from lockstep.config.parsing import as_type, parse_object
 from lockstep.engine.events import Event, Failed, Finished, RunStarted
 from lockstep.errors import RunDirectoryError
-from lockstep.files import read_bytes, replacing
-from lockstep.observe.costs import Measured, StepCost
 from lockstep.observe.sink import Sink
+from lockstep.observe.step_costs import Measured, StepCost
 from lockstep.observe.storing.files import opening
 from lockstep.observe.storing.rows import dumps
-from lockstep.parsing import as_type, parse_object
 
 _ADVICE = "resume the run to have it written again"
 

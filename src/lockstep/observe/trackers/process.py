@@ -1,4 +1,4 @@
-"""The process of one tracker: lines of JSON in, a library's calls out.
+"""The process of one tracker: lines of JSON in, calls of MLflow, Trackio or Weights & Biases out.
 
 Started by `TrackerSink` as `python -m lockstep.observe.trackers.process NAME FOLDER`. It takes
 messages from standard input until that ends, also where the rank that started it was killed, and
@@ -12,22 +12,203 @@ import fcntl
 import importlib
 import json
 import os
+import re
+import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.files import open_regular, read_text, replacing
-from lockstep.observe.trackers.tracker import Opening, Tracker
-from lockstep.parsing import parse_object
+from lockstep.config.files import open_regular, read_text, replacing
+from lockstep.config.parsing import parse_object
 
-_CLASSES = {
-    "mlflow": ("mlflow_run", "MlflowRun"),
-    "trackio": ("trackio_run", "TrackioRun"),
-    "wandb": ("wandb_run", "WandbRun"),
+
+@dataclass(frozen=True)
+class Opening:
+    """What a tracker is told of a run when it is opened.
+
+    Attributes:
+        task: name of the task, which names the project or experiment.
+        run_dir: path of the run directory.
+        folder: folder for what the library keeps.
+        params: keys of the config with their values.
+        run_id: the tracker's name for the run, if an earlier sitting has opened it; else empty.
+    """
+
+    task: str
+    run_dir: Path
+    folder: Path
+    params: Mapping[str, str | int | float | bool | None]
+    run_id: str
+
+
+class Tracker(ABC):
+    """A run in a tracker. Its methods may raise anything, and may block.
+
+    Attributes:
+        run_id: the tracker's name for the run, by which it is opened again.
+    """
+
+    run_id: str
+
+    @abstractmethod
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Take values of a step; called for ascending steps, for one more than once with others."""
+
+    @abstractmethod
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Take a PNG file of the run directory."""
+
+    @abstractmethod
+    def end(self, status: str) -> None:
+        """Complete what was taken, and let go.
+
+        Args:
+            status: `completed`, `stopped`, `failed`, or empty where the run was killed.
+        """
+
+
+_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MOST_PARAMS = 100
+"""The most that MLflow takes at once; a value has at most `_MOST_LETTERS`."""
+_MOST_LETTERS = 500
+_FOREIGN = re.compile(r"[^A-Za-z0-9_. /:-]")
+"""Signs that names in MLflow cannot have."""
+
+
+class MlflowRun(Tracker):
+    """Keeps a run by MLflow's client, which has no state beside the run's number."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Open the run, or make it."""
+        # Else importing it sends usage statistics.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        self._entities: Any = importlib.import_module("mlflow.entities")
+        client: Any = importlib.import_module("mlflow.tracking").MlflowClient
+        elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = elsewhere or f"sqlite:///{opening.folder.resolve() / 'mlflow.db'}"
+        self._client = client(tracking_uri=uri, registry_uri=uri)
+        if opening.run_id:
+            self.run_id = opening.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+        else:
+            artifacts = None if elsewhere else (opening.folder.resolve() / "artifacts").as_uri()
+            experiment = self._experiment(opening.task, artifacts)
+            name = opening.run_dir.resolve().name
+            self.run_id = self._client.create_run(experiment, run_name=name).info.run_id
+            self._add_params(opening.params)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step, all at once."""
+        now = int(1000 * time.time())
+        metrics = [
+            self._entities.Metric(_FOREIGN.sub("_", name), value, now, step)
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Keep a picture as an artifact below `logged/`."""
+        self._client.log_artifact(self.run_id, str(path), f"logged/{_FOREIGN.sub('_', name)}")
+
+    def end(self, status: str) -> None:
+        """Say how the run ended."""
+        self._client.set_terminated(self.run_id, _STATUS.get(status, "KILLED"))
+
+    def _experiment(self, task: str, artifacts: str | None) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or task
+        known = self._client.get_experiment_by_name(name)
+        if known is not None:
+            return str(known.experiment_id)
+        return str(self._client.create_experiment(name, artifact_location=artifacts))
+
+    def _add_params(self, params: Mapping[str, Any]) -> None:
+        all_params = [
+            self._entities.Param(key, str(value)[:_MOST_LETTERS]) for key, value in params.items()
+        ]
+        for first in range(0, len(all_params), _MOST_PARAMS):
+            part = all_params[first : first + _MOST_PARAMS]
+            self._client.log_batch(self.run_id, params=part)
+
+
+class TrackioRun(Tracker):
+    """Keeps a run in an SQLite file; `trackio show` reads it."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Open the run, or make it."""
+        # It is read when the package is imported.
+        os.environ.setdefault("TRACKIO_DIR", str(opening.folder.resolve()))
+        self._trackio: Any = importlib.import_module("trackio")
+        # A run goes on by its name, which must be no other run's in a shared folder.
+        name = f"{opening.run_dir.resolve().name}-{secrets.token_hex(4)}"
+        self.run_id = opening.run_id or name
+        self._run = self._trackio.init(
+            project=re.sub(r"[^A-Za-z0-9_-]", "_", opening.task) or "run",
+            name=self.run_id,
+            resume="allow",
+            config=dict(opening.params),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Log a picture of a step."""
+        self._run.log({f"log/{name}": self._trackio.Image(str(path))}, step=step)
+
+    def end(self, status: str) -> None:
+        """Write what is kept in memory."""
+        self._run.finish()
+
+
+class WandbRun(Tracker):
+    """Keeps a run; `wandb sync` uploads what was kept offline, each sitting into the same run."""
+
+    def __init__(self, opening: Opening) -> None:
+        """Open the run, or make it."""
+        self._wandb: Any = importlib.import_module("wandb")
+        self.run_id = opening.run_id or secrets.token_hex(4)
+        # What is neither printed nor measured here: ranks run in another process.
+        settings = self._wandb.Settings(
+            silent=True, console="off", x_disable_stats=True, disable_git=True, save_code=False
+        )
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or opening.task,
+            id=self.run_id,
+            name=opening.run_dir.resolve().name,
+            dir=os.environ.get("WANDB_DIR") or str(opening.folder),
+            mode=os.environ.get("WANDB_MODE") or "offline",
+            config=dict(opening.params),
+            resume="allow",
+            settings=settings,
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of a step."""
+        self._run.log(dict(values), step=step)
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Log a picture, beside the values of its step."""
+        self._run.log({f"log/{name}": self._wandb.Image(str(path))}, step=step)
+
+    def end(self, status: str) -> None:
+        """Complete the run's file."""
+        self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+
+
+_CLASSES: dict[str, Callable[[Opening], Tracker]] = {
+    "mlflow": MlflowRun,
+    "trackio": TrackioRun,
+    "wandb": WandbRun,
 }
 _STATE = "state.json"
 _SAVE_EVERY_S = 1.0
@@ -169,10 +350,7 @@ def _reporter(reports: TextIO) -> Callable[[str], None]:
 
 
 def _opened(name: str, opening: Opening) -> Tracker:
-    module, kind = _CLASSES[name]
-    found = getattr(importlib.import_module(f"lockstep.observe.trackers.{module}"), kind)
-    tracker: Tracker = found(opening)
-    return tracker
+    return _CLASSES[name](opening)
 
 
 if __name__ == "__main__":

@@ -15,20 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.engine.events import (
-    Event,
-    Failed,
-    Finished,
-    Logged,
-    RunStarted,
-    picture_path,
-)
+from lockstep.config.parsing import parse_object, shown
+from lockstep.engine.events import Event, Failed, Finished, Logged, RunStarted, picture_path
 from lockstep.errors import ConfigError
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import opening
-from lockstep.observe.storing.scalars import scalars_of
+from lockstep.observe.storing.rows import scalars_of
 from lockstep.observe.trackers import FOLDER, PACKAGES
-from lockstep.parsing import parse_object, shown
 
 _MOST_WAITING = 10_000
 _END_S = 60.0

@@ -1,17 +1,133 @@
-"""How leaves are written into messages of a fixed size, and read from them."""
+"""Gradients as messages of a fixed size: signs, and a few elements of each tensor."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.parallel.arena import Segment
-from lockstep.parallel.compression.memory import BLOCK
-from lockstep.parallel.compression.signs import magnitudes, pack, signed
-from lockstep.parallel.compression.sparse import greatest, num_kept
+from lockstep.parallel.compression.reduction import BLOCK
+from lockstep.parallel.fold import Segment
+
+_BYTE = 8
+
+
+def pack(values: Tensor) -> Tensor:
+    """A bit for each element that is not negative, the first one lowest in its byte.
+
+    Args:
+        values: [numel], a multiple of 8.
+
+    Returns:
+        uint8 [numel / 8].
+    """
+    bits = (values >= 0).view(-1, _BYTE).to(torch.uint8)
+    return (bits << _places(values.device)).sum(dim=1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The signs: 1 for each bit that is set, -1 for the others; [8 x len(packed)]."""
+    bits = (packed[:, None] >> _places(packed.device)) & 1
+    return bits.view(-1).to(dtype).mul_(2).sub_(1)
+
+
+def magnitudes(values: Tensor, counts: Tensor) -> Tensor:
+    """The mean magnitude of each block.
+
+    Args:
+        values: [blocks x BLOCK], zero where a block is padded.
+        counts: number of elements of each block that are not padding, [blocks]; at least 1.
+
+    Returns:
+        [blocks] of the dtype of `values`; NaN or infinite where an element is.
+    """
+    return values.view(-1, BLOCK).abs().sum(dim=1) / counts
+
+
+def signed(packed: Tensor, magnitudes: Tensor) -> Tensor:
+    """What `pack` and `magnitudes` have kept, [blocks x BLOCK]."""
+    signs = unpack(packed, magnitudes.dtype).view(-1, BLOCK)
+    return (signs * magnitudes[:, None]).view(-1)
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(_BYTE, dtype=torch.uint8, device=device)
+
+
+_SAMPLED = 64
+"""One of so many elements is in a sample."""
+
+
+def num_kept(shape: torch.Size, ratio: float) -> int:
+    """How many elements of a tensor are kept: at least one, if it has any."""
+    return math.ceil(ratio * shape.numel())
+
+
+def greatest(values: Tensor, count: int) -> Tensor:
+    """The indices of the greatest magnitudes, ascending; of equal ones the first are taken.
+
+    What is not finite counts as greatest, so that it is never left out unseen.
+
+    Args:
+        values: [numel].
+        count: how many, at most numel.
+
+    Returns:
+        int64 [count].
+    """
+    magnitudes = values.abs().nan_to_num_(nan=torch.inf)
+    likely = _likely(magnitudes, count)
+    among = magnitudes[likely]
+    # Which of equal elements `topk` names is not said, and may differ between devices.
+    least = torch.topk(among, count, sorted=False).values.amin()
+    above, equal = among > least, among == least
+    wanted = count - above.sum()
+    return likely[above | (equal & (equal.cumsum(0) <= wanted))]
+
+
+def _likely(magnitudes: Tensor, count: int) -> Tensor:
+    """Indices of all elements from some magnitude on, ascending; at least `count` of them.
+
+    To look for the greatest of a few is three times faster. Where the bound is depends on a sample,
+    but not what is found.
+    """
+    sample = magnitudes[::_SAMPLED]
+    most = 2 * count // _SAMPLED + 8
+    if most < len(sample):
+        bound = torch.topk(sample, most, sorted=False).values.amin()
+        found = (magnitudes >= bound).nonzero()[:, 0]
+        if len(found) >= count:
+            return found
+    return torch.arange(len(magnitudes), device=magnitudes.device)
+
+
+def drawn(shapes: Sequence[torch.Size], ratio: float, key: int) -> list[Tensor]:
+    """Indices of elements of each tensor, ascending; all are as likely as any other.
+
+    Args:
+        shapes: shape of each tensor.
+        ratio: part of the elements to draw.
+        key: key of the random numbers, 63 bits.
+
+    Returns:
+        For each tensor int64 [num_kept].
+    """
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return [
+        torch.from_numpy(
+            np.sort(
+                generator.choice(
+                    shape.numel(), num_kept(shape, ratio), replace=False, shuffle=False
+                )
+            )
+        )
+        for shape in shapes
+    ]
+
 
 WORD = 8
 """Bytes: parts of a message begin at multiples, so that each can be viewed as any dtype."""

@@ -1,4 +1,4 @@
-"""Blocks of small integers with a scale in common: sums of them are exact in any order.
+"""Gradients as small integers with a scale in common, whose sum is exact in any order.
 
 Scales are powers of two, so that dividing by one, multiplying by one and taking away what was
 rounded are exact: what is sent and what is kept add up to the leaf, to the last bit.
@@ -6,12 +6,25 @@ rounded are exact: what is sent and what is kept add up to the leaf, to the last
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.parallel.compression.memory import BLOCK
+from lockstep.comm.transport import Transport
+from lockstep.parallel import reduction
+from lockstep.parallel.compression.reduction import (
+    BLOCK,
+    CompressedReduction,
+    LeafMemory,
+    Summed,
+    flat_totals,
+    in_blocks,
+)
+from lockstep.parallel.fold import BLOCK as OWNED
+from lockstep.parallel.layout import Range, split
 
 
 class Kind(NamedTuple):
@@ -127,3 +140,144 @@ def expected_next(seen: Tensor, expected: Tensor) -> Tensor:
         expected: those that its integers were made with.
     """
     return torch.maximum(seen, (expected - 1).clamp_(min=0))
+
+
+_PER_WORD = 4
+"""Exponents (int16) in a float64 of a header."""
+
+
+class IntegerReduction(CompressedReduction):
+    """Sums leaves as integers of `dtype`, which hold the sum of all of them.
+
+    Scales follow from the greatest magnitudes of the step before. Those of this step travel in the
+    headers: so ranks agree on the next scales by no message of their own.
+    """
+
+    def __init__(self, summed: Summed, dtype: torch.dtype) -> None:
+        """Lay out the memory.
+
+        Args:
+            summed: what is to be summed.
+            dtype: signed integer of the sum.
+        """
+        segments, places = in_blocks(summed.segments, summed.places)
+        self._width = width(dtype, summed.num_microbatches)
+        sizes = [s.numel for s in segments]
+        self._counts = [size // BLOCK for size in sizes]
+        exact = summed.ordered(more_header=-(-sum(self._counts) // _PER_WORD))
+        device = summed.device
+        self._numbers = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._of_segment = list(torch.split(self._numbers, sizes))
+        self._seen = torch.zeros(sum(self._counts), dtype=torch.int16, device=device)
+        ends = accumulate(self._counts, initial=0)
+        self._blocks = [slice(first, last) for first, last in pairwise(ends)]
+        self._sums = IntegerSums(summed.transport, self._numbers, summed.bucket_bytes)
+        self._flat, self.total = flat_totals(summed, exact.total)
+        self._whole = LeafMemory(segments, places, device)
+        super().__init__(summed, segments, places, exact)
+
+    def restart(self) -> None:
+        """Forget the leaves of a step."""
+        super().restart()
+        self._numbers.zero_()
+        self._seen.zero_()
+        pairs = zip(self._summed.states.agreed, self._leaf.segments, strict=True)
+        self._scales = [scales(expected, self._width, leaf.dtype) for expected, leaf in pairs]
+
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
+        sent = []
+        agreed = zip(self._scales, self._summed.states.agreed, self._blocks, strict=True)
+        leaves = zip(self._leaf.segments, self._of_segment, strict=True)
+        for (leaf, sums), (scale, before, blocks) in zip(leaves, agreed, strict=True):
+            whole = quantise(leaf, scale, self._width)
+            sums.add_(whole.to(sums.dtype))
+            if self._summed.feeds_back:
+                sent.append(dequantise(whole, scale))
+            here = expected_next(exponents(leaf), before)
+            torch.maximum(self._seen[blocks], here, out=self._seen[blocks])
+        self._exact.fold.add(exact, scalars)
+        return self._cut_off(sent)
+
+    def reduce(self) -> None:
+        """Sum over all ranks into `total`."""
+        words = self._exact.header[self._summed.num_header :].view(torch.int16)
+        words[: len(self._seen)] = self._seen
+        super().reduce()
+
+    def _reduce(self) -> None:
+        self._sums.run()
+        words = self._exact.headers()[:, self._summed.num_header :].contiguous()
+        seen = words.view(torch.int16)[:, : len(self._seen)].amax(dim=0)
+        by_segment = [seen[blocks] for blocks in self._blocks]
+        parts = zip(self._whole.segments, self._of_segment, self._scales, by_segment, strict=True)
+        for whole, numbers, scale, of_segment in parts:
+            whole.copy_(dequantise(numbers, total_scales(scale, of_segment)))
+        self._whole.give(self._flat)
+        self._summed.states.agree([there.clone() for there in by_segment])
+
+
+class IntegerSums:
+    """Adds up one tensor of integers over all ranks, in place.
+
+    As in an ordered reduction small ones travel whole, by one collective; of others each rank adds
+    up its slice. But no node travels beside another: integers have no order of summation.
+    """
+
+    def __init__(self, transport: Transport, numbers: Tensor, bucket_bytes: int) -> None:
+        """Lay out the slices.
+
+        Args:
+            transport: transport between the ranks.
+            numbers: this rank's integers, a multiple of `arena.BLOCK`; then the sum.
+            bucket_bytes: greatest number of bytes to receive at a time.
+        """
+        self._transport = transport
+        self._numbers = numbers
+        # gloo and NCCL move no int16.
+        self._words = numbers.view(torch.int32)
+        self._is_small = transport.size * self._words.nbytes <= reduction.SMALL_BYTES
+        unit = OWNED * numbers.itemsize // self._words.itemsize
+        self._slices = [
+            Range(s.first * unit, s.last * unit)
+            for s in split(len(numbers) // OWNED, transport.size)
+        ]
+        most = bucket_bytes // self._words.itemsize // transport.size
+        self._length = max(most // unit, 1) * unit
+
+    def run(self) -> None:
+        """Sum; a collective."""
+        transport, words = self._transport, self._words
+        if transport.size == 1:
+            return
+        if self._is_small:
+            everyone = words.new_empty(transport.size * len(words))
+            transport.all_gather(words, everyone, [len(words)] * transport.size)
+            self._add_up(everyone, words)
+            return
+        for start in range(0, max(map(len, self._slices)), self._length):
+            self._sum_own_slice(start)
+        own = self._slices[transport.rank]
+        transport.all_gather(words[own.first : own.last], words, [len(s) for s in self._slices])
+
+    def _sum_own_slice(self, start: int) -> None:
+        """Sum what begins so far behind the beginning of each rank's slice."""
+        transport, end = self._transport, start + self._length
+        parts = [
+            Range(min(s.first + start, s.last), min(s.first + end, s.last)) for s in self._slices
+        ]
+        own = parts[transport.rank]
+        received = self._words.new_empty(len(own) * transport.size)
+        transport.all_to_all(
+            self._words,
+            [len(part) for part in parts],
+            [part.first for part in parts],
+            received,
+            [len(own)] * transport.size,
+        )
+        self._add_up(received, self._words[own.first : own.last])
+
+    def _add_up(self, everyone: Tensor, total: Tensor) -> None:
+        """Sum the integers of all ranks, in words, into words of the total."""
+        dtype = self._numbers.dtype
+        rows = everyone.view(dtype).view(self._transport.size, -1)
+        total.view(dtype).copy_(rows.sum(dim=0, dtype=dtype))

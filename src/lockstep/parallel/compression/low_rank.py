@@ -8,12 +8,16 @@ approximation of M of that rank: one step of subspace iteration (algorithm 1 the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from lockstep.parallel.compression.reduction import CompressedReduction, Summed, flat_totals
+from lockstep.parallel.fold import BLOCK, Row, Segment
+from lockstep.parallel.reduction import OrderedReduction
 
 
 class Matrix(NamedTuple):
@@ -94,3 +98,168 @@ def right_start(factor: Tensor, key: int) -> Tensor:
         drawn = torch.from_numpy(generator.standard_normal(tuple(factor.shape)))
         factor = torch.where(is_zero, drawn.to(factor), factor)
     return orthonormal(factor)
+
+
+_UNIT = 16
+"""Elements: tensors begin at multiples of them, which are cache lines."""
+
+
+class LowRankReduction(CompressedReduction):
+    """Sums M_i V and then M_iᵀ U over all leaves M_i, along the canonical tree.
+
+    U are orthonormal columns of the first sum P, and V those of the second one of the step before
+    (Vogels et al. 2019, algorithm 1). The total is U (Σ M_iᵀ U)ᵀ, and a leaf leaves M_i - U (M_iᵀ
+    U)ᵀ to the next one: all of these, and the total, add up to the leaves. Tensors that are no
+    matrices, or too small, travel whole with the first sum.
+
+    A leaf is needed until U is known. Until then it lies where what it leaves will be, so that
+    error feedback takes no more memory than of other kinds.
+    """
+
+    def __init__(self, summed: Summed, rank: int) -> None:
+        """Lay out the memory.
+
+        Args:
+            summed: what is to be summed.
+            rank: columns of a factor.
+        """
+        self._matrices = matrices(summed.places, rank)
+        of_tensor = {(m.segment, m.tensor): m for m in self._matrices}
+        segments, left = _laid_out(
+            summed.segments,
+            [
+                [
+                    _left(of_tensor[s, t]) if (s, t) in of_tensor else shape
+                    for t, (_, shape) in enumerate(of)
+                ]
+                for s, of in enumerate(summed.places)
+            ],
+        )
+        self._left = left
+        self._whole = [
+            [t for t in range(len(of)) if (s, t) not in of_tensor]
+            for s, of in enumerate(summed.places)
+        ]
+        exact = summed.ordered(segments, left)
+        self._sums = exact.total.segments[: len(left)]
+        self._right = RightSums(summed, self._matrices)
+        beside = Row(exact.total.segments[len(left) :], exact.total.scalars)
+        self._flat, self.total = flat_totals(summed, beside)
+        super().__init__(summed, summed.segments, summed.places, exact)
+
+    def restart(self) -> None:
+        """Forget the leaves of a step."""
+        super().restart()
+        self._waiting: list[list[Tensor]] = []
+        states = self._summed.states
+        self._starts = [
+            right_start(factor, states.key + (number << 64))
+            for number, factor in enumerate(states.agreed)
+        ]
+
+    def _take(self, exact: Sequence[Tensor | None], scalars: Tensor) -> Sequence[Tensor]:
+        leaf = [segment.clone() for segment in self._leaf.segments]
+        places = self._summed.places
+        sent = [_views(segment, of) for segment, of in zip(leaf, places, strict=True)]
+        for matrix, start in zip(self._matrices, self._starts, strict=True):
+            sent[matrix.segment][matrix.tensor] = matrix.of(leaf) @ start
+        self._exact.fold.add([*(tensor for of in sent for tensor in of), *exact], scalars)
+        for views, whole in zip(sent, self._whole, strict=True):
+            for number in whole:
+                views[number].zero_()
+        self._waiting.append(leaf)
+        return leaf if self._summed.feeds_back else []
+
+    def _reduce(self) -> None:
+        sums = [_views(s, of) for s, of in zip(self._sums, self._left, strict=True)]
+        lefts = [orthonormal(sums[m.segment][m.tensor]) for m in self._matrices]
+        self._right.restart()
+        for leaf in self._waiting:
+            self._right.add(self._cut(leaf, lefts))
+        self._summed.at("factors")
+        # Whoever gets this sum knows that all ranks have finished what their leaves leave.
+        rights = self._right.reduce()
+        flat = [
+            _views(s, of) for s, of in zip(self._flat.segments, self._summed.places, strict=True)
+        ]
+        for number, whole in enumerate(self._whole):
+            for tensor in whole:
+                flat[number][tensor].copy_(sums[number][tensor])
+        for matrix, left, right in zip(self._matrices, lefts, rights, strict=True):
+            torch.mm(left, right.T, out=matrix.of(self._flat.segments))
+        self._summed.states.agree(rights)
+
+    def _cut(self, leaf: Sequence[Tensor], lefts: Sequence[Tensor]) -> Iterable[Tensor]:
+        """The right factors of a leaf, of which they are taken away."""
+        for matrix, left in zip(self._matrices, lefts, strict=True):
+            there = matrix.of(leaf)
+            right = there.T @ left
+            if self._summed.feeds_back:
+                there.addmm_(left, right.T, alpha=-1)
+            yield right
+
+
+class RightSums:
+    """Sums right factors of leaves over all ranks, along the canonical tree."""
+
+    def __init__(self, summed: Summed, of: Sequence[Matrix]) -> None:
+        """Lay out the memory.
+
+        Args:
+            summed: what the leaves are.
+            of: the matrices, those of a segment one after the other.
+        """
+        used = sorted({m.segment for m in of})
+        segments, self._places = _laid_out(
+            [summed.segments[s] for s in used],
+            [[torch.Size([m.columns, m.rank]) for m in of if m.segment == s] for s in used],
+        )
+        self._reduction = OrderedReduction(
+            summed.transport,
+            segments,
+            self._places,
+            num_scalars=0,
+            num_header=0,
+            num_microbatches=summed.num_microbatches,
+            ranges=summed.ranges,
+            device=summed.device,
+            bucket_bytes=summed.bucket_bytes,
+        )
+        self._no_scalars = torch.zeros(0, dtype=torch.float64, device=summed.device)
+
+    def restart(self) -> None:
+        """Forget all leaves."""
+        self._reduction.restart()
+
+    def add(self, factors: Iterable[Tensor]) -> None:
+        """Add the right factors of the next leaf, [columns, rank] each."""
+        self._reduction.fold.add(list(factors), self._no_scalars)
+
+    def reduce(self) -> list[Tensor]:
+        """The sum over all ranks, as new tensors."""
+        self._reduction.reduce()
+        pairs = zip(self._reduction.total.segments, self._places, strict=True)
+        return [view.clone() for segment, of in pairs for view in _views(segment, of)]
+
+
+def _left(matrix: Matrix) -> torch.Size:
+    return torch.Size([matrix.rows, matrix.rank])
+
+
+def _laid_out(
+    segments: Sequence[Segment], shapes: Sequence[Sequence[torch.Size]]
+) -> tuple[list[Segment], list[list[tuple[int, torch.Size]]]]:
+    """Segments of the same dtypes that hold tensors of these shapes, and where."""
+    laid, places = [], []
+    for segment, of in zip(segments, shapes, strict=True):
+        end, own = 0, []
+        for shape in of:
+            own.append((end, shape))
+            end += -(-shape.numel() // _UNIT) * _UNIT
+        laid.append(Segment(segment.dtype, -(-end // BLOCK) * BLOCK))
+        places.append(own)
+    return laid, places
+
+
+def _views(segment: Tensor, places: Sequence[tuple[int, torch.Size]]) -> list[Tensor]:
+    return [segment[o : o + shape.numel()].view(shape) for o, shape in places]

@@ -1,23 +1,113 @@
-"""The sum of compressed leaves over all ranks: what every kind of compression has in common."""
+"""The sum of compressed gradients over all ranks: what every kind of compression has in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport
-from lockstep.parallel.arena import Row, Segment, slice_up
-from lockstep.parallel.compression.memory import LeafMemory, Places
-from lockstep.parallel.compression.state import LeafStates
-from lockstep.parallel.fold import Fold
+from lockstep.parallel.fold import BLOCK as OWNED
+from lockstep.parallel.fold import Fold, Row, Segment, slice_up
 from lockstep.parallel.layout import Dealt, Range
 from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
+
+
+class LeafStates(Protocol):
+    """What was cut off this rank's microbatches, and what all ranks have agreed on.
+
+    Nobody changes any of these tensors once the step that has made them is summed.
+    """
+
+    @property
+    def key(self) -> int:
+        """Random key of the present step, the same on all ranks."""
+
+    @property
+    def agreed(self) -> Sequence[Tensor]:
+        """What the sums of the step before have come to beside the gradient; on all ranks.
+
+        Of integers, for each segment, the greatest exponents that any microbatch expects, int16
+        [blocks]; of low rank, for each matrix, the right factor of its sum.
+        """
+
+    def agree(self, tensors: Sequence[Tensor]) -> None:
+        """Note what the next step's `agreed` is, if this step is applied."""
+
+    def of_leaf(self, microbatch: int) -> Sequence[Tensor]:
+        """For each segment, what was cut off a microbatch's leaves and not sent; maybe nothing."""
+
+    def make_leaf(self, microbatch: int, errors: Sequence[Tensor]) -> None:
+        """Note what `of_leaf` gives after this step, if it is applied."""
+
+
+BLOCK = 256
+"""Elements of one tensor that have a scale in common; the last ones of a tensor are padded."""
+
+Places = Sequence[Sequence[tuple[int, torch.Size]]]
+"""For each segment, the (offset, shape) of each tensor; offsets in elements."""
+
+
+class LeafMemory:
+    """One flat tensor for each segment, zero wherever no tensor is: who writes there keeps it so.
+
+    Attributes:
+        segments: flat tensors, of one dimension.
+        places: where tensors lie in them.
+    """
+
+    def __init__(self, segments: Sequence[Segment], places: Places, device: torch.device) -> None:
+        self.places = [list(of) for of in places]
+        self.segments = [torch.zeros(s.numel, dtype=s.dtype, device=device) for s in segments]
+        self._views = [
+            segment[offset : offset + shape.numel()].view(shape)
+            for segment, of in zip(self.segments, self.places, strict=True)
+            for offset, shape in of
+        ]
+
+    def take(self, tensors: Sequence[Tensor | None]) -> None:
+        """Copy a leaf in here.
+
+        Args:
+            tensors: tensors of the leaf in the order of `places`; None counts as zeros.
+        """
+        there = [tensor for tensor in tensors if tensor is not None]
+        if len(there) < len(self._views):
+            torch._foreach_zero_(self._views)
+        pairs = zip(self._views, tensors, strict=True)
+        views = [view for view, tensor in pairs if tensor is not None]
+        if views:
+            torch._foreach_copy_(views, there)
+
+    def give(self, other: LeafMemory) -> None:
+        """Copy all tensors to the same ones of another memory, wherever they lie there."""
+        torch._foreach_copy_(other._views, self._views)
+
+
+def in_blocks(
+    segments: Sequence[Segment], places: Places
+) -> tuple[list[Segment], list[list[tuple[int, torch.Size]]]]:
+    """The same tensors, each at the beginning of a block, so that no block has parts of two.
+
+    Args:
+        segments: dtype and number of elements of each segment.
+        places: where tensors lie in them.
+    """
+    padded, moved = [], []
+    for segment, of in zip(segments, places, strict=True):
+        end, own = 0, []
+        for _, shape in of:
+            own.append((end, shape))
+            end += -(-shape.numel() // BLOCK) * BLOCK
+        padded.append(Segment(segment.dtype, -(-end // OWNED) * OWNED))
+        moved.append(own)
+    return padded, moved
+
 
 Moment = Literal["factors"]
 """Between the sums of left and right factors."""

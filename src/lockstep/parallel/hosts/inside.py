@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lockstep.comm.shared_memory import SharedMemory, map_all
 from lockstep.comm.transport import Transport, offsets
-from lockstep.parallel.arena import Arena, ArenaLayout
 from lockstep.parallel.exchange import add_up
+from lockstep.parallel.fold import Arena, ArenaLayout
 from lockstep.parallel.hosts.layout import Merged
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shared_slices import BlockSum, Moment

@@ -1,4 +1,4 @@
-"""Pure arithmetic: which ranks share a host, the nodes of a host, and who works on which elements.
+"""Which ranks share a host, who works on which elements, and whether to exchange host by host.
 
 Every host has a place for each element, a rank of its own that adds up the host's nodes there. The
 rank that owns the element gets one sum of each host from there, and gives the finished one back.
@@ -6,11 +6,18 @@ rank that owns the element gets one sum of each host from there, and gives the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
+from time import perf_counter
 from typing import NamedTuple
 
-from lockstep.parallel.arena import BLOCK
+from torch import Tensor
+
+from lockstep.comm.shared_memory import hosts_of
+from lockstep.comm.transport import Transport
+from lockstep.parallel.exchange import Exchange
+from lockstep.parallel.fold import BLOCK, Row
 from lockstep.parallel.layout import Node, Range, merges, split
 
 
@@ -134,3 +141,119 @@ def cut(parts: Sequence[Range], hosts: Sequence[Range], slices: Sequence[Range],
     ]
     given = [overlap(own[host_of[rank]], parts[rank]) for own in by_rank]
     return Cut(worked, parts[rank], given)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """On which hosts the ranks of a group are, and how those of a host reach each other.
+
+    Attributes:
+        ranges: ranks of each host.
+        inside: transport between the ranks of this rank's host, of which the first one speaks for
+            all of them.
+    """
+
+    ranges: Sequence[Range]
+    inside: Transport
+
+    @property
+    def of_rank(self) -> list[int]:
+        """Number of each rank's host."""
+        return [number for number, ranks in enumerate(self.ranges) for _ in range(len(ranks))]
+
+    def spread(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the host's first rank."""
+        inside = self.inside
+        if inside.why_messages == "":
+            # Memory that they share has all-gathers only.
+            counts = [len(tensor), *[0] * (inside.size - 1)]
+            inside.all_gather(tensor[: counts[inside.rank]], tensor, counts)
+        else:
+            inside.broadcast(tensor, 0)
+
+
+def meet_hosts(world: Transport, columns: Sequence[Sequence[int]]) -> Hosts | str:
+    """The hosts of this rank's column, or why there is no use in them; a collective.
+
+    Args:
+        world: transport between all ranks.
+        columns: ranks that sum gradients with each other, in order; each rank is in one of them.
+
+    Returns:
+        If a string, it is empty where all ranks are on one host.
+    """
+    if world.size == 1 or world.why_messages == "":
+        return ""  # memory that all ranks share is that of one host
+    hosts = hosts_of(world)
+    found = [ranks_of_hosts([hosts[rank] for rank in column]) for column in columns]
+    groups: list[Sequence[int]] = []
+    for column, ranges in zip(columns, found, strict=True):
+        parts = [Range(r, r + 1) for r in range(len(column))]
+        kept = parts if isinstance(ranges, str) else ranges
+        groups += [list(column[part.slice]) for part in kept]
+    if len(groups) < world.size:
+        inside = world.subgroup(groups)
+        inside.share_memory()
+    own = next(n for n, column in enumerate(columns) if world.rank in column)
+    ranges = found[own]
+    if isinstance(ranges, str):
+        return f"not host by host: {ranges}" if ranges else ""
+    return Hosts(ranges, inside)
+
+
+TRIALS = 3
+"""How often each way is tried; the first time it allocates, and meets others."""
+
+
+class Tried(Exchange):
+    """Takes the ways in turn in its first runs, then the one that took least.
+
+    All give the same bits. A run counts as long as on the rank where it was longest, from a barrier
+    on; of the runs of a way the shortest counts.
+
+    Attributes:
+        total: as for all.
+        seconds: what a run of each way takes; empty until all are tried.
+    """
+
+    def __init__(self, transport: Transport, ways: Mapping[str, Exchange], total: Row) -> None:
+        """Take nothing in advance; talks to nobody.
+
+        Args:
+            transport: transport between the ranks.
+            ways: exchanges by name, which all fill `total`.
+            total: the sum.
+        """
+        self.total = total
+        self.seconds: dict[str, float] = {}
+        self._transport, self._ways = transport, dict(ways)
+        self._spent: list[float] = []
+        self._newest = next(iter(self._ways.values()))
+
+    @property
+    def chosen(self) -> str:
+        """Name of the way that takes least; empty until all are tried."""
+        return min(self.seconds, key=self.seconds.__getitem__, default="")
+
+    def run(self) -> None:
+        """Fill `total`, in one of the ways."""
+        names = list(self._ways)
+        if not self.seconds and len(self._spent) == TRIALS * len(names):
+            # The same numbers on all ranks, so they choose alike.
+            everyone = self._transport.gather_json(self._spent)
+            slowest = [max(spent) for spent in zip(*everyone, strict=True)]
+            self.seconds = {name: min(slowest[i :: len(names)]) for i, name in enumerate(names)}
+        if self.seconds:
+            self._newest = self._ways[self.chosen]
+            self._newest.run()
+            return
+        self._newest = self._ways[names[len(self._spent) % len(names)]]
+        # So that nobody's wait for a slow microbatch counts.
+        self._transport.barrier()
+        start = perf_counter()
+        self._newest.run()
+        self._spent.append(perf_counter() - start)
+
+    def headers(self) -> Tensor:
+        """Those of the newest run."""
+        return self._newest.headers()

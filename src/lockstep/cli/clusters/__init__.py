@@ -1,0 +1,1 @@
+"""Subcommands about machines and clusters: doctor, slurm, comm-profile, plan."""

@@ -1,0 +1,255 @@
+"""What a rank does to measure communication, started by the command or by a launcher of one's own.
+
+    mpirun -n 2 python -m lockstep.cli.clusters.comm_profile.rank '{"sizes": [1024], "seconds": 5}'
+
+Rank 0 prints the profile as a line of JSON; what is wrong is a line that begins with `error: `.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from lockstep.cli.clusters.comm_profile.profiler import (
+    Facts,
+    Profiler,
+    facts_of,
+    hosts_of,
+    versions,
+    warnings_of,
+)
+from lockstep.cli.clusters.comm_profile.torch_calls import (
+    Group,
+    grouped,
+    joined,
+    joined_torch,
+    open_torch,
+)
+from lockstep.comm.torchdist.process_group_transport import ProcessGroupTransport
+from lockstep.comm.transport import Transport
+from lockstep.config.parsing import as_type, parse_object
+from lockstep.errors import ConfigError, DataError, LaunchError, LockstepError, RankFailure
+from lockstep.launching.front import find_device
+from lockstep.launching.rank.environment import Environment, detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.launching.rank.process import num_threads, tell
+from lockstep.planning.operations import OPERATIONS, size_text
+from lockstep.planning.profile import FORMAT, VERSION, Measurement, Profile, to_json
+
+TIMEOUT_S = 60.0
+"""Seconds that a rank waits for the others in one collective, where a transport has a timeout."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured.
+
+    Attributes:
+        sizes: in bytes, ascending.
+        seconds: time to take, about.
+        device: `cpu`, `cuda` or `auto`.
+        with_torch: whether to measure `torch.distributed` too.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: float
+    device: str = "auto"
+    with_torch: bool = True
+
+
+def main(argv: list[str]) -> int:
+    """Measure, and print the profile on rank 0; the exit code."""
+    try:
+        environment = detect(os.environ)
+        profile = measured(as_type(Request, parse_object(argv[0])), environment)
+    except LockstepError as error:
+        tell(error)
+        return error.exit_code
+    if environment.rank == 0:
+        sys.stdout.write(to_json(profile) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def command(request: Request) -> list[str]:
+    """The command with which a rank runs this module."""
+    return [
+        sys.executable,
+        "-m",
+        "lockstep.cli.clusters.comm_profile.rank",
+        json.dumps(asdict(request)),
+    ]
+
+
+def measured(
+    request: Request, environment: Environment, check: Callable[[], object] = lambda: None
+) -> Profile:
+    """The profile, on all ranks; each of them calls this.
+
+    A rank that fails alone ends the others with it, as far as its transport can.
+
+    Args:
+        request: what is to be measured.
+        environment: place of this process among the ranks.
+        check: what rank 0 makes sure of before anything is measured; all raise what it raises.
+
+    Raises:
+        LockstepError: there is a single rank, no such device, or too little memory.
+    """
+    if environment.world_size < 2:
+        raise LaunchError("comm-profile: one rank has nobody to talk to; start 2 or more")
+    last = environment.local_world_size - 1
+    find_device(request.device, replace(environment, local_rank=last))
+    device = find_device(request.device, environment)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with num_threads(1, environment):
+        transport = open_transport(environment, device, TIMEOUT_S)
+        transport.share_memory()
+        measuring = Measuring(request, environment.launcher, transport, device)
+        try:
+            _check_first(transport, check)
+            facts = facts_of(socket.gethostname(), environment, device)
+
+            def opened() -> str:
+                return open_torch(transport, environment, TIMEOUT_S)
+
+            profile = measuring.profile(facts, opened if request.with_torch else None)
+        except LockstepError:  # all ranks raise it
+            _close(transport)
+            raise
+        except Exception as error:
+            _abort(transport, measuring.doing, error)
+        _close(transport)
+    return profile
+
+
+class Measuring:
+    """A measurement among the ranks of a transport.
+
+    Args:
+        request: what is to be measured.
+        launcher: name of the launcher that started the ranks.
+        transport: transport of all ranks.
+        device: device that tensors are on.
+    """
+
+    def __init__(
+        self, request: Request, launcher: str, transport: Transport, device: torch.device
+    ) -> None:
+        self._request, self._launcher = request, launcher
+        self._transport, self._device = transport, device
+        self._profiler: Profiler | None = None
+
+    @property
+    def doing(self) -> str:
+        """What is being measured, for messages."""
+        return self._profiler.doing if self._profiler else "the start"
+
+    def profile(self, own: Facts, open_torch: Callable[[], str] | None) -> Profile:
+        """The profile; every rank calls this.
+
+        Args:
+            own: what this rank knows of its host.
+            open_torch: function that makes the default process group of `torch.distributed` and
+                returns the name of its backend; None to leave that layer out.
+
+        Raises:
+            ConfigError: the smallest size does not fit into some rank's memory; on all ranks.
+        """
+        began, transport = time.time(), self._transport
+        facts = [as_type(Facts, row) for row in transport.gather_json(asdict(own))]
+        memory_bytes = min(each.memory_bytes for each in facts)
+        _check_memory(self._request.sizes[0], memory_bytes)
+        groups = grouped([each.host for each in facts])
+        self._profiler = Profiler(
+            transport, self._device, self._request.sizes, self._request.seconds, memory_bytes,
+            len(groups),
+        )  # fmt: skip
+        backend, found = self._found(self._profiler, groups, open_torch)
+        hosts = hosts_of(facts)
+        return Profile(
+            format=FORMAT,
+            version=VERSION,
+            measured_at=began,
+            date=datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="seconds"),
+            launcher=self._launcher,
+            transport=transport.name,
+            torch_backend=backend,
+            device=self._device.type,
+            num_ranks=transport.size,
+            hosts=hosts,
+            versions=versions(transport.name),
+            seconds=time.time() - began,
+            warnings=(*warnings_of(hosts), *self._profiler.unmeasured),
+            measurements=tuple(found),
+        )
+
+    def _found(
+        self,
+        profiler: Profiler,
+        groups: Sequence[Group],
+        open_torch: Callable[[], str] | None,
+    ) -> tuple[str, list[Measurement]]:
+        rank = self._transport.rank
+        backend = open_torch() if open_torch else ""
+        found: list[Measurement] = []
+        for group in groups:
+            torch_group = joined_torch(group, rank) if open_torch else None
+            found += profiler.measure(group, joined(self._transport, group), torch_group)
+        return backend, found
+
+
+def _check_first(transport: Transport, check: Callable[[], object]) -> None:
+    """Have rank 0 make sure of something, and all raise what it raises."""
+    message = None
+    if transport.rank == 0:
+        try:
+            check()
+        except LockstepError as error:
+            message = str(error)
+    if (said := transport.gather_json(message)[0]) is not None:
+        raise DataError(said)
+
+
+def _check_memory(num_bytes: int, memory_bytes: int) -> None:
+    least = num_bytes * min(one.copies for one in OPERATIONS.values())
+    if least > memory_bytes:
+        raise ConfigError(
+            f"--sizes: {size_text(num_bytes)} takes {least:,} bytes of memory on each rank, and "
+            f"there are {memory_bytes:,}; begin with a smaller size, or start fewer ranks"
+        )
+
+
+def _close(transport: Transport) -> None:
+    """Leave all groups in order."""
+    is_own = isinstance(transport, ProcessGroupTransport)
+    if dist.is_initialized() and not is_own:  # that one destroys the default group itself
+        dist.destroy_process_group()
+    transport.close()
+
+
+def _abort(transport: Transport, doing: str, error: Exception) -> NoReturn:
+    """Say what has failed, and end all ranks."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    print(
+        f"error: a rank was lost or has failed while {doing} was measured ({why})",
+        file=sys.stderr,
+        flush=True,
+    )
+    transport.abort(RankFailure.exit_code)
+    raise AssertionError("is dead")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

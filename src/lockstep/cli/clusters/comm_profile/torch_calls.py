@@ -1,0 +1,211 @@
+"""Calls of `torch.distributed`, over the kind of transport that the engine uses here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lockstep.cli.clusters.comm_profile.engine_calls import Call
+from lockstep.comm.transport import Transport
+from lockstep.launching.rank.environment import Environment
+from lockstep.planning.profile import Scope
+
+
+@dataclass(frozen=True)
+class Group:
+    """Groups of ranks that measure at the same time.
+
+    Attributes:
+        scope: what the profile calls them.
+        parts: ranks of each group; each rank is in exactly one.
+        idle: ranks that are in a group and take no part.
+    """
+
+    scope: Scope
+    parts: tuple[tuple[int, ...], ...]
+    idle: frozenset[int]
+
+    @property
+    def num_ranks(self) -> int:
+        """The size of the largest group that takes part."""
+        return max(len(part) for part in self.parts if not self.idle.issuperset(part))
+
+
+def grouped(hosts: Sequence[str]) -> list[Group]:
+    """The groups to measure.
+
+    Args:
+        hosts: name of each rank's host.
+    """
+    everyone = tuple(range(len(hosts)))
+    by_host = [tuple(r for r in everyone if hosts[r] == host) for host in dict.fromkeys(hosts)]
+    if len(by_host) == 1:
+        return [Group("inside", (everyone,), frozenset())]
+    groups = []
+    alone = frozenset(part[0] for part in by_host if len(part) == 1)
+    if len(alone) < len(by_host):
+        groups.append(Group("inside", tuple(by_host), alone))
+    first = tuple(part[0] for part in by_host)
+    others = tuple(rank for rank in everyone if rank not in first)
+    if not others:
+        return [*groups, Group("between", (first,), frozenset())]
+    between = Group("between", (first, others), frozenset(others))
+    return [*groups, between, Group("all", (everyone,), frozenset())]
+
+
+def joined(world: Transport, group: Group) -> Transport:
+    """The transport of this rank's part of a group; a collective of all ranks."""
+    return world if len(group.parts) == 1 else world.subgroup(group.parts)
+
+
+Prepare = Callable[[Any, int, torch.device], Call]
+"""From a process group, a size in bytes and a device to what is timed."""
+
+
+def open_torch(transport: Transport, environment: Environment, timeout_s: float) -> str:
+    """Make the default process group of all ranks, where there is none; the name of its backend.
+
+    Args:
+        transport: transport of all ranks.
+        environment: place of this process among the ranks.
+        timeout_s: seconds that a collective may wait for other ranks.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if dist.is_initialized():
+        return str(dist.get_backend())
+    if transport.name == "mpi":
+        from lockstep.comm.backend import init_process_group
+
+        init_process_group(timeout=timeout)
+        return str(dist.get_backend())
+    # Lockstep's own supervisor: the engine's group is none that `torch.distributed` knows of.
+    assert environment.master_addr is not None
+    assert environment.master_port is not None
+    store = TCPStore(environment.master_addr, environment.master_port, timeout=timeout)
+    dist.init_process_group(
+        transport.name,
+        store=PrefixStore("lockstep/comm-profile", store),
+        rank=transport.rank,
+        world_size=transport.size,
+        timeout=timeout,
+    )
+    return str(dist.get_backend())
+
+
+def joined_torch(group: Group, rank: int) -> Any:
+    """The process group of this rank's part of a group; a collective of all ranks."""
+    if len(group.parts) == 1:
+        return dist.group.WORLD
+    made = [dist.new_group(list(part)) for part in group.parts]
+    return next(one for one, part in zip(made, group.parts, strict=True) if rank in part)
+
+
+def _function(name: str, before: str) -> Callable[..., Any]:
+    """A function of `torch.distributed`, which older versions call `before`."""
+    found: Callable[..., Any] = getattr(dist, name, None) or getattr(dist, before)
+    return found
+
+
+def _floats(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.full([max(1, num_bytes // 4)], 0.0, device=device).add_(0.0)
+
+
+def _all_reduce(group: Any, num_bytes: int, device: torch.device) -> Call:
+    tensor = _floats(num_bytes, device)
+
+    def call() -> None:
+        dist.all_reduce(tensor, group=group)
+
+    return call
+
+
+def _all_gather(group: Any, num_bytes: int, device: torch.device) -> Call:
+    size = dist.get_world_size(group)
+    own = _floats(num_bytes // size, device)
+    out = own.new_zeros(own.numel() * size).add_(0.0)
+    gather = _function("all_gather_single", "all_gather_into_tensor")
+
+    def call() -> None:
+        gather(out, own, group=group)
+
+    return call
+
+
+def _reduce_scatter(group: Any, num_bytes: int, device: torch.device) -> Call:
+    size = dist.get_world_size(group)
+    own = _floats(num_bytes // size, device)
+    parts = own.new_zeros(own.numel() * size).add_(0.0)
+    scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
+
+    def call() -> None:
+        scatter(own, parts, group=group)
+
+    return call
+
+
+def _all_to_all(group: Any, num_bytes: int, device: torch.device) -> Call:
+    size = dist.get_world_size(group)
+    send = _floats(max(1, num_bytes // (4 * size)) * 4 * size, device)
+    recv = torch.zeros_like(send).add_(0.0)
+
+    def call() -> None:
+        dist.all_to_all_single(recv, send, group=group)
+
+    return call
+
+
+def _broadcast(group: Any, num_bytes: int, device: torch.device) -> Call:
+    tensor = _floats(num_bytes, device)
+    root = dist.get_global_rank(group, 0)
+
+    def call() -> None:
+        dist.broadcast(tensor, src=root, group=group)
+
+    return call
+
+
+def _send_recv(group: Any, num_bytes: int, device: torch.device) -> Call:
+    tensor = _floats(num_bytes, device)
+    rank = dist.get_rank(group)
+    # As `lockstep/message`: the two ranks that are farthest apart.
+    last = dist.get_world_size(group) - 1
+    other = dist.get_global_rank(group, last - rank)
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(tensor, dst=other, group=group)
+            dist.recv(tensor, src=other, group=group)
+        elif rank == last:
+            dist.recv(tensor, src=other, group=group)
+            dist.send(tensor, dst=other, group=group)
+
+    return there_and_back
+
+
+def _barrier(group: Any, num_bytes: int, device: torch.device) -> Call:
+    def call() -> None:
+        dist.barrier(group=group)
+
+    return call
+
+
+TORCH_CALLS: Mapping[str, Prepare] = MappingProxyType(
+    {
+        "all_reduce": _all_reduce,
+        "all_gather": _all_gather,
+        "reduce_scatter": _reduce_scatter,
+        "all_to_all": _all_to_all,
+        "broadcast": _broadcast,
+        "send_recv": _send_recv,
+        "barrier": _barrier,
+    }
+)
+"""By the names of `OPERATIONS`."""

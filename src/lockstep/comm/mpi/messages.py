@@ -1,0 +1,84 @@
+"""Tensors as MPI takes them, and large messages of all ranks to each other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lockstep.comm.mpi.library import MPI
+
+if TYPE_CHECKING:
+    from lockstep.comm.mpi.transport import MpiTransport
+
+
+# Data is moved, never summed, by MPI: so any datatype of the same size serves, also for bfloat16,
+# which MPI does not have.
+DATATYPES = {1: MPI.BYTE, 2: MPI.INT16_T, 4: MPI.INT32_T, 8: MPI.INT64_T}
+"""By bytes of an element."""
+
+
+def memory_of(tensor: Tensor) -> MPI.buffer:
+    """The memory of a tensor for MPI, whose owner it leaves as it was.
+
+    A tensor that was given to numpy can no longer give back its memory (`FlatTensors.close`).
+    """
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
+
+
+_TAG = 1
+"""Of these messages: those of `Transport.send` have another."""
+
+
+def exchange(
+    transport: MpiTransport,
+    send: Tensor,
+    send_counts: Sequence[int],
+    send_offsets: Sequence[int],
+    recv: Tensor,
+    recv_counts: Sequence[int],
+    recv_offsets: Sequence[int],
+) -> None:
+    """Send a part of a tensor to each other rank, and receive one: see `Transport.all_to_all`.
+
+    All ranks of the group call this, with counts of 0 where there is nothing to be said. It
+    is no barrier: a rank waits for those only that it sends to or receives from.
+
+    Open MPI's collectives receive before they send. Over TCP a receiver asks for the body of a
+    large message on the connection that its own messages leave by; if one of these goes first, the
+    request waits behind all of it, and two ranks take turns. Measured with 5.0.11, 2.25 MB each way
+    through 100 Mbit/s: 0.4 s in half of the calls; always 0.2 s if they send first.
+
+    Raises:
+        mpi4py.MPI.Exception: a rank was lost. Nothing is written into `recv` afterwards.
+    """
+    comm, kind, size = transport.comm, DATATYPES[send.itemsize], send.itemsize
+    outgoing, incoming = memory_of(send), memory_of(recv)
+    others = [(comm.rank + n) % comm.size for n in range(1, comm.size)]
+    requests: list[MPI.Request] = []
+    try:
+        for rank in others:
+            if count := send_counts[rank]:
+                part = outgoing[send_offsets[rank] * size :][: count * size]
+                requests.append(comm.Isend([part, kind], rank, _TAG))
+        for rank in reversed(others):
+            if count := recv_counts[rank]:
+                part = incoming[recv_offsets[rank] * size :][: count * size]
+                requests.append(comm.Irecv([part, kind], rank, _TAG))
+        for request in requests:
+            request.Wait()
+    except MPI.Exception:
+        if transport.is_damaged():
+            _end(comm, requests)
+        raise
+
+
+def _end(comm: MPI.Intracomm, requests: Sequence[MPI.Request]) -> None:
+    """Have what is under way fail, here and on all others, and wait until it has."""
+    with contextlib.suppress(MPI.Exception):
+        comm.Revoke()
+    for request in requests:
+        with contextlib.suppress(MPI.Exception):
+            request.Wait()

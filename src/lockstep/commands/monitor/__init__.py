@@ -1,1 +1,0 @@
-"""`lockstep monitor`: runs watched while they go on."""

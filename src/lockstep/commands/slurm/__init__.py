@@ -1,1 +1,0 @@
-"""`lockstep slurm`: a job script that trains, stops in time, and goes on after a requeue."""

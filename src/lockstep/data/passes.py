@@ -1,0 +1,190 @@
+"""Datasets that are read from the beginning to the end, sample by sample.
+
+The samples of a stream are numbered in the order in which they come. Which of them make up a step
+and a microbatch follows from these numbers, so every rank goes through the same stream and passes
+over what others compute. A run is resumed by passing over what it has had.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lockstep.data.loader import set_epoch
+from lockstep.data.random import seed_all
+from lockstep.errors import DataError
+
+
+@runtime_checkable
+class Skips(Protocol):
+    """What an iterator over a stream may offer, so that passing over samples is cheap."""
+
+    def skip(self, count: int) -> int:
+        """Pass over the next `count` samples.
+
+        Returns:
+            How many there were: fewer if the stream ends before.
+        """
+
+
+def is_stream(dataset: object) -> bool:
+    """Whether a dataset can only be read in order, by `__iter__`."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def stream_length(dataset: Any, split: str) -> int | None:
+    """The number of samples in one pass, if the stream tells.
+
+    Raises:
+        DataError: it cannot be read several times, or makes batches itself.
+    """
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"dataset({split!r}): is a DataLoader, which makes batches itself; return the dataset "
+            "it reads, and set batch_size, data.num_workers and Task.collate"
+        )
+    # A class of the user's may begin anew in __iter__ and return itself.
+    of_python = type(dataset).__module__.partition(".")[0] in sys.stdlib_module_names
+    if isinstance(dataset, Iterator) and of_python:
+        raise DataError(
+            f"dataset({split!r}): is a {type(dataset).__name__}, an iterator, which can be read "
+            "only once; return an object whose __iter__ begins anew each time"
+        )
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own raise these where nothing is known
+        return None
+
+
+class Pass:
+    """One pass over a stream.
+
+    What the stream draws from the global generators depends on the number of the sample it is
+    about to give.
+
+    Attributes:
+        position: number of samples that were read or passed over.
+    """
+
+    def __init__(self, dataset: Iterable[Any], epoch: int, key: Callable[[int], int]) -> None:
+        """Begin a pass.
+
+        Args:
+            dataset: the stream.
+            epoch: number of the pass, from 0.
+            key: function from a position to the seed of the global generators, 63 bits.
+        """
+        self._key = key
+        self.position = 0
+        set_epoch(epoch, dataset)
+        seed_all(key(0))
+        self._iterator = iter(dataset)
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Any:
+        seed_all(self._key(self.position))
+        sample = next(self._iterator)
+        self.position += 1
+        return sample
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether passing over samples costs less than reading them."""
+        return isinstance(self._iterator, Skips)
+
+    def skip(self, count: int) -> int:
+        """Pass over samples; how many there were.
+
+        Raises:
+            DataError: the stream's own `skip` returns something else.
+        """
+        if not isinstance(self._iterator, Skips):
+            return sum(1 for _, _ in zip(range(count), self, strict=False))
+        seed_all(self._key(self.position))
+        skipped: object = self._iterator.skip(count) if count else 0
+        if not isinstance(skipped, int) or not 0 <= skipped <= count:
+            kind = type(self._iterator).__name__
+            raise DataError(
+                f"{kind}.skip({count}): must return how many samples were passed over, at most "
+                f"{count}; returned {skipped!r}"
+            )
+        self.position += skipped
+        return skipped
+
+    def close(self) -> None:
+        """End the pass; a generator is told."""
+        if isinstance(self._iterator, types.GeneratorType):
+            self._iterator.close()
+
+
+class ShuffledPass:
+    """A pass whose samples are shuffled in blocks.
+
+    A block's order depends on its number only, so a run can begin in any of them. (The order of a
+    buffer whose slots are refilled one by one depends on everything before.)
+    """
+
+    def __init__(self, inner: Pass, block_size: int, generator: Callable[[int], Any]) -> None:
+        """Shuffle a pass.
+
+        Args:
+            inner: the pass, from its beginning.
+            block_size: number of samples of a block.
+            generator: function from the number of a block to a numpy generator.
+        """
+        self._inner = inner
+        self._size = block_size
+        self._generator = generator
+        self._block: list[Any] = []
+        self._next = 0
+
+    @property
+    def can_skip(self) -> bool:
+        """Whether passing over samples costs less than reading them."""
+        return self._inner.can_skip
+
+    def __iter__(self) -> ShuffledPass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next == len(self._block):
+            self._load()
+        if not self._block:
+            raise StopIteration
+        self._next += 1
+        return self._block[self._next - 1]
+
+    def skip(self, count: int) -> int:
+        """Pass over samples; how many there were."""
+        rest = min(count, len(self._block) - self._next)
+        self._next += rest
+        if rest == count:
+            return count
+        whole = (count - rest) // self._size * self._size
+        skipped = self._inner.skip(whole)
+        if skipped < whole:
+            return rest + skipped
+        left = count - rest - whole
+        self._block, self._next = [], 0
+        if left:
+            self._load()
+            self._next = min(left, len(self._block))
+        return rest + whole + self._next
+
+    def close(self) -> None:
+        """End the pass."""
+        self._inner.close()
+
+    def _load(self) -> None:
+        number = self._inner.position // self._size
+        block = [s for _, s in zip(range(self._size), self._inner, strict=False)]
+        self._block = [block[i] for i in self._generator(number).permutation(len(block))]
+        self._next = 0

@@ -1,1 +1,0 @@
-"""Datasets that can only be read in order: passes, positions and microbatches."""

@@ -1,1 +1,0 @@
-"""Parameters in flat memory: one tensor for each dtype, its places and its slices."""

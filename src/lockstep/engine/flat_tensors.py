@@ -1,0 +1,394 @@
+"""The model's parameters as views of one flat tensor for each dtype, its entries and its slices.
+
+A flat tensor is exchanged, stepped, hashed and saved in one piece; the module sees its own
+parameters as always. Offsets depend on the model and the optimizer's groups only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import TaskError
+from lockstep.nn.cutting import Shard
+from lockstep.nn.remote import is_let_go, let_go
+from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
+from lockstep.parallel.fold import BLOCK, Segment
+from lockstep.parallel.layout import Range
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place: `shape` elements from `offset` of segment `segment`."""
+
+    name: str
+    segment: int
+    group: int
+    offset: int
+    shape: torch.Size
+
+    @property
+    def range(self) -> Range:
+        """The elements of the segment it occupies."""
+        return Range(self.offset, self.offset + self.shape.numel())
+
+
+class Part(NamedTuple):
+    """The blocks of a segment that belong to one unit of the model.
+
+    Attributes:
+        segment: number of the segment.
+        unit: unit; `EVERYWHERE` for tensors that every rank holds.
+        num_blocks: number of blocks of `BLOCK` elements.
+    """
+
+    segment: int
+    unit: Unit
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements of a segment that belong to one optimizer group, padding included."""
+
+    segment: int
+    group: int
+    range: Range
+
+
+class Slice(NamedTuple):
+    """Elements of a segment that a rank steps."""
+
+    range: Range
+    """Which elements."""
+    parameters: Tensor
+    """Their memory."""
+    gradient: Tensor
+    """Memory of their mean gradient."""
+
+    def of(self, part: Range) -> Tensor:
+        """The gradient of those elements of `part` that are among these."""
+        first, last = self.range
+        return self.gradient[max(part.first - first, 0) : max(min(part.last, last) - first, 0)]
+
+
+def slices_of(
+    flat: FlatTensors, gradients: Sequence[Tensor], owned: Sequence[Sequence[Range]]
+) -> list[list[Slice]]:
+    """Slices for each segment, as parts of whole flat tensors.
+
+    Args:
+        flat: parameters in flat memory.
+        gradients: mean gradient, laid out as `flat.flats`.
+        owned: ranges of elements, for each segment.
+    """
+    return [
+        [Slice(r, parameters[r.first : r.last], gradient[r.first : r.last]) for r in ranges]
+        for parameters, gradient, ranges in zip(flat.flats, gradients, owned, strict=True)
+    ]
+
+
+def storages(slices: Sequence[Sequence[Slice]]) -> set[int]:
+    """Addresses of the memory that lies outside of an optimizer."""
+    tensors = [t for of_segment in slices for s in of_segment for t in (s.parameters, s.gradient)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def is_in(part: Range, whole: Range) -> bool:
+    """Whether all of a part is among the elements of another range."""
+    return whole.first <= part.first and part.last <= whole.last
+
+
+def within(part: Range, whole: Range) -> slice:
+    """Where a part is, counted from the start of what it is a part of."""
+    return slice(part.first - whole.first, part.last - whole.first)
+
+
+_ALIGN = 16
+"""Elements. Tensors start on a cache line, and no group ends inside a vector register."""
+
+DTYPES = (torch.float32, torch.float64)
+
+
+class FlatTensors:
+    """Tensors moved into flat memory, of which they become views.
+
+    Of a model in units a rank may hold some units only. The tensors of each unit are whole
+    blocks, so that the norm of a block is the same whatever else a rank holds.
+
+    Attributes:
+        tensors: tensors in flat order, as views of the flat ones.
+        entries: place of each of them in flat memory.
+        segments: size and dtype of each flat tensor.
+        flats: flat tensors, one for each segment, of one dimension.
+        pieces: ranges of flat memory that each optimizer group takes.
+        kinds: dtype and optimizer group of the tensors, those that other ranks hold too.
+        parts: blocks of each unit, those that other ranks hold too, in an order that does not
+            depend on `by_block`.
+        names: name of each tensor by its id, of those that other ranks hold too.
+        blocks: for each segment, the block of a pipeline that it is of; `WHOLE` if it has all.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[tuple[str, Tensor]]],
+        what: str,
+        shards: Mapping[str, Shard] | None = None,
+        units: Mapping[str, Unit] | None = None,
+        own: Holding | None = None,
+        by_block: bool = False,
+    ) -> None:
+        """Move tensors.
+
+        Args:
+            groups: lists of (name, tensor).
+            what: what errors call a tensor.
+            shards: what those tensors that are cut are parts of, by name.
+            units: unit of each tensor that not every rank need hold, by name.
+            own: blocks and shards to hold; None holds all.
+            by_block: whether each block of a pipeline has segments of its own.
+
+        Raises:
+            TaskError: a tensor's dtype is neither float32 nor float64.
+        """
+        self.tensors: list[Tensor] = []
+        self.entries: list[Entry] = []
+        self.segments: list[Segment] = []
+        self.pieces: list[Piece] = []
+        self.kinds: list[tuple[torch.dtype, int]] = []
+        self.blocks: list[int] = []
+        self.parts: list[Part] = []
+        self._groups, self._what, self._shards = groups, what, dict(shards or {})
+        self._units = dict(units or {})
+        self._own, self._by_block = own, by_block
+        self.names = {id(tensor): name for group in groups for name, tensor in group}
+        for group in groups:
+            for name, tensor in group:
+                if tensor.dtype not in DTYPES:
+                    raise TaskError(
+                        f"{what} {name}: dtype is {tensor.dtype}, must be torch.float32 or "
+                        "torch.float64 (for bf16 or fp16 compute set precision.dtype)"
+                    )
+        for dtype in DTYPES:
+            self._place(groups, dtype)
+        # Looked up for each block in each pass: not by going through all tensors each time.
+        self._by_segment: list[list[tuple[Tensor, Entry]]] = [[] for _ in self.segments]
+        for tensor, entry in zip(self.tensors, self.entries, strict=True):
+            self._by_segment[entry.segment].append((tensor, entry))
+        self.flats: list[Tensor] = []
+        # One after the other, so that what a segment replaces is freed before the next one is made.
+        for number, (dtype, numel) in enumerate(self.segments):
+            self.flats.append(torch.zeros(numel, dtype=dtype, device=self._device()))
+            for tensor, entry in self._by_segment[number]:
+                view = self.view(self.flats, entry)
+                view.copy_(tensor.detach())
+                # By `data`, so that modules and optimizers keep the very objects they hold.
+                tensor.data = view
+
+    def restricted(self, own: Holding) -> FlatTensors:
+        """The same tensors in new memory, of some units only; the others keep theirs."""
+        groups, what = self._groups, self._what
+        return FlatTensors(groups, what, self._shards, self._units, own, self._by_block)
+
+    @property
+    def wholes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each whole tensor, by its name in the model's `state_dict`."""
+        found = {}
+        for group in self._groups:
+            for name, tensor in group:
+                shard = self._shards.get(name)
+                place = (name, tensor.shape) if shard is None else (shard.whole, shard.shape)
+                found[place[0]] = (place[1], tensor.dtype)
+        return found
+
+    @property
+    def everyone(self) -> dict[str, Tensor]:
+        """Name to tensor, of those that other ranks hold too, which here have a shape only."""
+        return {name: tensor.detach() for group in self._groups for name, tensor in group}
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        """What those tensors that are cut are parts of, by name."""
+        return self._shards
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        """The unit of each tensor that not every rank need hold, by name."""
+        return self._units
+
+    def segments_of(self, own: Holding) -> list[Segment]:
+        """Size and dtype of each flat tensor of a rank that holds `own`."""
+        segments = []
+        for number, (dtype, _) in enumerate(self.segments):
+            blocks = [p.num_blocks for p in self.parts if p.segment == number and own.has(p.unit)]
+            segments.append(Segment(dtype, max(self._fewest, sum(blocks)) * BLOCK))
+        return segments
+
+    @property
+    def _fewest(self) -> int:
+        """Blocks of a segment of which nothing is held."""
+        return 0 if self._by_block else 1
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether the tensors of a unit are held here."""
+        return self._own is None or self._own.has(unit)
+
+    def renew(self) -> None:
+        """Move tensors to memory that nobody else knows of, so that `close` can free it."""
+        for segment, flat in enumerate(self.flats):
+            self.flats[segment] = flat.clone()
+            for tensor, entry in self._by_segment[segment]:
+                tensor.data = self.view(self.flats, entry)
+
+    def open(self, segment: int) -> None:
+        """Give a segment memory, of undefined content, and its tensors their place in there."""
+        flat = self.flats[segment]
+        # Of the same storage as before, which what autograd has kept for backward passes refers to.
+        flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+        for tensor, entry in self._by_segment[segment]:
+            tensor.data = self.view(self.flats, entry)
+
+    def close(self, segment: int) -> None:
+        """Free the memory of a segment, of whose tensors shapes remain."""
+        for tensor, _ in self._by_segment[segment]:
+            let_go(tensor)
+        storage = self.flats[segment].untyped_storage()
+        if not storage.resizable():
+            names = [entry.name for _, entry in self._by_segment[segment]]
+            named = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise TaskError(
+                f"a parameter of one block ({named}) was given to numpy, which keeps its memory "
+                "from being freed (sharding=parameters): give it a copy (`.clone().numpy()`), or "
+                "set sharding=gradients"
+            )
+        storage.resize_(0)
+
+    def check_views(self, segment: int) -> None:
+        """Make sure that the tensors of an open segment lie in it.
+
+        Raises:
+            TaskError: one was given memory of its own.
+        """
+        for tensor, entry in self._by_segment[segment]:
+            if tensor.data_ptr() != self.view(self.flats, entry).data_ptr():
+                raise TaskError(given_other_memory(entry.name))
+
+    def tensors_of(self, segment: int) -> list[Tensor]:
+        """The tensors of a segment."""
+        return [tensor for tensor, _ in self._by_segment[segment]]
+
+    def entries_of(self, segment: int) -> list[Entry]:
+        """Places of the tensors of a segment."""
+        return [entry for _, entry in self._by_segment[segment]]
+
+    def take_gradients(self, segment: int) -> list[Tensor | None]:
+        """The gradients of a segment's tensors, which then have none."""
+        gradients = []
+        for tensor, _ in self._by_segment[segment]:
+            gradients.append(tensor.grad)
+            tensor.grad = None
+        return gradients
+
+    def take_back(self) -> None:
+        """Make tensors views of the flats again that were given memory of their own since.
+
+        That is what `p.data = …` does, as in `nn.utils.vector_to_parameters` and in optimizers.
+
+        Raises:
+            TaskError: a tensor was given some whose segment is closed.
+        """
+        is_closed = [f.numel() > 0 == f.untyped_storage().nbytes() for f in self.flats]
+        for tensor, entry in zip(self.tensors, self.entries, strict=True):
+            if is_closed[entry.segment]:
+                if not is_let_go(tensor):
+                    raise TaskError(given_other_memory(entry.name))
+                continue
+            view = self.view(self.flats, entry)
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor.detach())
+                tensor.data = view
+
+    @property
+    def places(self) -> list[list[tuple[int, torch.Size]]]:
+        """For each segment, (offset, shape) of each tensor."""
+        return [
+            [(e.offset, e.shape) for e in self.entries if e.segment == s]
+            for s in range(len(self.segments))
+        ]
+
+    @staticmethod
+    def view(flats: Sequence[Tensor], entry: Entry) -> Tensor:
+        """The tensor at `entry` in flats laid out as these."""
+        return flats[entry.segment][entry.range.first : entry.range.last].view(entry.shape)
+
+    def named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Name to view, for flats laid out as these."""
+        return {e.name: self.view(flats, e) for e in self.entries}
+
+    def _place(self, groups: Sequence[Sequence[tuple[str, Tensor]]], dtype: torch.dtype) -> None:
+        of_dtype = [[(n, t) for n, t in group if t.dtype == dtype] for group in groups]
+        homes = sorted({self._home(self._unit(n)) for group in of_dtype for n, _ in group})
+        first_segment = len(self.segments)
+        ends = [0] * len(homes)
+        for index, group in enumerate(of_dtype):
+            firsts = list(ends)
+            if group:
+                self.kinds.append((dtype, index))
+            for unit in sorted({EVERYWHERE, *self._units.values()}):
+                named = [(n, t) for n, t in group if self._unit(n) == unit]
+                if named:
+                    home = homes.index(self._home(unit))
+                    segment = first_segment + home
+                    ends[home] = self._place_part(named, segment, index, unit, ends[home])
+            for home, (first, last) in enumerate(zip(firsts, ends, strict=True)):
+                if last > first:
+                    self.pieces.append(Piece(first_segment + home, index, Range(first, last)))
+        for home, end in zip(homes, ends, strict=True):
+            numel = max(self._fewest, -(-end // BLOCK)) * BLOCK
+            if not self._units:
+                self.parts.append(Part(len(self.segments), EVERYWHERE, numel // BLOCK))
+            self.segments.append(Segment(dtype, numel))
+            self.blocks.append(home)
+
+    def _place_part(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        segment: int,
+        group: int,
+        unit: Unit,
+        first: int,
+    ) -> int:
+        """Place a group's tensors of one unit behind what is there: where the next ones begin."""
+        offset = first
+        for name, tensor in named:
+            if self.holds(unit):
+                self.tensors.append(tensor)
+                self.entries.append(Entry(name, segment, group, offset, tensor.shape))
+            offset += -(-tensor.numel() // _ALIGN) * _ALIGN
+        if self._units:
+            num_blocks = -(-(offset - first) // BLOCK)
+            self.parts.append(Part(segment, unit, num_blocks))
+            offset = first + num_blocks * BLOCK
+        return offset if self.holds(unit) else first
+
+    def _unit(self, name: str) -> Unit:
+        return self._units.get(name, EVERYWHERE)
+
+    def _home(self, unit: Unit) -> int:
+        return unit.block if self._by_block else WHOLE
+
+    def _device(self) -> torch.device:
+        return next(tensor.device for group in self._groups for _, tensor in group)
+
+
+def given_other_memory(name: str) -> str:
+    """What to say of a parameter whose memory a pass has replaced."""
+    return (
+        f"{name} was given other memory (`.data = …`) in a forward or backward pass, so it is no "
+        "longer trained; compute a changed weight without storing it, or change it in place in "
+        "Task.after_step(model, step)"
+    )

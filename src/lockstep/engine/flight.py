@@ -1,0 +1,336 @@
+"""The newest calls of ranks, kept when one is lost or hangs, and what they show.
+
+```
+flight/slot_N.calls          written by the process when a call has failed, or by its watchdog
+flight/waiting_slot_N.calls  written by the watchdog of one that waits for long, as long as it does
+flight/0001/slot_N.calls     of a loss after which the others went on, or of an earlier sitting
+```
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+
+from lockstep.comm.call_records import Call, CallLog, read_calls
+from lockstep.config.files import leftovers, replacing_binary
+from lockstep.engine.events import RankLost
+from lockstep.errors import DataError
+
+FLIGHT = "flight"
+"""Folder in the run directory."""
+
+MOST_FILES = 1024
+"""Files of one kind that are read; of more, those of the first slots."""
+
+_KEPT = 3
+_LOST = re.compile(r"slot_([0-9]{1,9})\.calls")
+_WAITING = re.compile(r"waiting_slot_([0-9]{1,9})\.calls")
+_OCCASION = re.compile(r"[0-9]{4,9}")
+
+
+class FlightFolder:
+    """The files of a run; all ranks, their watchdogs and readers use it.
+
+    Args:
+        run_dir: run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / FLIGHT
+
+    def lost_file(self, slot: int) -> Path:
+        """The path for the calls of a process when it, or another one, is lost."""
+        return self._path / f"slot_{slot}.calls"
+
+    def waiting_file(self, slot: int) -> Path:
+        """The path for the calls of a process that waits."""
+        return self._path / f"waiting_slot_{slot}.calls"
+
+    def keep(self, slot: int, calls: bytes) -> None:
+        """Write down the calls of a process.
+
+        It is not flushed to the disk: survivors of a loss should go on.
+
+        Args:
+            slot: lifelong number of the process.
+            calls: content of the file, from `CallRing.copy`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path.mkdir(exist_ok=True)
+        with replacing_binary(self.lost_file(slot), durable=False) as file:
+            file.write(calls)
+
+    def set_aside(self, gone: Iterable[int] = ()) -> None:
+        """Put what is there into a folder of its own, and remove the oldest ones; of rank 0.
+
+        Args:
+            gone: lifelong numbers of processes that were lost, and wait no more.
+
+        Raises:
+            OSError: it cannot be done.
+        """
+        for slot in gone:
+            self.waiting_file(slot).unlink(missing_ok=True)
+        files = self._files(_LOST)
+        if not files:
+            return
+        occasions = self._occasions()
+        number = int(occasions[-1].name) + 1 if occasions else 1
+        new = self._path / f"{number:04}"
+        new.mkdir()
+        for file in files.values():
+            file.replace(new / file.name)
+        for old in occasions[: 1 - _KEPT]:
+            shutil.rmtree(old)
+
+    def begin(self) -> None:
+        """Set aside what an earlier sitting has left; of rank 0.
+
+        Raises:
+            OSError: it cannot be done.
+        """
+        if not self._path.is_dir():
+            return
+        self.set_aside()
+        for path in (*self._files(_WAITING).values(), *leftovers(self._path)):
+            path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Remove what survivors have written, since nobody was lost; of rank 0.
+
+        Raises:
+            OSError: it cannot be done.
+        """
+        for path in self._files(_LOST).values():
+            path.unlink(missing_ok=True)
+
+    def present(self) -> dict[int, CallLog]:
+        """The calls of ranks that wait, or that a loss has ended which is not set aside.
+
+        Files that are damaged are left out.
+
+        Returns:
+            For each slot, what is known of it.
+        """
+        files = self._files(_WAITING) | self._files(_LOST)
+        logs: dict[int, CallLog] = {}
+        for slot, path in files.items():
+            with suppress(DataError):
+                logs[slot] = read_calls(path)
+        return logs
+
+    def newest(self) -> dict[int, CallLog]:
+        """As `present`, or if nothing is there, of the newest loss that was set aside.
+
+        Raises:
+            DataError: there are no files, or one of them is damaged.
+        """
+        files = self._files(_WAITING) | self._files(_LOST)
+        occasions = [] if files else self._occasions()
+        if occasions:
+            files = _matching(occasions[-1], _LOST)
+        if not files:
+            raise DataError(
+                f"{self._path}: holds no calls; they are written when a rank hangs or is lost"
+            )
+        return {slot: read_calls(path) for slot, path in files.items()}
+
+    def _files(self, pattern: re.Pattern[str]) -> dict[int, Path]:
+        return _matching(self._path, pattern)
+
+    def _occasions(self) -> list[Path]:
+        """Folders of earlier losses, the oldest first."""
+        found = [name for name in _names(self._path) if _OCCASION.fullmatch(name)]
+        return [self._path / name for name in sorted(found, key=int)]
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
+    """The files of a pattern by slot; of very many, the first ones."""
+    found = [match for match in map(pattern.fullmatch, _names(folder)) if match]
+    slots = sorted((int(match[1]), match[0]) for match in found)
+    return {slot: folder / name for slot, name in slots[:MOST_FILES]}
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+_MOST = 6
+"""Ranks that are listed; of more, it is said how many they are."""
+
+_ALIKE = ("all_gather", "broadcast")
+"""Calls after which all ranks have the same number of bytes."""
+
+Logs = Mapping[int, CallLog]
+"""What is known of processes, by slot."""
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Ranks in words: `rank 1`, `ranks 0, 2 and 3`."""
+    shown = [f"{rank:,}" for rank in sorted(ranks)]
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    if len(shown) > _MOST:
+        shown = [*shown[: _MOST - 1], f"{len(shown) - _MOST + 1:,} more"]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def named(call: Call, log: CallLog) -> str:
+    """A call in words: `call 1,234 (all_gather)`."""
+    ranks = log.ranks(call.group)
+    if not call.is_message:
+        of = "" if call.group == 0 else f" of {listed(ranks)}" if ranks else " of a subgroup"
+        return f"call {call.number:,} ({call.kind}){of}"
+    if call.peer < 0:
+        return "the end of a message that it sent"
+    if ranks is None or call.peer >= len(ranks):
+        peer = f"place {call.peer:,} of a subgroup"
+    else:
+        peer = f"rank {ranks[call.peer]:,}"
+    return f"message {call.number:,} {'to' if call.kind == 'send' else 'from'} {peer}"
+
+
+def reached(log: CallLog) -> str:
+    """Where a process stood that has hung: `in step 57, after call 1,234 (all_gather)`."""
+    step = f"in step {log.step + 1:,}"
+    if log.stuck is not None:
+        return f"{step}, in {named(log.stuck, log)}"
+    if log.calls:
+        return f"{step}, after {named(log.calls[-1], log)}"
+    return f"{step}, before its first call"
+
+
+def waits(logs: Logs, apart: Collection[int] = ()) -> list[tuple[list[int], str]]:
+    """Who waits in which call.
+
+    Args:
+        logs: what is known of processes; those of groups of other sizes are left out.
+        apart: slots of those that hang.
+
+    Returns:
+        Ranks that wait in the same call, and the call in words.
+    """
+    sizes = [logs[slot].size for slot in apart if slot in logs] or [
+        log.size for log in logs.values()
+    ]
+    found: list[tuple[str, int]] = []
+    for slot, log in logs.items():
+        if slot not in apart and log.size == sizes[0] and log.stuck is not None:
+            found.append((named(log.stuck, log), log.rank))
+    groups = groupby(sorted(found), key=lambda pair: pair[0])
+    pairs = [(sorted(rank for _, rank in members), name) for name, members in groups]
+    return sorted(pairs)
+
+
+def waiting(logs: Logs, hung: Collection[int]) -> str:
+    """Who waited for those that hung: `ranks 0 and 2 waited for it in call 1,235 (all_gather)`.
+
+    Args:
+        logs: what is known of processes.
+        hung: slots of those that hung.
+
+    Returns:
+        Empty if nobody is known to have waited.
+    """
+    parts = [f"{listed(ranks)} waited for it in {call}" for ranks, call in waits(logs, hung)]
+    return ", ".join(parts[:_MOST])
+
+
+def difference(logs: Logs) -> str:
+    """The first call that ranks of a group have made differently; empty if they have not.
+
+    Args:
+        logs: what is known of processes.
+    """
+    groups: dict[tuple[int, int, tuple[int, ...]], dict[int, dict[int, Call]]] = {}
+    for log in logs.values():
+        for call in log.until_stuck:
+            ranks = log.ranks(call.group)
+            # All members of a group are told apart by its first and last rank, which takes no time.
+            if ranks is None or call.is_message:
+                continue
+            key = (log.size, call.group, (ranks[0], ranks[-1], len(ranks)))
+            groups.setdefault(key, {}).setdefault(log.rank, {})[call.number] = call
+    for _, calls in sorted(groups.items()):
+        said = _first_difference(calls)
+        if said:
+            return said
+    return ""
+
+
+def _first_difference(calls: Mapping[int, Mapping[int, Call]]) -> str:
+    """The first number of a call that is another one on some rank.
+
+    Args:
+        calls: for each rank of a group, its calls by number.
+    """
+    first = max(min(numbers) for numbers in calls.values())
+    last = min(max(numbers) for numbers in calls.values())
+    for number in range(first, last + 1):
+        by_what: dict[str, list[int]] = {}
+        for rank, numbers in calls.items():
+            if number in numbers:
+                by_what.setdefault(_what(numbers[number]), []).append(rank)
+        if len(by_what) > 1:
+            parts = sorted((sorted(ranks), what) for what, ranks in by_what.items())
+            return f"call {number:,} is " + ", ".join(
+                f"{what} on {listed(ranks)}" for ranks, what in parts[:_MOST]
+            )
+    return ""
+
+
+def _what(call: Call) -> str:
+    return f"{call.kind} of {call.taken:,} bytes" if call.kind in _ALIKE else call.kind
+
+
+def losses(
+    step: int, lost: Mapping[int, int], reasons: Mapping[int, str], logs: Logs
+) -> list[RankLost]:
+    """An event for each process that was lost.
+
+    Args:
+        step: committed steps.
+        lost: the rank of each, by slot.
+        reasons: why its watchdog ended it, by slot; empty if it did not.
+        logs: the newest calls that are known, by slot.
+    """
+    hung = {slot for slot in lost if reasons[slot]}
+    return [_loss(step, slot, rank, reasons[slot], logs, hung) for slot, rank in lost.items()]
+
+
+def unreported(logs: Logs, reasons: Mapping[int, str]) -> list[RankLost]:
+    """Processes that have hung, and after whose end the others could not go on.
+
+    Args:
+        logs: the newest calls that are known, by slot.
+        reasons: why watchdogs ended processes, by slot.
+    """
+    hung = {slot for slot in logs if reasons.get(slot)}
+    return [
+        _loss(logs[slot].step, slot, logs[slot].rank, reasons[slot], logs, hung)
+        for slot in sorted(hung)
+    ]
+
+
+def _loss(step: int, slot: int, rank: int, reason: str, logs: Logs, hung: set[int]) -> RankLost:
+    if slot not in hung or slot not in logs:
+        return RankLost(step=step, slot=slot, rank=rank, reason=reason)
+    return RankLost(
+        step=step,
+        slot=slot,
+        rank=rank,
+        reason=reason,
+        reached=reached(logs[slot]),
+        waiting=waiting(logs, hung),
+    )

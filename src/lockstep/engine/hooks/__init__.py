@@ -1,1 +1,0 @@
-"""What runs beside training: at its start, after steps, evaluations and checkpoints, at its end."""

@@ -1,1 +1,0 @@
-"""What tasks and hooks log beside metrics: values of kinds, pictures, and when it may be done."""

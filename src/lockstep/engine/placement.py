@@ -1,0 +1,362 @@
+"""Where this rank is on the mesh, and the transports between the ranks of each axis."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.comm.transport import Transport
+from lockstep.config import TrainConfig
+from lockstep.engine.runtime import Runtime
+from lockstep.errors import RankFailure, shared
+from lockstep.nn.cutting import compute_in
+from lockstep.nn.pipeline import Pipeline
+from lockstep.nn.sharded.regions import Moment, Region
+from lockstep.nn.ties import Holding, Unit
+from lockstep.parallel.depth_axis import DepthAxis
+from lockstep.parallel.depth_axis import Moment as PipelineMoment
+from lockstep.parallel.hosts.layout import Hosts, meet_hosts
+from lockstep.parallel.layout import Dealt, Pass, Range, one_forward_one_backward, split
+from lockstep.parallel.mesh import NEW, Mesh, rearranged
+from lockstep.parallel.shard_axis import ShardAxis
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Has a rank compute its stages in turn, and give others what they need of it meanwhile."""
+
+    def __init__(self, model: nn.Module, num_depths: int) -> None:
+        """Compute the whole model at once, until its `axis` says otherwise.
+
+        Args:
+            model: model of the run; one that is no pipeline has a single stage.
+            num_depths: number of ranks that a microbatch goes through (`mesh.pp`).
+        """
+        self._model = model
+        self._num_depths = num_depths
+
+    def of(self, batches: Iterable[T], storage: Transport) -> Iterator[T]:
+        """The batches, each once for each stage of this rank, which computes that one then.
+
+        While only other ranks have some left, they get what they need of this one. With parameters
+        in slices a collective of the column, between any two batches too.
+
+        Args:
+            batches: batches of an evaluation.
+            storage: transport between the ranks of this one's column.
+        """
+        if not isinstance(self._model, Pipeline) or self._model.storage is None:
+            yield from self._through_stages(batches)
+            return
+        left = iter(batches)
+        counts = [1] * storage.size
+        while True:
+            item = next(left, None)
+            own = torch.tensor([item is not None])
+            if not storage.gather_host(own, counts).any():
+                return
+            if item is not None:
+                yield item
+                self.finish()
+            else:
+                self.skip_forward()
+
+    def _through_stages(self, batches: Iterable[T]) -> Iterator[T]:
+        stages = range(1)
+        if isinstance(self._model, Pipeline) and self._model.axis is not None:
+            stages = self._model.axis.own_stages
+        left = iter(batches)
+        while group := list(islice(left, self._num_depths if len(stages) > 1 else 1)):
+            for stage in stages:
+                _, is_last = self.enter(stage)
+                for item in group:
+                    # An evaluation may change its batch, and each stage has it from the beginning.
+                    yield item if is_last else copy.deepcopy(item)
+            self.finish()
+
+    def skip_forward(self) -> None:
+        """Give others what they need of this rank in a forward pass of an evaluation."""
+        if isinstance(self._model, Pipeline) and self._model.storage is not None:
+            with torch.no_grad():
+                self._model.storage.skip_forward()
+
+    def enter(self, stage: int) -> tuple[bool, bool]:
+        """Compute a stage of this rank; returns whether it is the first, and the last of its."""
+        axis = self._model.axis if isinstance(self._model, Pipeline) else None
+        if axis is None:
+            return True, True
+        axis.enter(stage)
+        return stage == axis.own_stages[0], stage == axis.own_stages[-1]
+
+    def finish(self) -> None:
+        """Return when all that this rank has sent to other stages has been."""
+        if isinstance(self._model, Pipeline) and self._model.axis is not None:
+            self._model.axis.finish()
+
+
+class Places:
+    """The mesh of the present group.
+
+    Attributes:
+        world: transport between all ranks.
+        data: transport between the ranks of this one's column, which hold the same parameters.
+        replica: transport between the ranks of this one's replica, in the order of columns.
+        features: transport between those of them that are of the same stage.
+        depth: transport between those of them that hold the same shards.
+        storage: transport between the ranks of this one's column for what they do inside of a step.
+        hosts: hosts of the ranks of this one's column, or why gradients are not summed host by
+            host; empty where there is no question of it.
+        mesh: place of every rank.
+        num_shards: number of shards of each layer that is cut.
+        stages: range of blocks of each stage; of a model that is no pipeline a single one.
+        turns: has this rank compute its stages one after another.
+        in_slices: whether a rank has whole parameters of a block only while it computes it.
+        step: number of the step that is computed, for faults.
+    """
+
+    def __init__(
+        self, config: TrainConfig, runtime: Runtime, model: nn.Module, stages: Sequence[Range]
+    ) -> None:
+        """Compute everything in this process, until `arrange` is called."""
+        self.world = self.data = self.replica = runtime.transport
+        self.features = self.depth = self.storage = runtime.transport
+        self._runtime = runtime
+        self._model = model
+        self._num_microbatches = config.num_microbatches
+        self._tp, self._pp = config.mesh.tp, config.mesh.pp
+        self._interleave = config.mesh.num_stages // self._pp
+        self._num_columns = self._tp * self._pp
+        self.stages = list(stages)
+        self.turns = Turns(model, self._pp)
+        self._axes: list[DepthAxis] = []
+        self.num_shards = config.num_shards
+        self._in_rounds = config.shards_gradients
+        self.in_slices = config.shards_parameters
+        is_cpu = runtime.device.type == "cpu"
+        self._shares_memory = config.exchange != "messages" and is_cpu
+        # Rounds have no nodes of ranks, and what is compressed is added up in its own ways.
+        self._sums_by_host = (
+            config.exchange in ("auto", "hierarchical")
+            and is_cpu
+            and not config.shards_gradients
+            and config.compression.name == "none"
+        )
+        self.hosts: Hosts | str = ""
+        if config.exchange == "hierarchical" and not is_cpu:
+            self.hosts = f"not host by host: the tensors are on {runtime.device.type}"
+        self.mesh = self._begun(self.world.size, 1, 1)
+        self.step = 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model is shared out over several ranks."""
+        return self._num_columns > 1
+
+    @property
+    def are_coupled(self) -> bool:
+        """Whether ranks wait for one another inside of a step, not only at its end."""
+        return self.is_split or self._in_rounds
+
+    @property
+    def late_blocks(self) -> set[int]:
+        """Blocks whose gradients are there at the end of a backward pass only."""
+        ties = self._model.ties if isinstance(self._model, Pipeline) else ()
+        return {tie.first for tie in ties}
+
+    @property
+    def are_staged(self) -> bool:
+        """Whether a replica has several stages."""
+        return self._pp > 1
+
+    @property
+    def column(self) -> int:
+        """The column of this rank; `NEW` before it has one."""
+        is_placed = self.mesh.num_columns == self._num_columns
+        return self.mesh.columns[self.world.rank] if is_placed else NEW
+
+    @property
+    def replica_number(self) -> int:
+        """The number of this rank's replica; as many as there are for one that fills none."""
+        for number, ranks in enumerate(self.mesh.replicas):
+            if self.world.rank in ranks:
+                return number
+        return len(self.mesh.replicas)
+
+    @property
+    def own(self) -> Holding:
+        """The blocks and shards that this rank holds."""
+        if self.column == NEW:
+            return Holding((Range(0, self.stages[-1].last),), Range(0, self.num_shards))
+        return self.held_by(self.column)
+
+    def held_by(self, column: int) -> Holding:
+        """The blocks and shards that the ranks of a column hold."""
+        depth, place = divmod(column, self._tp)
+        blocks = tuple(self.stages[depth :: self._pp])
+        return Holding(blocks, split(self.num_shards, self._tp)[place])
+
+    def unit_of(self, name: str) -> Unit:
+        """The unit of a buffer, by its name."""
+        return Unit(self._model.block_of(name)) if isinstance(self._model, Pipeline) else Unit()
+
+    def holder(self, unit: Unit) -> int:
+        """The first column that holds a unit; the rank among `replica`, too."""
+        return next(c for c in range(self._num_columns) if self.held_by(c).has(unit))
+
+    def lowest_rank(self, unit: Unit) -> int:
+        """The lowest rank of the column that `holder` names."""
+        return 0 if self.column == NEW else self.mesh.members(self.holder(unit))[0]
+
+    @property
+    def are_scored(self) -> bool:
+        """Whether this rank, if it computes microbatches, computes their losses."""
+        return self.column // self._tp == self._pp - 1
+
+    @property
+    def scoring(self) -> int:
+        """The lowest rank of those that compute losses: of the last stage."""
+        return self.mesh.members(self._num_columns - 1)[0]
+
+    def arrange(self) -> None:
+        """Give every rank a place, and connect them, as all begin; a collective."""
+        self.mesh = self._begun(self.world.size, self._tp, self._pp)
+        self.connect()
+
+    def _begun(self, size: int, tp: int, pp: int) -> Mesh:
+        return Mesh.of(self._num_microbatches, size, tp, pp, self._in_rounds)
+
+    def assign(self, kept: Sequence[int]) -> None:
+        """Give every rank of a new group a place on the mesh; `connect` must follow.
+
+        Args:
+            kept: column that each rank was in, `NEW` for newcomers.
+
+        Raises:
+            RankFailure: all ranks of a column are gone; on all ranks.
+        """
+        self._check_columns(kept)
+        columns = rearranged(kept, self._num_columns)
+        num = self._num_microbatches
+        self.mesh = Mesh(num, columns, self._tp, self._pp, self._in_rounds)
+
+    def connect(self) -> None:
+        """Make the transports of the axes and of hosts; a collective."""
+        if self._shares_memory:
+            self.world.share_memory()
+        if self._sums_by_host:
+            columns = [self.mesh.members(column) for column in range(self.mesh.num_columns)]
+            self.hosts = meet_hosts(self.world, columns)
+        self._connect_axes()
+
+    def _connect_axes(self) -> None:
+        """Make the transports of the axes, where they were given up too; a collective."""
+        mesh = self.mesh
+        columns = [mesh.members(column) for column in range(mesh.num_columns)]
+        if self._in_rounds:
+            self.storage = self.world.subgroup(columns)
+        if not self.is_split:
+            return
+        alone = [[rank] for rank in mesh.incomplete]
+        stages = [r[i : i + mesh.tp] for r in mesh.replicas for i in range(0, len(r), mesh.tp)]
+        rows = [r[place :: mesh.tp] for r in mesh.replicas for place in range(mesh.tp)]
+        self.data = self.world.subgroup(columns)
+        if not self._in_rounds:
+            self.storage = self.data
+        self.replica = self.world.subgroup([*mesh.replicas, *alone])
+        self.features = self.depth = self.replica
+        if mesh.pp > 1:
+            self.features = self.world.subgroup([*stages, *alone])
+        if mesh.tp > 1:
+            self.depth = self.world.subgroup([*rows, *alone])
+        if isinstance(self._model, Pipeline):
+            self._model.axis = DepthAxis([Range(0, len(self._model))])
+        if self.replica_number < len(mesh.replicas):
+            self._compute_here()
+
+    def _compute_here(self) -> None:
+        """Have the model compute the blocks and shards of this rank."""
+        axis = ShardAxis(self.num_shards, self.features if self._tp > 1 else None)
+        if self.num_shards > 1:
+            compute_in(self._model, Region(axis, self._at))
+        if isinstance(self._model, Pipeline) and self._pp > 1:
+            device = self._runtime.device
+            self._model.axis = DepthAxis(self.stages, self.depth, device, self._at)
+            # Messages of a step that was given up may still be read from the memory they hold.
+            self._axes.append(self._model.axis)
+
+    def refresh(self) -> None:
+        """Have each stage have what it uses of other stages' parameters; a collective."""
+        if not (isinstance(self._model, Pipeline) and self.are_staged):
+            return
+        axis, ties, storage = self._model.axis, self._model.ties, self._model.storage
+        if self.replica_number < len(self.mesh.replicas):
+            assert axis is not None, "there is one in a run"
+            ties.refresh(axis, storage)
+        elif storage is not None:
+            ties.skip_refresh(self.stages, self.column // self._tp, storage)
+
+    def passes(self, microbatches: Dealt) -> Sequence[Pass]:
+        """The forward and backward passes of this rank, of its replica's microbatches."""
+        # Of spares too, who do in each of them what others of their stage need.
+        place = 0 if self.column == NEW else self.column // self._tp
+        return one_forward_one_backward(microbatches, place, self._pp, self._interleave)
+
+    def give_up(self) -> None:
+        """Have the ranks that wait for this one inside of a step notice that it has failed."""
+        waiting = [self.replica, self.features, self.depth] if self.is_split else []
+        if self._in_rounds:
+            waiting.append(self.storage)
+        for transport in {id(t): t for t in waiting}.values():
+            transport.give_up()
+
+    def together(self, compute: Callable[[], T]) -> T:
+        """The result of what the ranks of a replica compute together.
+
+        Raises:
+            Exception: what `compute` raises; the others then get `GroupBroken`.
+        """
+        try:
+            return compute()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def mend(self) -> None:
+        """Go on in the same group after a failure that all ranks have noticed; a collective."""
+        if self.are_coupled:
+            self._connect_axes()
+
+    def of_column(self, of_ranks: Sequence[Dealt]) -> list[Dealt]:
+        """Of ranges for all ranks, those of this rank's column."""
+        if not self.is_split or self.column == NEW:
+            return list(of_ranks)
+        return [of_ranks[rank] for rank in self.mesh.members(self.column)]
+
+    def _check_columns(self, kept: Sequence[int]) -> None:
+        for column in range(self._num_columns):
+            if column not in kept:
+                raise shared(
+                    RankFailure(
+                        f"all ranks that held {self._described(column)} of the model have died; "
+                        "go on from the newest checkpoint with `lockstep resume` or --resume"
+                    )
+                )
+
+    def _described(self, column: int) -> str:
+        parts = []
+        held = self.held_by(column)
+        if self._pp > 1:
+            ranges = ", ".join(f"{own.first} to {own.last - 1}" for own in held.blocks)
+            parts.append(f"blocks {ranges}")
+        if self._tp > 1:
+            parts.append(f"shards {held.shards.first} to {held.shards.last - 1}")
+        return " and ".join(parts)
+
+    def _at(self, moment: Moment | PipelineMoment) -> None:
+        self._runtime.at(moment, self.step)

@@ -1,1 +1,0 @@
-"""Trained models for programs without Lockstep."""

@@ -1,0 +1,218 @@
+"""What scripts, notebooks and the command call: to train, and to load what was trained."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from lockstep.config import TrainConfig, WeightsConfig
+from lockstep.config import load as load_config
+from lockstep.config.parsing import shown
+from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import load_model
+from lockstep.engine.snapshot.task_state import TaskState
+from lockstep.engine.step.model import build_model
+from lockstep.engine.task import Task
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.launching.front.rank import run
+from lockstep.launching.front.session import Result, Sitting
+from lockstep.launching.rank.process import tell
+from lockstep.launching.systems import Adopts
+from lockstep.launching.targets import make_task, task_class, trusted_target
+
+_training = threading.RLock()
+"""Held while a thread trains."""
+
+
+def train(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    quiet: bool = False,
+    from_run: str | Path | None = None,
+    from_only: Sequence[str] = (),
+) -> Result:
+    """Train a task in this process: the only one, or a rank that any launcher has started.
+
+    Ctrl-C, SIGTERM and a preemption stop the run after the step that is under way, with a
+    checkpoint. The number of threads, the random generators and the signal handlers of the caller
+    are left as they were.
+
+    Args:
+        task: the task.
+        config: how it is to be trained; the task's own config by default.
+        run_dir: where files go; a new folder below `runs/` by default. Under `lockstep train` the
+            command says where.
+        resume: whether to go on from the newest valid checkpoint in `run_dir`.
+        quiet: whether to show warnings and how the run ended only, rather than progress.
+        from_run: a run directory, or `RUN/CHECKPOINT`, whose weights the run starts from; short for
+            `config.weights_from`.
+        from_only: glob patterns of the names of the tensors that are taken from there.
+
+    Returns:
+        How the run ended, with the trained model, on every rank.
+
+    Raises:
+        Stopped: the run was asked to stop before its end; it can be resumed.
+        LockstepError: the task, the config or the data do not work, a rank was lost that the
+            others cannot go on without, or another thread of this process trains.
+    """
+    own = Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+    config = _starting(config or task.config, from_run, from_only)
+    if not _training.acquire(blocking=False):
+        raise ConfigError(
+            "train: another thread of this process trains already, and random generators and "
+            "threads are of the whole process; train one after the other, or use lockstep.launch"
+        )
+    try:
+        return run(task, config, Sitting.from_env() or own)
+    finally:
+        _training.release()
+
+
+def main(
+    task: Task,
+    config: TrainConfig | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    from_run: str | Path | None = None,
+    from_only: Sequence[str] = (),
+) -> Result:
+    """Train a task as the last thing that a script does: as `train`, with messages for a user.
+
+    An error that the user can mend is one message, and the process ends with exit code 2. A run
+    that was asked to stop ends it with 130 (Ctrl-C), 143 (SIGTERM, preemption) or 75 (too few
+    ranks are left).
+
+    Args:
+        task: as for `train`.
+        config: as for `train`.
+        run_dir: as for `train`.
+        resume: as for `train`.
+        from_run: as for `train`.
+        from_only: as for `train`.
+
+    Returns:
+        How the run ended, where it has come to its end or to `stop_at_step`.
+    """
+    try:
+        return train(
+            task, config, run_dir=run_dir, resume=resume, from_run=from_run, from_only=from_only
+        )
+    except LockstepError as error:
+        leave(error)
+
+
+def _starting(config: TrainConfig, from_run: str | Path | None, only: Sequence[str]) -> TrainConfig:
+    """A config with the run whose weights are to be taken over.
+
+    Raises:
+        ConfigError: it names one already, or only the names of tensors are given, or these are no
+            list.
+    """
+    if isinstance(only, str):
+        raise ConfigError(f"from_only={shown(only)}: must be a list of patterns: [{shown(only)}]")
+    if from_run is None:
+        if only:
+            raise ConfigError("from_only: names tensors of from_run; give that too")
+        return config
+    if config.weights_from.path:
+        raise ConfigError(
+            f"from_run={str(from_run)!r}: config.weights_from.path="
+            f"{config.weights_from.path!r} names a run too; leave one of them out"
+        )
+    start = WeightsConfig(path=str(from_run), only=tuple(only))
+    return config.model_copy(update={"weights_from": start})
+
+
+def leave(error: LockstepError) -> NoReturn:
+    """End the process for an error, with a message of the rank that tells it."""
+    tell(error)
+    raise SystemExit(error.exit_code) from None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run has trained.
+
+    Attributes:
+        model: in evaluation mode, with the parameters and buffers of the checkpoint.
+        task: made anew, with its own state of the checkpoint.
+        config: of the run.
+        step: how many optimizer steps the checkpoint has seen.
+        run_dir: the run directory.
+    """
+
+    model: nn.Module
+    task: Task
+    config: TrainConfig
+    step: int
+    run_dir: Path
+
+
+def load(
+    run_dir: str | Path,
+    which: str | int = "best",
+    device: str | torch.device = "cpu",
+    task: type[Task] | None = None,
+) -> Loaded:
+    """The model of a run's checkpoint, in this process; its data need not be there.
+
+    The task is made from the script or recipe that the run directory names, so its code is
+    imported, unless its class is given. Random generators are left as they were.
+
+    Args:
+        run_dir: of the run.
+        which: `best`, `latest`, or a step's number.
+        device: where the model is to be.
+        task: class of the run's task, for a run that was started in a notebook.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, it is damaged, or the task's code has
+            changed so that the model does not fit.
+    """
+    directory = RunDirectory(Path(run_dir))
+    kind = task or task_class(trusted_target(directory))
+    config = load_config(kind.Config, directory.path / "config.yaml")
+    made = make_task(kind, config)
+    snapshot = find_snapshot(directory.checkpoints, str(which))
+    with kept_generators():
+        model = restored(made, config, snapshot, torch.device(device), str(directory.checkpoints))
+    return Loaded(model.eval(), made, config, snapshot.step, directory.path)
+
+
+def restored(
+    task: Task, config: TrainConfig, snapshot: Snapshot, device: torch.device, where: str
+) -> nn.Module:
+    """A task's model with the state of a snapshot; the task gets its own state from it too.
+
+    Args:
+        task: of the run.
+        config: of the run.
+        snapshot: of the run.
+        device: where the model is to be.
+        where: what errors call the snapshot.
+
+    Raises:
+        LockstepError: the snapshot is of another model or task.
+    """
+    model = build_model(task, config, device)
+    check_fits(snapshot, model, where)
+    load_model(snapshot, model)
+    TaskState(task, task.hooks()).restore(snapshot.task, snapshot.meta.get("task", {}))
+    if isinstance(task, Adopts):
+        task.adopt(model)
+    return model

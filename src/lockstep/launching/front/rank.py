@@ -1,0 +1,382 @@
+"""One rank of a run, from meeting the others to leaving them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from lockstep.comm.host import collect_as_usual, skip_last_collection
+from lockstep.comm.transport import GroupBroken, Transport
+from lockstep.config import TrainConfig, override
+from lockstep.config.parsing import flattened
+from lockstep.data.random import kept_generators
+from lockstep.engine.checkpoint.kept_directory import KeptDirectory, kept_if_refused
+from lockstep.engine.checkpoint.listing import folder_name
+from lockstep.engine.checkpoint.origin import settled
+from lockstep.engine.checkpoint.run_directory import Identity, RunDirectory
+from lockstep.engine.events import Failed, Finished, Warned
+from lockstep.engine.faults import At, edited, injector
+from lockstep.engine.run.loop import Trainer
+from lockstep.engine.run.microbatches import check_enough_left
+from lockstep.engine.runtime import Pulse, Runtime, check_can_regroup, nothing_after_step, on_first
+from lockstep.engine.step.sums import DIRECTORY_LOST
+from lockstep.engine.task import Task, observed
+from lockstep.errors import LockstepError, shortened
+from lockstep.launching.front.device import naming_kernels, on_device
+from lockstep.launching.front.session import (
+    SITTING,
+    Result,
+    Sitting,
+    Stopped,
+    foretold_to_all,
+    foretold_to_newcomer,
+)
+from lockstep.launching.host.output_pump import pumped_output
+from lockstep.launching.host.parent_watch import end_with_launcher
+from lockstep.launching.host.processes import MARK
+from lockstep.launching.rank.early import INTERRUPTED
+from lockstep.launching.rank.environment import Environment, detect
+from lockstep.launching.rank.join import open_transport
+from lockstep.launching.rank.process import StopRequest, cores_of_host, num_threads, whole_lines
+from lockstep.launching.rank.watchdog import Watchdog
+from lockstep.observe import EventHub, open_sinks
+from lockstep.parallel.mesh import fitting
+
+TIMEOUT_S = 600.0
+"""How long ranks wait for one another over gloo or NCCL."""
+
+_LOOK_S = 0.25
+"""How often it is looked whether the run directory is still there."""
+
+TAKE_OVER_S = 30.0
+"""How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
+
+
+def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
+    """Train a task as one rank, with what is asked of this sitting.
+
+    Raises:
+        Stopped: the run was asked to stop before its end, on every rank.
+        LockstepError: on every rank.
+    """
+    collect_as_usual()
+    skip_last_collection()
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        config = settled(override(config, sitting.overrides), sitting.resumed)
+        task = observed(task, config)
+        environment = detect(os.environ)
+        # What Lockstep starts ends with its launcher, and writes to a pipe that is always read.
+        if environment.world_size > 1 and MARK not in os.environ:
+            end_with_launcher()
+            stack.enter_context(pumped_output())
+        stack.enter_context(whole_lines())
+        hints = stack.enter_context(num_threads(config.threads, environment))
+        stack.enter_context(kept_generators())
+        device = stack.enter_context(on_device(config, environment))
+        at = injector(os.environ, environment.rank)
+        at("start", 0)
+        transport = open_transport(environment, device, TIMEOUT_S, config.start_timeout_s)
+        try:
+            with naming_kernels():
+                result, exit_code = _run(
+                    task, config, sitting, environment, device, transport, stop, hints, at
+                )
+        except LockstepError as error:
+            if transport.size > 1 and not error.is_shared:
+                print(f"error: {error} (on rank {transport.rank})", file=sys.stderr, flush=True)
+                transport.abort(error.exit_code)
+            error.rank = transport.rank
+            transport.close()
+            raise
+        except BaseException:
+            if transport.size == 1:
+                raise
+            trace = shortened(traceback.format_exc())
+            print(f"rank {transport.rank}:\n{trace}", file=sys.stderr, flush=True)
+            transport.abort(1)
+            raise
+        transport.close()
+        if exit_code:
+            stopped = Stopped(result, exit_code)
+            stopped.rank = transport.rank
+            raise stopped
+        return result
+
+
+def _run(
+    task: Task,
+    config: TrainConfig,
+    sitting: Sitting,
+    environment: Environment,
+    device: torch.device,
+    transport: Transport,
+    stop: StopRequest,
+    hints: list[str],
+    at: At,
+) -> tuple[Result, int]:
+    """The run itself, between meeting the other ranks and leaving them, and its exit code."""
+    directory = _directory(task, sitting, transport)
+    path = directory.path
+    if sitting.target is None:
+        sitting = replace(sitting, target=_script())
+    pulse = Pulse()
+    transport.observer = pulse
+    with ExitStack() as stack:
+        kept: KeptDirectory | None = None
+        # A launcher that reads there why a start was refused does it itself.
+        if transport.rank == 0 and not transport.is_newcomer and SITTING not in os.environ:
+            kept = stack.enter_context(kept_if_refused(directory.path))
+        stack.callback(directory.close)
+        hub = EventHub(
+            lambda: open_sinks(
+                directory.path,
+                tensorboard=config.tensorboard,
+                trackers=config.trackers,
+                params=flattened(config.model_dump(mode="json")),
+                console=sitting.console,
+                quiet=sitting.quiet,
+                resumable=bool(sitting.target),
+                per_rank=sitting.per_rank,
+            )
+        )
+        stack.callback(hub.close)
+
+        def take_over() -> None:
+            directory.lock(TAKE_OVER_S, on_wait=pulse.beat)
+            hub.open()
+
+        on_step: Callable[[int], None] = nothing_after_step
+        if sitting.profile:
+            from lockstep.launching.rank.process import Profiler
+
+            folder = directory.path / "profile"
+            on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
+
+        watch = DirectoryWatch(directory)
+        planned, said = _planned(config, environment.world_size)
+        runtime = Runtime(
+            transport=transport,
+            device=device,
+            slot=environment.rank,
+            launcher=environment.launcher,
+            local_rank=environment.local_rank,
+            listen=hub,
+            take_over=take_over,
+            stop_reason=lambda: watch.reason() or stop.reason(),
+            at=at,
+            on_step=on_step,
+            pulse=pulse,
+            cores=cores_of_host(environment),
+            is_one_host=environment.is_one_host,
+        )
+        if environment.world_size > 1 and config.hang_timeout_s:
+            stack.enter_context(
+                Watchdog(
+                    pulse.fd,
+                    config.hang_timeout_s,
+                    directory.hang_report(environment.rank),
+                    transport.call_ring.fd,
+                    directory.flight.lost_file(environment.rank),
+                    directory.flight.waiting_file(environment.rank),
+                    _name_of_teller(environment),
+                )
+            )
+        try:
+            if transport.is_newcomer:
+                task = edited(task, os.environ, environment.rank)
+                foretold = foretold_to_newcomer(planned, environment.world_size)
+                if foretold is not None:
+                    runtime.emit(foretold)
+                trainer = Trainer(task, planned, runtime, directory, joins=True)
+            else:
+                claimed = partial(claim, directory, task, config, sitting)
+                trainer, untold = _assembled(
+                    task, planned, claimed, runtime, directory, environment.world_size
+                )
+                said += untold
+            if kept is not None:
+                kept.note_started()
+            for hint in (*hints, *said):
+                runtime.emit(Warned(step=0, message=hint))
+            finished = trainer.run()
+            return _result(trainer, finished, config, directory), finished.exit_code
+        except BaseException as error:
+            if directory.path != path:  # it is gone: nothing may be written where it was
+                hub.close()
+                hub.open()
+            runtime.emit(_failed(error))
+            raise
+
+
+class DirectoryWatch:
+    """Notices that the run directory of this process is gone; looks now and then.
+
+    It says so in each step from then on: the first of them may have to be done again.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._look_at = 0.0
+        self._reason = ""
+
+    def reason(self) -> str:
+        """Why the run has to end; empty if it does not."""
+        now = perf_counter()
+        if not self._reason and now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._reason = DIRECTORY_LOST if self._directory.is_gone() else ""
+        return self._reason
+
+
+def _result(
+    trainer: Trainer, finished: Finished, config: TrainConfig, directory: RunDirectory
+) -> Result:
+    """What the caller gets of a run that has ended in order."""
+    best = trainer.progress.best_step
+    return Result(
+        status=finished.status,
+        reason=finished.reason,
+        step=finished.step,
+        model=trainer.model.eval(),
+        task=trainer.task,
+        config=config,
+        metrics=finished.metrics,
+        arrays=finished.arrays,
+        params_sha256=finished.params_sha256,
+        run_dir=directory.path,
+        best_checkpoint=directory.checkpoints / folder_name(best) if best else None,
+        checkpoint=Path(finished.checkpoint) if finished.checkpoint else None,
+        world_size=finished.world_size,
+        wall_s=finished.wall_s,
+    )
+
+
+def _planned(config: TrainConfig, num_ranks: int) -> tuple[TrainConfig, list[str]]:
+    """The config with a mesh that the ranks can fill, where it may be another one; and hints.
+
+    It depends on the number of ranks that were started, which newcomers know too.
+    """
+    mesh = config.mesh
+    pp, tp = fitting(num_ranks, mesh.pp, mesh.tp)
+    if mesh.shrink != "replan" or (pp, tp) == (mesh.pp, mesh.tp):
+        return config, []
+    hint = (
+        f"a replica of mesh.pp={mesh.pp}, mesh.tp={mesh.tp} needs {mesh.pp * mesh.tp} ranks, and "
+        f"{num_ranks} were started: computed with mesh.pp={pp}, mesh.tp={tp} (mesh.shrink=replan)"
+    )
+    mesh = mesh.model_copy(update={"pp": pp, "tp": tp})
+    return config.model_copy(update={"mesh": mesh}), [hint]
+
+
+def _assembled(
+    task: Task,
+    config: TrainConfig,
+    claimed: Callable[[], object],
+    runtime: Runtime,
+    directory: RunDirectory,
+    world_size: int,
+) -> tuple[Trainer, list[str]]:
+    """Everything up to the first step; begun again should a rank die meanwhile.
+
+    Args:
+        task: task to train.
+        config: its config.
+        claimed: function that makes the run directory this run's.
+        runtime: what this process trains with; ranks may have died while they met.
+        directory: run directory.
+        world_size: number of ranks that were started.
+
+    Returns:
+        What trains; and hints, if there is a plan that has nothing to say of this run.
+    """
+    transport = runtime.transport
+    patience_s = 0.0
+    while True:
+        if transport.size < world_size:
+            check_enough_left(config, transport.size)
+        try:
+            foretold = foretold_to_all(config, transport)
+            on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
+            on_first(transport, claimed)
+            on_first(transport, runtime.take_over)
+            if foretold is not None:
+                runtime.emit(foretold)
+            trainer = Trainer(task, config, runtime, directory)
+            return trainer, [foretold.reason] if foretold and foretold.reason else []
+        except GroupBroken as loss:
+            check_can_regroup(transport, loss)
+            transport.regroup()
+            patience_s = TAKE_OVER_S
+
+
+def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirectory:
+    """The run directory, the same on all ranks."""
+    while True:
+        try:
+            path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
+            return RunDirectory(Path(path))
+        except GroupBroken as loss:
+            check_can_regroup(transport, loss)
+            transport.regroup()
+
+
+def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sitting) -> None:
+    """Claim a run directory for a sitting.
+
+    Raises:
+        RunDirectoryError: see `RunDirectory.open`.
+    """
+    kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
+    identity = Identity(
+        task.name, config.hash, sitting.target or "", kept, config.epochs, config.steps
+    )
+    directory.open(config, identity, sitting.resume)
+
+
+def new_run_dir(name: str) -> Path:
+    """A folder below `runs/` that does not exist yet, named after the task and the time."""
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path = Path("runs") / stem
+    number = 1
+    while path.exists():
+        number += 1
+        path = Path("runs") / f"{stem}-{number}"
+    return path
+
+
+def _failed(error: BaseException) -> Failed:
+    if isinstance(error, KeyboardInterrupt):
+        message = "ended at once by a second Ctrl-C; steps since the newest checkpoint are lost"
+        return Failed(step=0, error="KeyboardInterrupt", message=message, exit_code=INTERRUPTED)
+    user = isinstance(error, LockstepError)
+    message = str(error) if user else "".join(traceback.format_exception(error)).rstrip()
+    return Failed(
+        step=0,
+        error=type(error).__name__,
+        message=shortened(message) or type(error).__name__,
+        exit_code=error.exit_code if isinstance(error, LockstepError) else 1,
+    )
+
+
+def _script() -> str:
+    """The script this process runs; empty in a notebook, for standard input, and for `-c`."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return str(Path(path).resolve()) if path and Path(path).is_file() else ""
+
+
+def _name_of_teller(environment: Environment) -> str:
+    """What one rank of each host calls itself where it tells of a wait; "" for the others."""
+    is_teller = environment.local_rank == 0
+    return f"rank {environment.rank} on {socket.gethostname()}" if is_teller else ""

@@ -1,0 +1,223 @@
+"""Systems: tasks with all that is their own, found by entry points.
+
+A package adds a system by one line of its `pyproject.toml`, in the group `lockstep.systems`:
+
+    [project.entry-points."lockstep.systems"]
+    pendulum = "pendulum.system:SYSTEM"
+
+`SYSTEM` is a `System`. Its module is imported to list what there is, so it must import nothing that
+is slow; the task and the subcommands are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from lockstep.errors import ConfigError
+from lockstep.launching.rank.early import ending_at_interrupt
+
+if TYPE_CHECKING:
+    import typer
+    from torch import Tensor, nn
+
+    from lockstep.engine.task import Task
+
+_ENTRY_POINTS = "lockstep.systems"
+
+
+@dataclass(frozen=True)
+class CommandGroup:
+    """Subcommands that a system adds to `lockstep`.
+
+    Attributes:
+        name: the word after `lockstep`.
+        summary: what they are for, in one line.
+        module: keeps the protocol `lockstep.launching.systems.HasCommands`.
+        is_command: whether the word itself is the one subcommand that there is.
+    """
+
+    name: str
+    summary: str
+    module: str
+    is_command: bool = False
+
+
+@dataclass(frozen=True)
+class System:
+    """What is known of a system before its task is imported.
+
+    Attributes:
+        task: its Task class, as `module:class`. The class may keep the protocols below.
+        summary: what it trains, in one line.
+        commands: the subcommands that it adds.
+    """
+
+    task: str
+    summary: str
+    commands: CommandGroup | None = None
+
+
+def recipe_names() -> list[str]:
+    """The names `load_recipe` knows, sorted."""
+    return sorted(_entry_points())
+
+
+def command_groups() -> list[CommandGroup]:
+    """The subcommands that systems add, sorted; a system that cannot be loaded adds none."""
+    groups = []
+    for name in recipe_names():
+        try:
+            system = _system(name)
+        except ConfigError:  # said when it is asked for by its name
+            continue
+        if system.commands:
+            groups.append(system.commands)
+    return sorted(groups, key=lambda group: group.name)
+
+
+def load_recipe(name: str) -> type[Task]:
+    """The Task class of a system. Only its own module is imported.
+
+    Raises:
+        ConfigError: there is no system of that name, and the message has the nearest one; or it
+            cannot be imported.
+    """
+    module, _, attribute = _system(name).task.partition(":")
+    with ending_at_interrupt():
+        return cast("type[Task]", getattr(importlib.import_module(module), attribute))
+
+
+def recipe_of(kind: type[Task]) -> str:
+    """The name of the system that a Task class is of; empty if it is of none."""
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    package = kind.__module__.partition(".")[0]
+    for name, entry in _entry_points().items():
+        if entry.module.partition(".")[0] == package and _system(name).task == place:
+            return name
+    return ""
+
+
+def summary(name: str) -> str:
+    """What a system trains, in one line. Its task is not imported.
+
+    Raises:
+        ConfigError: there is no system of that name, or it cannot be loaded.
+    """
+    return _system(name).summary
+
+
+@cache
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
+
+
+@cache
+def _system(name: str) -> System:
+    entry = _entry_points().get(name)
+    if entry is None:
+        nearest = difflib.get_close_matches(name, _entry_points(), n=1, cutoff=0.5)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(f"unknown recipe {name!r}{hint} (there are: {', '.join(recipe_names())})")
+    where = f"the entry point {name} = {entry.value!r} of the group {_ENTRY_POINTS!r}"
+    try:
+        found = entry.load()
+    except Exception as error:  # the code of another package
+        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(found, System):
+        raise ConfigError(
+            f"{where} is a {type(found).__name__}, not a lockstep.launching.systems.System"
+        )
+    return found
+
+
+@runtime_checkable
+class Reports(Protocol):
+    """A task that can say more of a trained model than its metrics."""
+
+    def report(self, model: nn.Module, split: str, folder: Path, run_dir: Path) -> list[str]:
+        """Write tables and pictures of a model.
+
+        Args:
+            model: trained model in evaluation mode.
+            split: name of the split whose samples are looked at; the task has it.
+            folder: folder to write to; it exists.
+            run_dir: directory of the run that trained the model.
+
+        Returns:
+            Lines for people.
+        """
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A task whose samples are prepared by what a trained model holds, such as its statistics."""
+
+    def adopt(self, model: nn.Module) -> None:
+        """Prepare samples as for this model from now on, rather than as its data says.
+
+        Args:
+            model: model with the parameters and buffers of a checkpoint.
+        """
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A task whose models can be used by other programs."""
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> list[str]:
+        """Write a model in forms that need no Lockstep. Its training data need not be there.
+
+        Args:
+            state: the model's parameters and buffers by name.
+            folder: folder to write to; it exists.
+
+        Returns:
+            Lines for people.
+        """
+
+
+@runtime_checkable
+class Applies(Protocol):
+    """A task that can have what it exported predict on the data that its config names."""
+
+    def apply(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write what was exported into a folder predicts.
+
+        Args:
+            model: model that was exported, in evaluation mode, on the CPU.
+            folder: folder that `export` has written to.
+
+        Returns:
+            Lines for people.
+        """
+
+
+@runtime_checkable
+class GivesExample(Protocol):
+    """A task that says which part of a batch its model is called with."""
+
+    def example_input(self, batch: Any) -> Tensor | tuple[Tensor, ...]:
+        """What the model's forward method takes, by position.
+
+        Args:
+            batch: as `Task.collate` makes it.
+        """
+
+
+class HasCommands(Protocol):
+    """A module with subcommands of a recipe; `lockstep.launching.systems.CommandGroup` names it.
+
+    It is imported to list them too, so its functions import what is slow themselves.
+
+    Attributes:
+        app: the subcommands.
+    """
+
+    app: typer.Typer

@@ -1,0 +1,63 @@
+"""What has to be known of warm servers before anything slow is imported; of no imports itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import EnvironError
+from lockstep.launching.host.processes import THREAD_VARIABLES
+
+
+class Forked(BaseException):
+    """Raised in a forked process, so that it leaves all that the server's frames hold.
+
+    Attributes:
+        order: what its stand-in has sent.
+        fds: the open files that came with it.
+    """
+
+    def __init__(self, order: dict[str, Any], fds: list[int]) -> None:
+        super().__init__("a forked process has to be run")
+        self.order, self.fds = order, fds
+
+
+WARM = "LOCKSTEP_WARM"
+"""Variable that turns servers off if it is 0."""
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether ranks may be forked from a server.
+
+    Raises:
+        EnvironError: `LOCKSTEP_WARM` is neither 0 nor 1.
+    """
+    text = environment.get(WARM, "1")
+    if text not in ("0", "1"):
+        from lockstep.config.parsing import shown
+
+        raise EnvironError(f"environment variable {WARM}={shown(text)[1:-1]}: must be 0 or 1")
+    return text == "1"
+
+
+def is_command() -> bool:
+    """Whether this process is the `lockstep` command, with no option of the interpreter."""
+    program = sys.orig_argv[1:3]
+    return program == ["-m", "lockstep"] or (bool(program) and Path(program[0]).name == "lockstep")
+
+
+def foresee_ranks(overrides: Sequence[str]) -> None:
+    """Prepare this process, the command, for a server: before torch and numpy are imported.
+
+    Libraries start their threads when they are imported, and a process with threads cannot be
+    forked; and how many there are to be they read only then.
+
+    Args:
+        overrides: `key=value` items; ranks of several threads start by themselves.
+    """
+    several = any(o.startswith("threads=") and o != "threads=1" for o in overrides)
+    if is_command() and not several and is_wanted(os.environ):
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))

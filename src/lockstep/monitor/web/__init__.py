@@ -1,5 +1,0 @@
-"""The page of `lockstep monitor`: runs in a browser, with nothing from elsewhere."""
-
-from lockstep.monitor.web.server import serve
-
-__all__ = ["serve"]

@@ -1,1 +1,0 @@
-"""Tables of which each step needs a few rows."""

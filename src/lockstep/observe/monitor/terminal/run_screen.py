@@ -1,0 +1,158 @@
+"""The screen of one run, brought up to date after each look."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from lockstep.observe.monitor import describe as telling
+from lockstep.observe.monitor.terminal import drawing
+from lockstep.observe.monitor.watch import Session, Watched
+
+
+class Refreshing(Screen[None]):
+    """A screen of runs, drawn from what the last look has found.
+
+    Args:
+        session: the runs.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._texts: dict[str, Text] = {}
+
+    def on_mount(self) -> None:
+        """Draw for the first time."""
+        self.refresh_shown()
+
+    def on_screen_resume(self) -> None:
+        """Draw what has come while another screen was shown."""
+        self.refresh_shown()
+
+    def on_resize(self) -> None:
+        """Draw anew in the room that there is."""
+        self.call_after_refresh(self.refresh_shown)
+
+    def refresh_shown(self) -> None:
+        """Draw, unless the runs are being read: then the end of that look will do it."""
+        if not self.is_mounted:
+            return
+        with self._session.free() as is_free:
+            if is_free:
+                self.draw()
+
+    def draw(self) -> None:
+        """Draw; the runs do not change meanwhile."""
+        raise NotImplementedError
+
+    def put(self, name: str, shown: Text) -> None:
+        """Show a text in one of the screen's fields; nothing is drawn if it is there already."""
+        if self._texts.get(name) != shown:
+            self._texts[name] = shown
+            self.query_one(f"#{name}", Static).update(shown)
+
+
+_LEAST_PLOT, _MOST_PLOT = 6, 18
+
+
+class RunScreen(Refreshing):
+    """A run: where it is, a curve, its ranks, what has happened, and the diagnosis.
+
+    Args:
+        session: the runs.
+        path: folder of the run.
+    """
+
+    CSS = """
+    RunScreen VerticalScroll { height: 1fr; }
+    RunScreen Static { height: auto; padding: 0 1; }
+    RunScreen #plot { padding: 0 1 1 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,backspace", "back", "back"),
+        Binding("right,n", "metric(1)", "next curve"),
+        Binding("left,p", "metric(-1)", "previous", show=False),
+        Binding("l", "logarithmic", "log"),
+        Binding("up,k", "scroll(-1)", "scroll", show=False),
+        Binding("down,j", "scroll(1)", "scroll", show=False),
+    ]
+
+    def __init__(self, session: Session, path: Path) -> None:
+        super().__init__(session)
+        self._path = path
+        self._metric = ""
+        self._names: list[str] = []
+        self._is_logarithmic = False
+        self._looks = telling.Looks()
+        session.want(path)
+
+    def compose(self) -> ComposeResult:
+        """Fields from top to bottom, in one area that scrolls, and the keys."""
+        with VerticalScroll(can_focus=False):
+            for name in ("head", "alerts", "plot", "ranks", "causes", "events"):
+                yield Static(id=name, markup=False)
+        yield Footer()
+
+    def on_unmount(self) -> None:
+        """Have its events forgotten, unless others read them too."""
+        self._session.leave(self._path)
+
+    def draw(self) -> None:
+        """All fields; a run that is gone keeps what was last known of it."""
+        run = self._session.watch.runs.get(self._path)
+        if run is None:
+            self.put("head", Text(f"{telling.shown(str(self._path))}: is gone", style="red"))
+            return
+        width = max(1, self.size.width - 4)
+        self.put("head", drawing.head(run, width, time.time()))
+        alerts = [a for a in self._session.alerts() if a.run == str(self._path)]
+        self.put("alerts", drawing.alerts(alerts))
+        if not run.is_open:
+            self.put("events", Text("reading its events …", style="dim"))
+            return
+        self._draw_opened(run, width)
+
+    def action_back(self) -> None:
+        """Go back to the list."""
+        self.dismiss()
+
+    def action_metric(self, by: int) -> None:
+        """Show another curve."""
+        if self._names:
+            place = self._names.index(self._metric) if self._metric in self._names else 0
+            self._metric = self._names[(place + by) % len(self._names)]
+            self.refresh_shown()
+
+    def action_logarithmic(self) -> None:
+        """Draw logarithms, or no longer."""
+        self._is_logarithmic = not self._is_logarithmic
+        self.refresh_shown()
+
+    def action_scroll(self, by: int) -> None:
+        """Move the area up or down."""
+        self.query_one(VerticalScroll).scroll_relative(y=2 * by, animate=False)
+
+    def _draw_opened(self, run: Watched, width: int) -> None:
+        history = run.history
+        self._names = drawing.curve_names(history)
+        if self._metric not in self._names:
+            self._metric = self._names[0] if self._names else ""
+        height = min(_MOST_PLOT, max(_LEAST_PLOT, self.size.height // 3))
+        curve = drawing.curve(
+            history, self._names, self._metric, width, height, self._is_logarithmic
+        )
+        self.put("plot", curve)
+        is_running = run.summary.state == "running"
+        rows = telling.rank_rows(history, is_running, self._looks)
+        self.put("ranks", drawing.ranks(rows, width, time.time()))
+        self.put("causes", drawing.causes(run.causes()))
+        self.put("events", drawing.events(history, max(8, self.size.height // 2)))

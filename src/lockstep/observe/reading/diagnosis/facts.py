@@ -1,0 +1,202 @@
+"""What causes are judged by: numbers of the newest session, and the newest calls of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import Event, RankLost, RunStarted
+from lockstep.engine.flight import FLIGHT, Logs, unreported
+from lockstep.observe.reading.history import History, Process
+from lockstep.observe.reading.listing import Summary
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run is slower than it could be, or has ended.
+
+    Attributes:
+        name: a word for programs.
+        weight: how heavy it is beside others, from 0 to 1; 1 for what has ended the run.
+        sentence: what it is.
+        evidence: what it was seen by.
+        advice: what to do; names a key where there is one.
+        explains: names of causes that are only its effects.
+        lost: the part of the sitting that it has cost, from 0 to 1; None if that was not measured.
+    """
+
+    name: str
+    weight: float
+    sentence: str
+    evidence: Sequence[str]
+    advice: str
+    explains: Sequence[str] = field(default=())
+    lost: float | None = None
+
+
+def percent(part: float) -> str:
+    """A part as `31 %`."""
+    return f"{100 * part:.0f} %"
+
+
+def measured(
+    name: str,
+    lost: float,
+    sentence: str,
+    evidence: Sequence[str],
+    advice: str,
+    explains: Sequence[str] = (),
+) -> Cause:
+    """A cause that is as heavy as the part of the sitting that it has cost."""
+    return Cause(name, lost, sentence, evidence, advice, explains, lost)
+
+
+_IN_ORDER = ("completed", "stopped", "new")
+"""States of runs in which no rank waits, nor could not go on."""
+_PARTS = ((FLIGHT, ".calls"), ("", ".json"))
+"""Folders in a run directory, and what the names of files end with that calls are read from."""
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The newest calls of ranks that wait now, or that could not go on after a loss.
+
+    Attributes:
+        logs: they, by slot.
+        hung: the processes among them that hung, whether or not anybody was left to report it.
+    """
+
+    logs: Logs = field(default_factory=dict)
+    hung: Sequence[RankLost] = ()
+
+
+def calls_of(summary: Summary) -> Calls:
+    """Read the calls of a run's ranks: milliseconds for each of them.
+
+    Args:
+        summary: of the run.
+    """
+    if summary.state in _IN_ORDER:
+        return Calls()
+    directory = RunDirectory(summary.path)
+    logs = directory.flight.present()
+    reasons = {slot: directory.hang_reason(slot) for slot in logs}
+    return Calls(logs, unreported(logs, reasons))
+
+
+def signature_of(summary: Summary) -> Signature:
+    """What is another one once `calls_of` would read something else.
+
+    Args:
+        summary: of the run.
+    """
+    if summary.state in _IN_ORDER:
+        return ()
+    return tuple(sorted(_files(summary.path)))
+
+
+def _files(run_dir: Path) -> Iterator[tuple[str, int, int, int]]:
+    for folder, ending in _PARTS:
+        try:
+            with os.scandir(run_dir / folder) as entries:
+                for entry in entries:
+                    if entry.name.endswith(ending):
+                        status = entry.stat()
+                        yield entry.name, status.st_ino, status.st_size, status.st_mtime_ns
+        except OSError:
+            continue
+
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run's newest sitting in numbers.
+
+    Attributes:
+        history: of the run.
+        config: of the run, by dotted keys.
+        state: as in `lockstep.observe.reading.listing.Summary`.
+        calls: of its ranks.
+    """
+
+    history: History
+    config: Mapping[str, Any]
+    state: str
+    calls: Calls
+
+    def events(self, kind: type[E]) -> list[E]:
+        """The events of a kind in this sitting, in order."""
+        happened = self.history.happenings[self.history.first_of_sitting :]
+        return [h.event for h in happened if isinstance(h.event, kind)]
+
+    @property
+    def logs(self) -> Logs:
+        """The newest calls of ranks that wait now, or that could not go on after a loss."""
+        return self.calls.logs
+
+    @cached_property
+    def lost(self) -> list[RankLost]:
+        """The processes that were lost in this sitting, also if nobody was left to report it."""
+        reported = self.events(RankLost)
+        known = {one.slot for one in reported}
+        return reported + [one for one in self.calls.hung if one.slot not in known]
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the start of training to the newest event; at least a millisecond."""
+        began = next(
+            (
+                h.time
+                for h in reversed(self.history.happenings)
+                if isinstance(h.event, RunStarted) and not h.event.continued
+            ),
+            self.history.started,
+        )
+        return max(1e-3, self.history.newest - began)
+
+    @cached_property
+    def workers(self) -> list[Process]:
+        """The processes that compute microbatches and have reported what they spent."""
+        living = self.history.living
+        return [p for p in living if p.num_microbatches and sum(p.seconds.values())]
+
+    def share(self, kind: str) -> float:
+        """The part of the sitting that workers have spent with a kind of work: their mean."""
+        if not self.workers:
+            return 0.0
+        return sum(p.seconds[kind] for p in self.workers) / len(self.workers) / self.seconds
+
+    def worst(self, kind: str) -> tuple[Process, float, float]:
+        """The worker that has spent most with a kind of work.
+
+        Returns:
+            It, its part of the sitting, and the median part of the others; if there are none, 0.
+        """
+        one = max(self.workers, key=lambda p: p.seconds[kind])
+        others = [p.seconds[kind] / self.seconds for p in self.workers if p is not one]
+        return one, one.seconds[kind] / self.seconds, median(others) if others else 0.0
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all ranks compute on cores of their hosts."""
+        return all(process.joined.device == "cpu" for process in self.history.living)
+
+    @cached_property
+    def hosts(self) -> dict[str, tuple[int, int]]:
+        """Threads of all ranks, and cores that they may use, by host; where both are known."""
+        found: dict[str, tuple[int, int]] = {}
+        for process in self.history.living:
+            joined = process.joined
+            threads, cores = found.get(joined.host, (0, 0))
+            found[joined.host] = (threads + joined.threads, max(cores, joined.cores))
+        return {host: pair for host, pair in found.items() if pair[1]}

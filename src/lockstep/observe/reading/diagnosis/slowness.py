@@ -1,0 +1,258 @@
+"""Causes that cost time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from lockstep.engine.events import Checkpointed, Evaluated, Rebalanced, RunStarted
+from lockstep.observe import text
+from lockstep.observe.reading.diagnosis.facts import Cause, Facts, measured, percent
+
+_SLOWER = 1.3
+"""A rank counts as slow from so many times the others' time for a microbatch."""
+_FULL, _OTHERS = 0.85, 0.15
+"""Parts of the cores that must be at work, and that others must have, to count as busy."""
+_FAULTED = 20.0
+"""Page faults from the disk in a second that mean that memory is short."""
+_SWAPPED = 0.02
+"""The part of its memory that a rank must have swapped out before that counts."""
+_SLOW_DISK = 50e6
+"""Bytes in a second below which a disk is named."""
+_SMALL = 4e6
+"""Bytes of gradients below which an exchange takes as long as its messages, whatever is in them."""
+_FAULT_S = 1e-3
+"""About what a page fault from a disk takes."""
+
+
+def slowness(facts: Facts) -> Iterator[Cause]:
+    """All that has cost time, whether much or little."""
+    if not facts.workers:
+        return
+    for find in (
+        _crowded, _busy, _memory, _slow_rank, _imbalance, _data, _evaluation, _checkpoints,
+        _exchange, _idle,
+    ):  # fmt: skip
+        cause = find(facts)
+        if cause is not None:
+            yield cause
+
+
+def _crowded(facts: Facts) -> Cause | None:
+    """More threads than cores; threads of a GPU's rank hardly compute."""
+    for host, (threads, cores) in facts.hosts.items() if facts.on_cpu else ():
+        if threads > cores:
+            ranks = sum(p.joined.host == host for p in facts.history.living)
+            return Cause(
+                "oversubscribed",
+                1.0 - cores / threads,
+                f"{text.count(ranks, 'rank')} with {text.count(threads, 'thread')} share "
+                f"{text.count(cores, 'core')} of {host}",
+                [f"compute takes {percent(facts.share('compute_s'))}, exchange with waiting "
+                 f"{percent(facts.share('communication_s'))} of the time"],
+                f"start {max(1, cores * ranks // threads)} ranks there, or lower threads",
+                explains=("busy", "latency", "bandwidth", "slow_rank", "imbalance"),
+            )  # fmt: skip
+    return None
+
+
+def _busy(facts: Facts) -> Cause | None:
+    """Other processes on the cores, which have nothing left."""
+    if facts.config.get("data.num_workers"):
+        return None  # these compute beside their rank, and are no others
+    for host, (_, cores) in facts.hosts.items():
+        # Also those without microbatches: they are on the cores too while they wait for MPI.
+        ranks = [p for p in facts.history.living if p.joined.host == host]
+        counted = [p.joined.counted_cores for p in ranks]
+        if not ranks or not all(p.times.cores_s for p in ranks):
+            continue
+        # Ranks that may run on the same cores all see the same work there; ranks that are bound to
+        # cores of their own each see some of it. Else it is other people's cores that were counted.
+        if set(counted) == {cores}:
+            worked = max(p.times.cores_s for p in ranks) / facts.seconds
+        elif sum(counted) == cores:
+            worked = sum(p.times.cores_s for p in ranks) / facts.seconds
+        else:
+            continue
+        own = sum(p.times.cpu_s for p in ranks) / facts.seconds
+        others = worked - own
+        if worked > _FULL * cores and others > _OTHERS * cores:
+            return Cause(
+                "busy",
+                min(0.9, others / cores),
+                f"other processes compute on the cores of {host}",
+                [f"of {text.count(cores, 'core')} they have {others:.1f}, the ranks {own:.1f}",
+                 f"ranks had to leave a core {sum(p.times.preemptions for p in ranks):,.0f} times"],
+                "end them, or ask for cores of your own (`srun --exclusive`)",
+                explains=("latency", "bandwidth", "slow_rank"),
+            )  # fmt: skip
+    return None
+
+
+def _memory(facts: Facts) -> Cause | None:
+    worst = max(facts.workers, key=lambda p: p.times.faults)
+    used = worst.times
+    # A page of a file that is mapped comes from the disk too, with nothing swapped out.
+    if used.faults / facts.seconds < _FAULTED or used.swapped_bytes < _SWAPPED * used.peak_bytes:
+        return None
+    return Cause(
+        "memory",
+        min(0.9, used.faults * _FAULT_S / facts.seconds),
+        f"memory of rank {worst.rank} is swapped out and in",
+        [f"{used.faults:,.0f} page faults read from the disk; {text.size(used.swapped_bytes)} were "
+         f"swapped out, and the most that it had in memory are {text.size(used.peak_bytes)}"],
+        "raise num_microbatches, set activation_checkpointing or sharding, or start fewer ranks "
+        "on each host",
+        explains=("slow_rank", "busy"),
+    )  # fmt: skip
+
+
+def _slow_rank(facts: Facts) -> Cause | None:
+    workers = [p for p in facts.workers if p.num_computed]
+    each = {p.rank: p.seconds["compute_s"] / p.num_computed for p in workers}
+    if len(each) < 2:
+        return None
+    slow = max(each, key=each.__getitem__)
+    others = median(seconds for rank, seconds in each.items() if rank != slow)
+    if not others or each[slow] < _SLOWER * others:
+        return None
+    process = next(p for p in facts.workers if p.rank == slow)
+    mean = sum(p.seconds["compute_s"] for p in facts.workers) / len(facts.workers)
+    lost = max(0.0, process.seconds["compute_s"] - mean) / facts.seconds
+    waits = max(p.seconds["communication_s"] for p in facts.workers if p.rank != slow)
+    evidence = [f"the others wait up to {percent(waits / facts.seconds)} of the time"]
+    total = sum(process.seconds.values())
+    if process.times.cpu_s < 0.6 * process.seconds["compute_s"]:
+        evidence.append(
+            f"its threads computed for {process.times.cpu_s:.1f} of {total:.1f} s: it waits for "
+            "something in the loss, or for a core"
+        )
+    every = facts.config.get("balance_every")
+    return measured(
+        "slow_rank",
+        lost,
+        f"rank {slow} on {process.joined.host} computes {each[slow] / others:.1f}x slower than the "
+        "others",
+        evidence,
+        f"give it fewer microbatches (balance_every is {every}), or look at its host",
+    )
+
+
+def _imbalance(facts: Facts) -> Cause | None:
+    """Some ranks have more microbatches than others, and not because they are quicker."""
+    if facts.events(Rebalanced):
+        return None
+    living = [p for p in facts.history.living if sum(p.seconds.values())]
+    counts = [p.num_microbatches for p in living]
+    mean, most = sum(counts) / len(counts), max(counts)
+    lost = (1.0 - mean / most) * facts.worst("compute_s")[1]
+    if mean == most:
+        return None
+    spares = sum(not count for count in counts)
+    what = f"{text.count(spares, 'rank')} of {len(counts)} have nothing to compute" if spares else (
+        f"ranks have {min(counts):g} to {most:g} microbatches"
+    )  # fmt: skip
+    number = facts.config.get("num_microbatches")
+    return measured(
+        "imbalance",
+        lost,
+        f"{what}, and all wait for those that have most",
+        [f"{number} microbatches for {len(counts)} ranks"],
+        f"set num_microbatches to a multiple of {len(counts)} (it is {number})",
+    )
+
+
+def _data(facts: Facts) -> Cause | None:
+    process, share, others = facts.worst("data_s")
+    of_one = len(facts.workers) > 1 and others < share / 3
+    workers = facts.config.get("data.num_workers")
+    return measured(
+        "data",
+        share,
+        f"rank {process.rank} waits for its data" if of_one else "ranks wait for data",
+        [f"{percent(share)} of the time of rank {process.rank}"
+         + (f", {percent(others)} of that of the others" if len(facts.workers) > 1 else "")],
+        f"look at the disk of {process.joined.host}" if of_one
+        else f"raise data.num_workers (it is {workers}), or make dataset[i] quicker",
+    )  # fmt: skip
+
+
+def _evaluation(facts: Facts) -> Cause:
+    done = facts.events(Evaluated)
+    spent = sum(event.seconds for event in done)
+    every = facts.config.get("eval_every")
+    return measured(
+        "evaluation",
+        spent / facts.seconds,
+        "evaluations take much of the time",
+        [f"{text.count(len(done), 'evaluation')} took {spent:.1f} s, "
+         f"{percent(spent / facts.seconds)} of the time"],
+        f"raise eval_every (it is {every}; 0: at the end of each epoch) or eval_batch_size",
+    )  # fmt: skip
+
+
+def _checkpoints(facts: Facts) -> Cause:
+    saved = facts.events(Checkpointed)
+    _, share, _ = facts.worst("checkpoint_s")
+    stall, write = sum(s.stall_s for s in saved), sum(s.write_s for s in saved)
+    rate = sum(s.num_bytes for s in saved) / write if write else 0.0
+    is_disk = write > 0.1 * facts.seconds and rate < _SLOW_DISK
+    evidence = [
+        f"{text.count(len(saved), 'checkpoint')}: training stood still for {stall:.1f} s",
+        f"writing took {write:.1f} s, {text.size(rate)} a second",
+    ]
+    every = facts.config.get("checkpoint.every")
+    return measured(
+        "disk" if is_disk else "checkpoints",
+        max(share, stall / facts.seconds),
+        "the disk takes checkpoints slowly" if is_disk else "checkpoints take much of the time",
+        evidence,
+        f"raise checkpoint.every (it is {every})"
+        + ("; or put the run directory on another disk" if is_disk else ""),
+    )
+
+
+def _exchange(facts: Facts) -> Cause | None:
+    """What an exchange takes when nobody waits for a slower rank: the least of all ranks."""
+    if len(facts.workers) < 2 or not facts.history.num_steps or facts.history.plan is None:
+        return None
+    least = min(p.seconds["communication_s"] for p in facts.workers)
+    each = least / facts.history.num_steps
+    gradients = 4.0 * facts.history.plan.num_parameters
+    compute = facts.share("compute_s") * facts.seconds / facts.history.num_steps
+    is_small = gradients < _SMALL
+    return measured(
+        "latency" if is_small else "bandwidth",
+        least / facts.seconds,
+        "steps are so short that their messages take much of the time"
+        if is_small
+        else "the exchange of gradients takes much of the time",
+        [f"a step computes for {1e3 * compute:.2f} ms and exchanges for {1e3 * each:.2f} ms, "
+         f"{text.size(gradients)} of gradients"],
+        _fewer_exchanges(facts.history.plan, is_small),
+    )  # fmt: skip
+
+
+def _fewer_exchanges(plan: RunStarted, is_small: bool) -> str:
+    if 0 < plan.num_samples <= plan.batch_size:
+        fewer = "a step has all samples of an epoch already"
+        return f"use fewer ranks: {fewer}" if is_small else f"use a faster network: {fewer}"
+    if is_small:
+        return "raise batch_size, or use fewer ranks"
+    return "raise batch_size, so that there are fewer exchanges; or a faster network"
+
+
+def _idle(facts: Facts) -> Cause | None:
+    if not facts.on_cpu or facts.config.get("data.num_workers"):
+        return None  # a GPU computes, or processes that fetch data do
+    for host, (threads, cores) in facts.hosts.items():
+        if threads < cores:
+            return Cause(
+                "idle_cores",
+                # What could be won, not what is lost: so half as heavy.
+                0.5 * (1.0 - threads / cores) * min(1.0, facts.share("compute_s")),
+                f"{cores - threads} of {text.count(cores, 'core')} of {host} have nothing to do",
+                [f"{text.count(threads, 'thread')} of all ranks there"],
+                "start more ranks (-n), or raise threads (bits depend on it)",
+            )
+    return None

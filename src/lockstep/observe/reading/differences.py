@@ -1,0 +1,281 @@
+"""Where runs differ: in their configs, curves and checkpoints, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.engine.checkpoint import format as checkpoint
+from lockstep.engine.checkpoint.listing import folders, step_of
+from lockstep.engine.passes.buffers import same_bits
+from lockstep.errors import CheckpointError
+from lockstep.observe import Measured, text
+from lockstep.observe.reading.history import History
+from lockstep.observe.reading.listing import Summary
+
+
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The dotted keys whose values are not the same in all configs, with these values."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = {key: [config.get(key) for config in configs] for key in keys}
+    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+
+
+_ORDER = ("model.safetensors", "buffers.safetensors", "task.safetensors", "carry.safetensors")
+"""Files of a checkpoint in which a difference is looked for first."""
+_OF_RANKS = ("samples_per_s", "compute_efficiency")
+"""Curves that differ between any two runs."""
+
+
+@dataclass(frozen=True)
+class CurveParting:
+    """The first step at which two curves differ.
+
+    Attributes:
+        name: of the curve.
+        step: at which both have a value.
+        values: what they are.
+        last_equal: the newest step before at which all curves agree; None if there is none.
+    """
+
+    name: str
+    step: int
+    values: tuple[float, float]
+    last_equal: int | None
+
+
+@dataclass(frozen=True)
+class TensorParting:
+    """The first tensor that differs in the first pair of checkpoints that do.
+
+    Attributes:
+        step: of both checkpoints.
+        file: of the checkpoint that the tensor is in.
+        name: of the tensor.
+        count: how many of its elements differ; 0 if shape or dtype do.
+        size: how many elements it has.
+        place: index of the first of them.
+        values: what they are there, or what both tensors are if shape or dtype differ.
+        others: how many other tensors of that step differ.
+        last_equal: step of the newest pair of checkpoints before that are equal; None if there is
+            none.
+    """
+
+    step: int
+    file: str
+    name: str
+    count: int
+    size: int
+    place: tuple[int, ...]
+    values: tuple[str, str]
+    others: int
+    last_equal: int | None
+
+
+@dataclass(frozen=True)
+class Partings:
+    """Where two runs part.
+
+    Attributes:
+        curves: where their curves do; None if they do not.
+        num_steps: how many steps have values that were compared.
+        tensors: where their checkpoints do; None if they do not.
+        num_checkpoints: how many pairs of checkpoints were compared.
+    """
+
+    curves: CurveParting | None
+    num_steps: int
+    tensors: TensorParting | None
+    num_checkpoints: int
+
+
+def partings(histories: tuple[History, History], runs: tuple[Path, Path]) -> Partings:
+    """Where two runs part.
+
+    Args:
+        histories: of both.
+        runs: their directories.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    one, other = (run / "checkpoints" for run in runs)
+    return Partings(*part_of_curves(*histories), *part_of_tensors(one, other))
+
+
+def part_of_curves(one: History, other: History) -> tuple[CurveParting | None, int]:
+    """Where curves that both runs have part for the first time.
+
+    Speed is left out, and so are means over other steps, as those that were reported when one of
+    the runs was stopped. Values are compared to the bit; NaN equals NaN.
+
+    Returns:
+        Where they part, None if they do not; and how many steps have a value that was compared.
+    """
+    names = [n for n in one.curves if n in other.curves and n not in _OF_RANKS]
+    partings: list[tuple[int, str, tuple[float, float]]] = []
+    common: set[int] = set()
+    for name in names:
+        ours, theirs = one.curves[name], other.curves[name]
+        for step, value, origin in zip(ours.steps, ours.values, ours.origins, strict=True):
+            there = theirs.at(step, origin)
+            if there is None:
+                continue
+            common.add(step)
+            if repr(value) != repr(there):
+                partings.append((step, name, (value, there)))
+                break
+    if not partings:
+        return None, len(common)
+    # A step's loss comes before its gradient.
+    step, name, values = min(partings, key=lambda one: (one[0], not one[1].endswith("/loss")))
+    before = [known for known in common if known < step]
+    return CurveParting(name, step, values, max(before, default=None)), len(common)
+
+
+def part_of_tensors(one: Path, other: Path) -> tuple[TensorParting | None, int]:
+    """The first tensor that differs in the checkpoints of two runs.
+
+    Args:
+        one: folder of the checkpoints of a run.
+        other: that of another run.
+
+    Returns:
+        It, None if all are equal; and how many pairs of checkpoints were compared.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    there = {folder.name for folder in folders(other)}
+    last_equal: int | None = None
+    common = [folder for folder in reversed(folders(one)) if folder.name in there]
+    for number, folder in enumerate(common):
+        found = _part_of_step(folder, other / folder.name, last_equal)
+        if found is not None:
+            return found, number + 1
+        last_equal = step_of(folder)
+    return None, len(common)
+
+
+def _part_of_step(one: Path, other: Path, last_equal: int | None) -> TensorParting | None:
+    pair = [checkpoint.read_manifest(folder)["files"] for folder in (one, other)]
+    names = sorted(pair[0] | pair[1], key=lambda n: (_ORDER.index(n) if n in _ORDER else 9, n))
+    first: TensorParting | None = None
+    others = 0
+    for file in names:
+        if pair[0].get(file) == pair[1].get(file):
+            continue
+        for name, tensors in _pairs(one / file, other / file):
+            if _are_same(*tensors):
+                continue
+            if first is None:
+                first = _described(step_of(one), file, name, tensors, last_equal)
+            else:
+                others += 1
+    return replace(first, others=others) if first is not None else None
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and same_bits(one, other)
+
+
+def _pairs(one: Path, other: Path) -> Iterator[tuple[str, tuple[Tensor | None, Tensor | None]]]:
+    """The tensors of two files by name, one at a time; None where a file has none."""
+    opened: list[Any] = []
+    for path in (one, other):
+        try:
+            opened.append(safe_open(path, framework="pt") if path.exists() else None)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
+    keys = [list(file.keys()) if file is not None else [] for file in opened]
+    for name in dict.fromkeys([*keys[0], *keys[1]]):
+        mine, theirs = (
+            file.get_tensor(name) if name in there else None
+            for file, there in zip(opened, keys, strict=True)
+        )
+        yield name, (mine, theirs)
+
+
+def _described(
+    step: int,
+    file: str,
+    name: str,
+    pair: tuple[Tensor | None, Tensor | None],
+    last_equal: int | None,
+) -> TensorParting:
+    one, other = pair
+    if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        kinds = tuple("none" if t is None else f"{t.dtype} {list(t.shape)}" for t in pair)
+        return TensorParting(step, file, name, 0, 0, (), (kinds[0], kinds[1]), 0, last_equal)
+    width = one.element_size()
+    bits = [t.contiguous().reshape(-1).view(torch.uint8).view(-1, width) for t in (one, other)]
+    places = (bits[0] != bits[1]).any(1).nonzero()[:, 0]
+    first = int(places[0])
+    place = tuple(int(i) for i in torch.unravel_index(places[0], one.shape)) if one.dim() else ()
+    values = (repr(one.reshape(-1)[first].item()), repr(other.reshape(-1)[first].item()))
+    return TensorParting(step, file, name, len(places), one.numel(), place, values, 0, last_equal)
+
+
+def letter(number: int) -> str:
+    """What a run is called in a comparison: A, B and so on."""
+    return chr(ord("A") + number) if number < 26 else f"run {number + 1}"
+
+
+def cost_of_run(summary: Summary, history: History) -> Measured:
+    """What the steps of a run cost: as its result says, else as its events tell by now."""
+    return summary.cost or history.cost
+
+
+def costs_of_runs(costs: Sequence[Measured]) -> Iterator[list[str]]:
+    """Rows of a comparison: names, and for each run what its steps cost and what was predicted.
+
+    There are none where nothing is known of any run; a run of which nothing is known has "".
+    """
+    measured = [text.brief(cost.measured.step_s) if cost.measured else "" for cost in costs]
+    predicted = [
+        f"{text.brief(cost.predicted.step_s)} ({cost.by})" if cost.predicted else ""
+        for cost in costs
+    ]
+    if any(measured):
+        yield ["time of a step", *measured]
+        yield ["predicted", *predicted]
+
+
+def lines_of_partings(pair: str, found: Partings) -> Iterator[str]:
+    """Where two runs part.
+
+    Args:
+        pair: what they are called.
+        found: where they do.
+    """
+    curves, tensors = found.curves, found.tensors
+    if curves is None:
+        steps = text.count(found.num_steps, "step")
+        yield f"{pair}: no curve differs in the {steps} at which both have values of the same steps"
+    else:
+        one, other = curves.values
+        known = "" if curves.last_equal is None else f"; equal up to step {curves.last_equal:,}"
+        yield f"{pair} part at step {curves.step:,}: {curves.name} {one!r}, {other!r}{known}"
+    if tensors is None:
+        pairs = text.count(found.num_checkpoints, "checkpoint")
+        yield f"{pair}: none of the {pairs} that both have differs"
+        return
+    known = "" if tensors.last_equal is None else f"; equal in that of step {tensors.last_equal:,}"
+    yield f"{pair} differ in the checkpoint of step {tensors.step:,}{known}"
+    values = f"{tensors.values[0]}, {tensors.values[1]}"
+    if tensors.count:
+        place = f"[{', '.join(map(str, tensors.place))}]"
+        yield (
+            f"  first tensor {tensors.name} ({tensors.file}): {tensors.count:,} of "
+            f"{text.count(tensors.size, 'element')}, the first at {place}: {values}"
+        )
+    else:
+        yield f"  first tensor {tensors.name} ({tensors.file}): {values}"
+    if tensors.others:
+        yield f"  and {text.count(tensors.others, 'other tensor')}"

@@ -1,1 +1,0 @@
-"""Profiles of communication: what was measured, lines through it, and the file it is kept in."""

@@ -1,1 +1,0 @@
-"""Circuits as layers of neural networks."""

@@ -1,1 +1,0 @@
-"""The hierarchical reasoning model: puzzles in, answers by repeated refinement out."""

@@ -1,1 +1,0 @@
-"""ARC-AGI: tasks as token sequences, augmentations that can be inverted, and the vote."""

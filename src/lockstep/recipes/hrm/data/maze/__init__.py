@@ -1,1 +1,0 @@
-"""Mazes: a path through each, generated or read from the public CSV."""

@@ -1,1 +1,0 @@
-"""The quantum transformer as a recipe."""

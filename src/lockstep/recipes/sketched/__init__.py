@@ -1,1 +1,0 @@
-"""Sketched networks as a recipe."""

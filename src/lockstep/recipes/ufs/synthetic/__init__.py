@@ -1,1 +1,0 @@
-"""Synthetic data with a known law."""

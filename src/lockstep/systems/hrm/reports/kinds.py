@@ -1,0 +1,189 @@
+"""Kinds of puzzles by their tokens, and whether an answer keeps their rules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.systems.hrm.data import arc_tasks as arc
+from lockstep.systems.hrm.data import maze
+from lockstep.systems.hrm.data.sudoku.board import Board, Grid, are_solutions, board_of, to_grids
+
+Tokens = npt.NDArray[np.integer[Any]]
+"""Tokens [cells], row by row; with more dimensions in front if a docstring says so."""
+
+Cells = npt.NDArray[np.bool_]
+"""Something of each cell [cells]."""
+
+Name = Literal["sudoku", "maze", "arc", "tokens"]
+
+BLANK = 1
+"""The token of a cell of a Sudoku without a digit."""
+
+_SUDOKU_SIDES = (4, 6, 9)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What puzzles of a dataset are.
+
+    Attributes:
+        name: `tokens` for those that are none of the known kinds.
+        rows: rows of a grid.
+        columns: columns of a grid.
+        vocabulary: number of tokens.
+    """
+
+    name: Name
+    rows: int
+    columns: int
+    vocabulary: int
+
+    @property
+    def cells(self) -> int:
+        """Number of cells."""
+        return self.rows * self.columns
+
+    @property
+    def board(self) -> Board:
+        """The board of a Sudoku; of no other kind."""
+        assert self.name == "sudoku"
+        return board_of(self.rows)
+
+    @property
+    def symbols(self) -> list[str]:
+        """What stands for each token: a character, but numbers for tokens of no known kind."""
+        if self.name == "sudoku":
+            return ["?", ".", *(str(digit) for digit in range(1, self.rows + 1))]
+        if self.name == "maze":
+            return ["?", *maze.CHARACTERS]
+        if self.name == "arc":
+            return [" ", "+", *(str(colour) for colour in range(arc.NUM_COLOURS))]
+        return [str(token) for token in range(self.vocabulary)]
+
+    def given(self, question: Tokens) -> Cells:
+        """The cells of an answer that the question determines: clues; walls, start and goal."""
+        if self.name == "sudoku":
+            return np.asarray(question > BLANK)
+        if self.name == "maze":
+            return np.asarray(question != maze.FREE)
+        return np.zeros(question.shape, np.bool_)
+
+    def filled(self, question: Tokens, answer: Tokens) -> Cells:
+        """The cells that an answer adds to the question."""
+        if self.name == "sudoku":
+            return np.asarray(~self.given(question) & (answer > BLANK))
+        if self.name == "maze":
+            return np.asarray(~self.given(question) & (answer == maze.PATH))
+        return np.asarray(answer > (arc.END if self.name == "arc" else 0))
+
+
+def kind_of(vocabulary: int, length: int) -> Kind:
+    """The kind of puzzles with so many tokens, of so many cells.
+
+    Puzzles that are none of the known kinds are shown as the numbers of their tokens: in a square
+    if there are as many, or in one row.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        return Kind("tokens", 1, length, vocabulary)
+    if side in _SUDOKU_SIDES and vocabulary == side + 2:
+        return Kind("sudoku", side, side, vocabulary)
+    if vocabulary == maze.VOCAB_SIZE:
+        return Kind("maze", side, side, vocabulary)
+    if (vocabulary, length) == (arc.VOCAB_SIZE, arc.SEQ_LEN):
+        return Kind("arc", side, side, vocabulary)
+    return Kind("tokens", side, side, vocabulary)
+
+
+def repeated(board: Board, grid: Grid) -> Cells:
+    """The cells whose digit stands in their row, column or box again.
+
+    Args:
+        board: size of the board.
+        grid: digits [cells]; 0 is a blank, which breaks no rule.
+    """
+    row, column = np.divmod(np.arange(board.cells), board.side)
+    clashes = np.zeros((board.cells, board.cells), np.bool_)
+    for unit in (row, column, board.boxes):
+        clashes |= unit[:, None] == unit
+    np.fill_diagonal(clashes, False)
+    clashes &= (grid[:, None] == grid) & (grid > 0)
+    return np.asarray(clashes.any(axis=1))
+
+
+def mistakes(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> Cells:
+    """The cells of an answer that cannot stay.
+
+    These are cells that the question determines and the answer changes; in a Sudoku also those
+    without a digit, and those whose digit is repeated, clues excepted. Where the right answer is
+    known, all cells that differ from it, too.
+
+    Args:
+        kind: kind of the puzzle.
+        question: tokens [cells].
+        answer: tokens [cells].
+        label: the right answer [cells], 0 where there is nothing to answer; None: not known.
+    """
+    given = kind.given(question)
+    wrong = given & (answer != question)
+    if label is not None:
+        wrong |= (label != 0) & (answer != label)
+    if kind.name == "sudoku":
+        digits = np.where(answer > BLANK, answer - BLANK, 0).astype(np.uint8)
+        wrong |= (repeated(kind.board, digits) & ~given) | (digits == 0)
+    return np.asarray(wrong)
+
+
+def is_solved(kind: Kind, question: Tokens, answer: Tokens, label: Tokens | None) -> bool:
+    """Whether an answer is a solution.
+
+    That of a Sudoku or maze is one by its rules, even if it is not the dataset's; others must be
+    equal to the label.
+    """
+    if kind.name == "sudoku":
+        has_digits = bool((answer > BLANK).all())
+        is_kept = not (kind.given(question) & (answer != question)).any()
+        return has_digits and is_kept and bool(are_solutions(kind.board, to_grids(answer[None]))[0])
+    if kind.name == "maze":
+        return is_shortest_path(question, answer, kind.rows)
+    assert label is not None
+    return bool(((answer == label) | (label == 0)).all() and (label != 0).any())
+
+
+def is_shortest_path(question: Tokens, answer: Tokens, side: int) -> bool:
+    """Whether an answer is the question with a shortest path from start to goal.
+
+    Args:
+        question: a maze's tokens [side * side], with one start and one goal.
+        answer: tokens [side * side].
+        side: rows and columns.
+    """
+    is_path = answer == maze.PATH
+    if not np.array_equal(np.where(is_path, maze.FREE, answer), question):
+        return False
+    start, goal = ends(question)
+    least = maze.distances((question != maze.WALL).tolist(), side, start)[goal]
+    is_way = is_path | (question == maze.START) | (question == maze.GOAL)
+    along = maze.distances(is_way.tolist(), side, start)[goal]
+    return least >= 0 and along == least and int(is_path.sum()) == max(least - 1, 0)
+
+
+def ends(question: Tokens) -> tuple[int, int]:
+    """The cells of a maze's start and goal."""
+    return int(np.argmax(question == maze.START)), int(np.argmax(question == maze.GOAL))
+
+
+def solved_maze(question: Tokens, side: int) -> Tokens | None:
+    """A maze with a shortest path; None if no way leads from start to goal."""
+    start, goal = ends(question)
+    path = maze.path_between((question != maze.WALL).tolist(), side, start, goal)
+    if not path:
+        return None
+    answer = np.array(question)
+    answer[path[1:-1]] = maze.PATH
+    return answer

@@ -1,0 +1,216 @@
+"""Quantum circuits: their simulation, measurement and gradients, and the quantum transformer.
+
+    from lockstep.quantum import Circuit, PauliSum, Simulator, gate, parameter
+
+The names are loaded from their modules when they are first asked for: importing this package alone
+loads none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from lockstep.launching.systems import CommandGroup, System
+
+if TYPE_CHECKING:
+    from lockstep.systems.quantum.analysis.expressibility import (
+        entangling_capability,
+        expressibility,
+        fidelities,
+        gradient_samples,
+        gradient_variance,
+        meyer_wallach,
+    )
+    from lockstep.systems.quantum.circuits.angles import Angle, Expression, parameter
+    from lockstep.systems.quantum.circuits.circuit import Circuit, Gate, gate, unitary
+    from lockstep.systems.quantum.hamiltonians.estimate import (
+        Estimate,
+        GroupedMeasurement,
+        bit_strings,
+        lowest_energies,
+    )
+    from lockstep.systems.quantum.hamiltonians.grouping import (
+        Group,
+        commuting_groups,
+        pauli_rotation,
+    )
+    from lockstep.systems.quantum.hamiltonians.operator import PauliOperator
+    from lockstep.systems.quantum.interop.dynamic import (
+        dynamic_from_qasm,
+        dynamic_from_qiskit,
+        dynamic_to_qasm,
+        dynamic_to_qiskit,
+    )
+    from lockstep.systems.quantum.interop.qasm_reader import from_qasm
+    from lockstep.systems.quantum.interop.qasm_writer import bound, drawing, to_qasm, to_qiskit
+    from lockstep.systems.quantum.interop.qiskit_reader import from_qiskit
+    from lockstep.systems.quantum.layer import Layer
+    from lockstep.systems.quantum.noise.channels import Channel, channel, pauli_error, qubit_channel
+    from lockstep.systems.quantum.noise.circuit import DynamicCircuit, If, Measure, Reset, misread
+    from lockstep.systems.quantum.noise.density import (
+        DensitySimulator,
+        DensityState,
+        Trajectories,
+        TrajectorySimulator,
+    )
+    from lockstep.systems.quantum.simulation.gradients import (
+        frequencies,
+        metric_tensor,
+        share,
+        shifted,
+    )
+    from lockstep.systems.quantum.simulation.measure import (
+        PauliSum,
+        probabilities,
+        sample_frequencies,
+    )
+    from lockstep.systems.quantum.simulation.statevector import (
+        Simulator,
+        expectation,
+        retried,
+        statevector,
+    )
+    from lockstep.systems.quantum.transformer.closed_form import context_root, fubini_study
+    from lockstep.systems.quantum.transformer.model import QuantumTransformer, Sentences
+    from lockstep.systems.quantum.transformer.superposition import superposition
+
+SYSTEM = System(
+    "lockstep.systems.quantum.task:Quantum",
+    "A quantum transformer that learns sentences word by word.",
+    CommandGroup(
+        "quantum",
+        "What to do with a trained quantum transformer.",
+        "lockstep.systems.quantum.cli",
+    ),
+)
+
+__all__ = [
+    "SYSTEM",
+    "Angle",
+    "Channel",
+    "Circuit",
+    "DensitySimulator",
+    "DensityState",
+    "DynamicCircuit",
+    "Estimate",
+    "Expression",
+    "Gate",
+    "Group",
+    "GroupedMeasurement",
+    "If",
+    "Layer",
+    "Measure",
+    "PauliOperator",
+    "PauliSum",
+    "QuantumTransformer",
+    "Reset",
+    "Sentences",
+    "Simulator",
+    "Trajectories",
+    "TrajectorySimulator",
+    "bit_strings",
+    "bound",
+    "channel",
+    "commuting_groups",
+    "context_root",
+    "drawing",
+    "dynamic_from_qasm",
+    "dynamic_from_qiskit",
+    "dynamic_to_qasm",
+    "dynamic_to_qiskit",
+    "entangling_capability",
+    "expectation",
+    "expressibility",
+    "fidelities",
+    "frequencies",
+    "from_qasm",
+    "from_qiskit",
+    "fubini_study",
+    "gate",
+    "gradient_samples",
+    "gradient_variance",
+    "lowest_energies",
+    "metric_tensor",
+    "meyer_wallach",
+    "misread",
+    "parameter",
+    "pauli_error",
+    "pauli_rotation",
+    "probabilities",
+    "qubit_channel",
+    "retried",
+    "sample_frequencies",
+    "share",
+    "shifted",
+    "statevector",
+    "superposition",
+    "to_qasm",
+    "to_qiskit",
+    "unitary",
+]
+
+_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "analysis.expressibility": (
+            "entangling_capability",
+            "expressibility",
+            "fidelities",
+            "gradient_samples",
+            "gradient_variance",
+            "meyer_wallach",
+        ),
+        "circuits.angles": ("Angle", "Expression", "parameter"),
+        "circuits.circuit": ("Circuit", "Gate", "gate", "unitary"),
+        "hamiltonians.estimate": (
+            "Estimate",
+            "GroupedMeasurement",
+            "bit_strings",
+            "lowest_energies",
+        ),
+        "hamiltonians.grouping": ("Group", "commuting_groups", "pauli_rotation"),
+        "hamiltonians.operator": ("PauliOperator",),
+        "interop.dynamic": (
+            "dynamic_from_qasm",
+            "dynamic_from_qiskit",
+            "dynamic_to_qasm",
+            "dynamic_to_qiskit",
+        ),
+        "interop.qasm_reader": ("from_qasm",),
+        "interop.qasm_writer": ("bound", "drawing", "to_qasm", "to_qiskit"),
+        "interop.qiskit_reader": ("from_qiskit",),
+        "layer": ("Layer",),
+        "noise.channels": ("Channel", "channel", "pauli_error", "qubit_channel"),
+        "noise.circuit": ("DynamicCircuit", "If", "Measure", "Reset", "misread"),
+        "noise.density": (
+            "DensitySimulator",
+            "DensityState",
+            "Trajectories",
+            "TrajectorySimulator",
+        ),
+        "simulation.gradients": ("frequencies", "metric_tensor", "share", "shifted"),
+        "simulation.measure": ("PauliSum", "probabilities", "sample_frequencies"),
+        "simulation.statevector": ("Simulator", "expectation", "retried", "statevector"),
+        "transformer.closed_form": ("context_root", "fubini_study"),
+        "transformer.model": ("QuantumTransformer", "Sentences"),
+        "transformer.superposition": ("superposition",),
+    }
+)
+"""The public names of each module, for `__getattr__`; the imports above are for type checkers."""
+
+_MODULES = MappingProxyType({name: module for module, names in _NAMES.items() for name in names})
+
+
+if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        """A public name, from its module (PEP 562)."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

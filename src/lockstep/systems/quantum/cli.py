@@ -1,0 +1,108 @@
+"""The subcommands of `lockstep quantum`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from lockstep.launching.rank.early import ending_at_interrupt
+
+app = typer.Typer()
+
+RunDir = Annotated[Path, typer.Argument(help="The directory of the run.")]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="best, latest, or a step's number.")]
+
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 10**6, help="Of all draws.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="A picture: FILE.svg or FILE.png.")
+]
+
+
+@app.command()
+def predict(
+    run_dir: RunDir,
+    prefix: Annotated[str, typer.Argument(help="The words so far.")],
+    checkpoint: Checkpoint = "latest",
+    top: Annotated[int, typer.Option("--top", min=1, help="How many words to show.")] = 5,
+) -> None:
+    """Rank the vocabulary as next word."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import commands
+    for line in commands.predict(run_dir, prefix, checkpoint, top):
+        print(line)
+
+
+@app.command()
+def compare(run_dir: RunDir, checkpoint: Checkpoint = "latest") -> None:
+    """Compare predictions of held-out words with n-grams."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import commands
+    for line in commands.compare(run_dir, checkpoint):
+        print(line)
+
+
+@app.command()
+def draw(
+    run_dir: RunDir,
+    sentence: Annotated[str, typer.Argument(help="Two words or more.")],
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Draw the circuit of a sentence."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import commands
+    for line in commands.draw(run_dir, sentence, checkpoint):
+        print(line)
+
+
+@app.command()
+def export(
+    run_dir: RunDir,
+    output: Annotated[Path | None, typer.Option("--output", help="The .npz to write.")] = None,
+    checkpoint: Checkpoint = "latest",
+) -> None:
+    """Write parameters as .npz and the training log as CSV."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import commands
+    for line in commands.export(run_dir, output, checkpoint):
+        print(line)
+
+
+@app.command()
+def plateau(
+    qubits: Annotated[str, typer.Option("--qubits", help="Numbers of qubits.")] = "2,4,6,8",
+    layers: Annotated[str, typer.Option("--layers", help="Numbers of layers.")] = "2,10,50",
+    ansatz: Annotated[str, typer.Option("--ansatz", help="A family of circuits.")] = "random",
+    observable: Annotated[
+        Literal["local", "global"],
+        typer.Option("--observable", help="Z on two qubits, or on all."),
+    ] = "local",
+    samples: Annotated[int, typer.Option("--samples", min=2, help="Angles for each circuit.")] = 25,
+    circuits: Annotated[int, typer.Option("--circuits", min=1, help="Seeds of circuits.")] = 8,
+    seed: Seed = 0,
+    plot: Plot = None,
+) -> None:
+    """Measure how gradients vanish with qubits and layers."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import studies
+    for line in studies.plateau(qubits, layers, ansatz, observable, samples, circuits, seed, plot):
+        print(line)
+
+
+@app.command()
+def expressibility(
+    ansatz: Annotated[
+        str, typer.Option("--ansatz", help="Families of circuits, with commas; or all.")
+    ] = "all",
+    qubits: Annotated[int, typer.Option("--qubits", min=1, max=24, help="Number of qubits.")] = 4,
+    layers: Annotated[str, typer.Option("--layers", help="Numbers of layers.")] = "1,2,3",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Pairs of states.")] = 2000,
+    seed: Seed = 0,
+    plot: Plot = None,
+) -> None:
+    """Measure what states an ansatz reaches, and their entanglement."""
+    with ending_at_interrupt():
+        from lockstep.systems.quantum import studies
+    for line in studies.express(ansatz, qubits, layers, samples, seed, plot):
+        print(line)

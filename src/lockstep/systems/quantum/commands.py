@@ -1,0 +1,243 @@
+"""`lockstep quantum`: what to do with a trained quantum transformer."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.config import load
+from lockstep.config.files import replacing, replacing_binary
+from lockstep.config.parsing import parse_int
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.format import Snapshot
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.events import RunStarted, StepDone
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import load_model
+from lockstep.engine.step.model import build_model
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.observe import event_from_row, read_events
+from lockstep.systems.quantum import language as grammar
+from lockstep.systems.quantum.config import QuantumConfig
+from lockstep.systems.quantum.interop import drawing
+from lockstep.systems.quantum.language import Rows, Score, predictions, score, targets
+from lockstep.systems.quantum.task import Quantum
+from lockstep.systems.quantum.transformer.model import QuantumTransformer
+
+_AT_A_TIME = 64
+"""Sentences whose next words the model predicts at a time."""
+_NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
+
+
+def baselines(task: Quantum) -> dict[str, Score]:
+    """Scores on the held-out sentences without a model: chance, n-grams, and the grammar's own.
+
+    The last one is there for sentences of the grammar, and is the best that any model can expect.
+
+    Raises:
+        ConfigError: there are no held-out sentences.
+    """
+    held_out = _held_out(task)
+    target, count = targets(held_out), len(task.vocabulary)
+    found = {"chance": Score(1 / count, (count + 1) / 2, math.log(count))}
+    for order, name in _NAMES.items():
+        found[name] = score(predictions(task.ngram(order), held_out).log(), target)
+    if task.config.grammar is not None:
+        found["the grammar itself"] = score(_true(task).log(), target)
+    return found
+
+
+@torch.no_grad()
+def of_model(task: Quantum, model: QuantumTransformer, restart: int = 0) -> Score:
+    """The score of a model on the held-out sentences.
+
+    Args:
+        task: task of the run.
+        model: its model.
+        restart: number of the restart whose angles are used.
+
+    Raises:
+        ConfigError: there are no held-out sentences.
+    """
+    held_out = _held_out(task)
+    rows = []
+    for first in range(0, len(held_out), _AT_A_TIME):
+        own = held_out[first : first + _AT_A_TIME]
+        batch = task.collate([(torch.tensor(sentence), 0) for sentence in own])
+        logarithms = task.next_words(model, batch)[restart].cpu()
+        rows += [found[: len(s) - 1] for found, s in zip(logarithms, own, strict=True)]
+    return score(torch.cat(rows), targets(held_out))
+
+
+def table(scores: dict[str, Score]) -> list[str]:
+    """Lines of name, accuracy, mean rank and loss."""
+    width = max(map(len, scores))
+    lines = [f"{'':{width}}  accuracy  mean rank  -ln P a word"]
+    return lines + [
+        f"{name:{width}}  {s.accuracy:8.4f}  {s.rank:9.3f}  {s.loss:12.4f}"
+        for name, s in scores.items()
+    ]
+
+
+def _held_out(task: Quantum) -> Sequence[Rows]:
+    if "test" not in task.sentences:
+        raise ConfigError("the run has no held-out sentences; train with test_corpus or grammar")
+    return task.numbered("test")
+
+
+def _true(task: Quantum) -> Tensor:
+    """The grammar's probabilities of all words at each place but the first."""
+    rows = []
+    for sentence in task.sentences["test"]:
+        for place in range(1, len(sentence)):
+            likely = torch.zeros(len(task.vocabulary), dtype=torch.float64)
+            chosen = grammar.followers(sentence[:place])
+            # A small training set may lack words that the grammar has.
+            likely[[task.vocabulary[w] for w in chosen if w in task.vocabulary]] = 1 / len(chosen)
+            rows.append(likely)
+    return torch.stack(rows)
+
+
+_CSV_COLUMNS = ("epoch", "loss", "grad_norm", "seconds")
+
+
+def predict(run_dir: Path, prefix: str, which: str, top: int) -> list[str]:
+    """The training vocabulary ranked as next word, with the model's and a bigram's probabilities.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or a word has no vector.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    ranked = task.predict(model, prefix, _best_restart(snapshot))
+    width = max(len(each.word) for each in ranked[:top])
+    return [f"{'':{width}}   model  bigram"] + [
+        f"{each.word:{width}}  {each.probability:.4f}  {each.bigram:.4f}" for each in ranked[:top]
+    ]
+
+
+def compare(run_dir: Path, which: str) -> list[str]:
+    """How well next words of the held-out sentences are predicted: lines of a table.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or it has no held-out sentences.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    scores = baselines(task)
+    scores["the model"] = of_model(task, model, _best_restart(snapshot))
+    held_out = task.sentences["test"]
+    again = len(set(held_out) & set(task.sentences["train"]))
+    remark = f"; {again} of them are training sentences, too" if again else ""
+    return [f"next words of {len(held_out)} held-out sentences{remark}", *table(scores)]
+
+
+def export(run_dir: Path, output: Path | None, which: str) -> list[str]:
+    """Write `params`, `epoch`, `lr` and `seed` of a checkpoint as .npz, and the log as CSV.
+
+    The .npz has also `embeddings`, `words` and all restarts' angles as `restarts`; `params` are
+    those of the best restart, flat, V before W.
+
+    Returns:
+        Lines that say what was written.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, or a file cannot be written.
+    """
+    task, model, snapshot = _trained(run_dir, which)
+    path = output or run_dir / f"quantum_epoch{snapshot.meta['sampler']['epoch']}.npz"
+    if path.suffix != ".npz":
+        raise ConfigError(f"--output {path}: must end in .npz")
+    angles = model.angles.detach().flatten(1).numpy()
+    log = path.with_suffix(".csv")
+    try:
+        with replacing_binary(path) as file:
+            np.savez(
+                file,
+                params=angles[_best_restart(snapshot)],
+                restarts=angles,
+                epoch=snapshot.meta["sampler"]["epoch"],
+                lr=task.config.lr,
+                seed=task.config.seed,
+                embeddings=model.embeddings.detach().numpy(),
+                words=np.array(model.words),
+            )
+        rows = training_log(read_events(run_dir / "events.jsonl"))
+        with replacing(log) as text:
+            text.write(rows)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from error
+    return [str(path), str(log)]
+
+
+def draw(run_dir: Path, sentence: str, which: str) -> list[str]:
+    """The superposition circuit of a sentence, as Qiskit draws it.
+
+    Raises:
+        LockstepError: there is no such run or checkpoint, a word has no vector, there are fewer
+            than two, or Qiskit is not installed.
+    """
+    task, model, _ = _trained(run_dir, which)
+    rows = task.rows(model, sentence)
+    if len(rows) < 2:
+        raise ConfigError(f"{sentence!r}: a sentence needs at least two words")
+    return drawing(model.circuit(rows), fold=100).split("\n")
+
+
+def training_log(events: list[dict[str, Any]]) -> str:
+    """A CSV of epoch (from 1), mean loss, gradient norm and seconds, one row for each epoch.
+
+    What was computed again after a resume is there once. The gradient norm is the last one's.
+    """
+    steps: list[StepDone] = []
+    for event in map(event_from_row, events):
+        if isinstance(event, RunStarted) and not event.continued:
+            steps = [step for step in steps if step.step <= event.step]
+        elif isinstance(event, StepDone):
+            steps.append(event)
+    epochs: dict[int, list[StepDone]] = {}
+    for step in steps:
+        epochs.setdefault(step.epoch, []).append(step)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_CSV_COLUMNS)
+    for epoch, of_epoch in epochs.items():
+        samples = sum(step.samples for step in of_epoch)
+        mean = sum(step.loss * step.samples for step in of_epoch) / samples if samples else math.nan
+        seconds = sum(step.seconds for step in of_epoch)
+        writer.writerow([epoch + 1, repr(mean), repr(of_epoch[-1].grad_norm), f"{seconds:.6f}"])
+    return text.getvalue()
+
+
+def _trained(run_dir: Path, which: str) -> tuple[Quantum, QuantumTransformer, Snapshot]:
+    directory = RunDirectory(run_dir)
+    target = directory.identity().target
+    if target != "quantum":
+        raise ConfigError(f"{run_dir}: is a run of {target or 'a script'}, not of quantum")
+    config = load(QuantumConfig, run_dir / "config.yaml")
+    task = Quantum(config)
+    model = build_model(task, config, torch.device("cpu"))
+    assert isinstance(model, QuantumTransformer)
+    snapshot = find_snapshot(directory.checkpoints, which)
+    check_fits(snapshot, model, str(directory.checkpoints))
+    load_model(snapshot, model)
+    return task, model, snapshot
+
+
+def _best_restart(snapshot: Snapshot) -> int:
+    """The restart with the least loss in the last evaluation; 0 if there was none."""
+    metrics = snapshot.meta["progress"]["metrics"]
+    losses = {k: v for k, v in metrics.items() if k.startswith("val/restart_")}
+    number = min(losses, key=losses.__getitem__).rpartition("_")[2] if losses else "0"
+    try:
+        return parse_int(number, most=len(snapshot.model["angles"]) - 1)
+    except ValueError as error:
+        raise CheckpointError(
+            f"step {snapshot.step}: progress.metrics has no such restart: {error}"
+        ) from None

@@ -1,0 +1,170 @@
+"""Circuits to Qiskit, their drawings, and to OpenQASM 2 and 3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from lockstep.errors import ConfigError
+from lockstep.systems.quantum.circuits.angles import Angle, AnyAngle, Expression, written
+from lockstep.systems.quantum.circuits.circuit import Circuit, Gate
+from lockstep.systems.quantum.interop.qiskit_reader import from_qiskit, import_qiskit, written_angle
+
+
+def to_qiskit(circuit: Circuit) -> Any:
+    """The circuit as `qiskit.QuantumCircuit`, its parameters a ParameterVector θ.
+
+    Controlled unitaries become `AnnotatedOperation`s, which Qiskit decomposes when it transpiles.
+
+    Raises:
+        ConfigError: Qiskit is not installed, or has no expression for an angle.
+    """
+    qiskit = import_qiskit()
+    from qiskit.circuit.library import UnitaryGate, get_standard_gate_name_mapping
+
+    known = get_standard_gate_name_mapping()
+    vector = qiskit.circuit.ParameterVector("θ", circuit.num_parameters)
+    made = qiskit.QuantumCircuit(circuit.num_qubits)
+    for gate in circuit.gates:
+        if gate.matrix is not None:
+            # Our own check has found it to be unitary; Qiskit's costs more than all the rest.
+            operation = UnitaryGate(gate.matrix.numpy(), check_input=False)
+        elif gate.angle is None:
+            operation = known[gate.name].base_class()
+        else:
+            operation = known[gate.name].base_class(written_angle(gate.angle, vector))
+        if gate.controls:
+            # Qiskit has the first control as the low bit of the state.
+            state = sum(bit << i for i, bit in enumerate(gate.control_state))
+            # A unitary with controls would be taken apart at once, which takes seconds.
+            annotated = True if gate.matrix is not None else None
+            operation = operation.control(len(gate.controls), ctrl_state=state, annotated=annotated)
+        made.append(operation, [*gate.controls, *gate.qubits])
+    return made
+
+
+def bound(circuit: Circuit, parameters: torch.Tensor) -> Circuit:
+    """The circuit with numbers in place of its parameters.
+
+    Args:
+        circuit: circuit to bind.
+        parameters: value of each parameter, real, [num_parameters].
+
+    Raises:
+        ConfigError: the values are no such tensor.
+    """
+    circuit.check_parameters(parameters)
+    values = iter(circuit.angles(parameters.double()).tolist())
+    gates = []
+    for g in circuit.gates:
+        number = None if g.angle is None else Angle(next(values))
+        gates.append(Gate(g.name, g.qubits, number, g.controls, g.control_state, g.matrix))
+    return Circuit(circuit.num_qubits, gates)
+
+
+def drawing(circuit: Circuit, **options: Any) -> str:
+    """The circuit in text, as Qiskit draws it; `options` are those of `QuantumCircuit.draw`."""
+    return str(to_qiskit(circuit).draw("text", **options))
+
+
+_NO_STANDARD = {
+    "rxx": "gate rxx(t) a, b { h a; h b; cx a, b; rz(t) b; cx a, b; h a; h b; }",
+    "ryy": "gate ryy(t) a, b { rx(pi/2) a; rx(pi/2) b; cx a, b; rz(t) b; cx a, b; "
+    "rx(-pi/2) a; rx(-pi/2) b; }",
+    "rzz": "gate rzz(t) a, b { cx a, b; rz(t) b; cx a, b; }",
+    "sxdg": "gate sxdg a { inv @ sx a; }",
+}
+"""Definitions of gates in `gates.KINDS` that stdgates.inc does not have."""
+_STANDARD = frozenset(["cx", "cy", "cz", "ch", "cp", "crx", "cry", "crz", "ccx", "cswap"])
+"""Controlled gates that stdgates.inc has."""
+
+
+def to_qasm(circuit: Circuit, version: int = 2) -> str:
+    """The circuit as a program in OpenQASM; in version 2, all angles must be numbers.
+
+    Args:
+        circuit: circuit to write.
+        version: version of OpenQASM, 2 or 3. In version 3, parameter i is the i-th input,
+            `theta_i`.
+
+    Raises:
+        ConfigError: version 2 and there are parameters, another version, an angle that OpenQASM
+            has no function for, or Qiskit is not installed.
+    """
+    import_qiskit()
+    if version not in (2, 3):
+        raise ConfigError(f"OpenQASM {version}: must be 2 or 3")
+    if version == 3:
+        return _version_3(expanded(circuit))
+    if circuit.num_parameters:
+        raise ConfigError(
+            f"OpenQASM 2 has no parameters, the circuit has {circuit.num_parameters}; bind them "
+            "with `bound`, or take version 3"
+        )
+    from qiskit import qasm2
+
+    return str(qasm2.dumps(to_qiskit(expanded(circuit))))
+
+
+def expanded(circuit: Circuit) -> Circuit:
+    """The circuit with gates in place of matrices: the same to rounding, its phase included."""
+    gates = [part for gate in circuit.gates for part in _expanded(gate)]
+    return Circuit(circuit.num_qubits, gates, circuit.num_parameters)
+
+
+def _expanded(gate: Gate) -> Iterator[Gate]:
+    if gate.matrix is None:
+        yield gate
+        return
+    from qiskit.circuit.library import UnitaryGate
+
+    definition = UnitaryGate(gate.matrix.numpy(), check_input=False).definition
+    for part in from_qiskit(definition).gates:
+        qubits = tuple(gate.qubits[q] for q in part.qubits)
+        inner = tuple(gate.qubits[c] for c in part.controls)
+        controls, bits = (*gate.controls, *inner), (*gate.control_state, *part.control_state)
+        yield from _expanded(Gate(part.name, qubits, part.angle, controls, bits, part.matrix))
+
+
+def _version_3(circuit: Circuit) -> str:
+    return "\n".join([*header(circuit), *map(line, circuit.gates)]) + "\n"
+
+
+def header(circuit: Circuit) -> list[str]:
+    """What a program in version 3 begins with: definitions of gates, inputs, and qubits `q`."""
+    used = {gate.name for gate in circuit.gates}
+    lines = ["OPENQASM 3.0;", 'include "stdgates.inc";']
+    lines += [text for name, text in _NO_STANDARD.items() if name in used]
+    lines += [f"input float[64] theta_{i};" for i in range(circuit.num_parameters)]
+    return [*lines, f"qubit[{circuit.num_qubits}] q;"]
+
+
+def line(gate: Gate) -> str:
+    """A gate in version 3."""
+    name, modifiers = gate.name, ""
+    plain = "c" * len(gate.controls) + gate.name
+    if all(gate.control_state) and plain in _STANDARD:
+        name = plain
+    else:
+        for bit, run in groupby(gate.control_state):
+            modifiers += f"{'ctrl' if bit else 'negctrl'}({len(list(run))}) @ "
+    angle = "" if gate.angle is None else f"({_angle(gate.angle)})"
+    places = ", ".join(f"q[{place}]" for place in gate.every_qubit)
+    return f"{modifiers}{name}{angle} {places};"
+
+
+def _angle(angle: AnyAngle) -> str:
+    missing = {"abs", "sign"} & set(_operations(angle))
+    if missing:
+        raise ConfigError(f"angle {angle}: OpenQASM 3 has no {', '.join(sorted(missing))}")
+    return written(angle, "theta_{}".format)
+
+
+def _operations(angle: AnyAngle) -> Iterator[str]:
+    if isinstance(angle, Expression):
+        yield angle.operation
+        for operand in angle.operands:
+            yield from _operations(operand)

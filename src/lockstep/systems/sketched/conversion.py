@@ -1,0 +1,354 @@
+"""`lockstep sketch`: a trained run's layers as sketched ones, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lockstep.comm.transport import LocalTransport
+from lockstep.config import TrainConfig, load
+from lockstep.config.files import replacing, replacing_binary
+from lockstep.data.random import kept_generators
+from lockstep.engine.assembly import evaluations
+from lockstep.engine.checkpoint.choice import find_snapshot
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.evaluation.batches import evaluated_splits
+from lockstep.engine.passes.compute import Compute
+from lockstep.engine.snapshot.fits import check_fits
+from lockstep.engine.snapshot.restore import load_model
+from lockstep.engine.snapshot.task_state import TaskState
+from lockstep.engine.step.model import build_model
+from lockstep.engine.task import Task
+from lockstep.errors import ConfigError, DataError
+from lockstep.launching.rank.environment import detect
+from lockstep.launching.rank.process import num_threads
+from lockstep.launching.systems import Adopts, load_recipe, recipe_names
+from lockstep.observe.figures import new_figure
+from lockstep.observe.figures import save as save_figure
+from lockstep.systems.sketched.convert import Dense, dense_layers
+from lockstep.systems.sketched.decompositions import Method
+from lockstep.systems.sketched.tuner import Candidate, Choice, apply, choose, measure
+
+_HEADER = ("layer", "weight", "k", "L", "error", "trained", "kept", "speed")
+
+
+def table(report: dict[str, Any]) -> list[str]:
+    """A line for each layer, one for all together, and the metrics before and after.
+
+    `trained` are parameters, `kept` is the part of the dense layer's numbers that a checkpoint has.
+    """
+    rows = [_HEADER, *(_row(layer) for layer in report["layers"])]
+    before = sum(layer["dense_parameters"] for layer in report["layers"])
+    after = sum(layer["parameters"] for layer in report["layers"])
+    seconds = [
+        sum(layer[key] for layer in report["layers"]) for key in ("dense_seconds", "seconds")
+    ]
+    kept = [sum(layer[key] for layer in report["layers"]) for key in ("dense_kept", "kept")]
+    counts = (f"{before:,} → {after:,}", f"{kept[1] / kept[0]:.0%}")
+    total = ("together", "", "", "", "", *counts)
+    rows.append((*total, f"{seconds[0] / seconds[1]:.2f}x"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    for name, value in report["before"].items():
+        lines.append(f"{report['split']}/{name}: {value:.6g} → {report['after'][name]:.6g}")
+    return lines
+
+
+def _row(layer: dict[str, Any]) -> tuple[str, ...]:
+    shape = "x".join(map(str, layer["shape"]))
+    if not layer["low_rank"]:
+        count = f"{layer['parameters']:,}"
+        return (layer["name"], shape, "-", "-", "0", count, "100%", "dense")
+    counts = f"{layer['dense_parameters']:,} → {layer['parameters']:,}"
+    return (
+        layer["name"],
+        shape,
+        str(layer["low_rank"]),
+        str(layer["num_terms"]),
+        f"{layer['error']:.3f}",
+        counts,
+        f"{layer['kept'] / layer['dense_kept']:.0%}",
+        f"{layer['dense_seconds'] / layer['seconds']:.2f}x",
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Error and speed of each layer over its parameters, with the choice marked, as PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        DataError: the picture cannot be written.
+    """
+    figure = new_figure(11, 4.5, f"sketched layers, by {report['method']}", extra="sketch")
+    errors, speeds = figure.subplots(1, 2)
+    for layer in report["layers"]:
+        dense, *ways = sorted(
+            layer["measured"], key=lambda way: (way["low_rank"] > 0, way["parameters"])
+        )
+        part = [way["parameters"] / dense["parameters"] for way in ways]
+        (line,) = errors.plot(part, [way["error"] for way in ways], "o-", ms=3, label=layer["name"])
+        speedup = [dense["seconds"] / way["seconds"] for way in ways]
+        speeds.plot(part, speedup, "o-", ms=3, color=line.get_color())
+        if layer["low_rank"]:
+            at = layer["parameters"] / dense["parameters"]
+            errors.plot(at, layer["error"], "*", ms=13, color=line.get_color())
+            speeds.plot(at, dense["seconds"] / layer["seconds"], "*", ms=13, color=line.get_color())
+    for axes, label in (
+        (errors, "relative error of the output"),
+        (speeds, "speed-up over dense, forward + backward"),
+    ):
+        axes.set(xlabel="parameters / dense parameters", ylabel=label)
+        axes.set_xscale("log", base=2)
+        axes.axvline(1, color="grey", lw=0.8, ls=":")
+        axes.grid(alpha=0.3)
+    speeds.set_yscale("log", base=2)
+    speeds.axhline(1, color="grey", lw=0.8, ls=":")
+    errors.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+SAMPLES = 256
+"""Training samples whose way through the model is the sample of each layer's input."""
+DEFAULT_ERROR = 0.1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What decides on the size of sketches: one of these, or none for `DEFAULT_ERROR`.
+
+    Attributes:
+        low_rank: columns of a term's sketch, of every layer.
+        max_error: greatest relative error of a layer's output.
+        max_parameters: greatest number of parameters of the layers together.
+    """
+
+    low_rank: int | None = None
+    max_error: float | None = None
+    max_parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be converted, and how.
+
+    Attributes:
+        patterns: names of layers, with `*` and `?`.
+        limits: what decides on the size.
+        num_terms: number of terms.
+        method: see `SKLinear.from_dense`.
+        seed: seed of the signs.
+    """
+
+    patterns: tuple[str, ...]
+    limits: Limits
+    num_terms: int
+    method: str
+    seed: int
+
+
+def convert_run(
+    run_dir: Path, wish: Wish, split: str, which: str, output: Path | None
+) -> list[str]:
+    """Convert a run's model and write `sketch.json`, `sketch.png` and `model.safetensors`.
+
+    The run itself is left as it is.
+
+    Args:
+        run_dir: directory of a run of a recipe.
+        wish: what is to be converted.
+        split: name of the split whose metrics are compared.
+        which: checkpoint: `best`, `latest`, or a step's number.
+        output: folder to write to; `sketch` in the run directory if it is None.
+
+    Returns:
+        Lines for people.
+
+    Raises:
+        LockstepError: there is no such run, checkpoint, split or layer, a size does not fit, or
+            something cannot be written.
+    """
+    _check(wish)
+    task, config, model = _trained(run_dir, which)
+    if split not in ("train", *evaluated_splits(task)):
+        raise ConfigError(
+            f"--split {split}: must be one of train, {', '.join(evaluated_splits(task))}"
+        )
+    with kept_generators(), num_threads(config.threads, detect(os.environ)):
+        layers = dense_layers(model, wish.patterns)
+        before = _metrics(task, config, model, split)
+        measured = _measured(layers, _inputs(task, config, model, layers), wish)
+        plan = _plan(measured, wish.limits)
+        apply(model, plan, _method(wish), wish.seed)
+        after = _metrics(task, config, model, split)
+    folder = output or run_dir / "sketch"
+    report = _report(wish, plan, measured, layers, split, before, after)
+    return [*table(report), *_write(folder, report, model)]
+
+
+def _check(wish: Wish) -> None:
+    """Refuse options that contradict each other, before anything is loaded."""
+    given = {name: value for name, value in asdict(wish.limits).items() if value is not None}
+    if len(given) > 1:
+        options = " and ".join("--" + name.replace("_", "-") for name in given)
+        raise ConfigError(f"{options}: give one of them only")
+    for option, value in (("--low-rank", wish.limits.low_rank), ("--num-terms", wish.num_terms)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: must be at least 1")
+    error = wish.limits.max_error
+    if error is not None and not error >= 0:
+        raise ConfigError(f"--max-error {error:g}: must not be negative")
+    _method(wish)
+
+
+def _method(wish: Wish) -> Method:
+    for method in get_args(Method):
+        if method == wish.method:
+            return method  # type: ignore[no-any-return]
+    raise ConfigError(f"--method {wish.method}: must be one of {', '.join(get_args(Method))}")
+
+
+def _trained(run_dir: Path, which: str) -> tuple[Task, TrainConfig, nn.Module]:
+    directory = RunDirectory(run_dir)
+    target = directory.identity().target
+    if target not in recipe_names():
+        raise ConfigError(
+            f"{run_dir}: is a run of {target or 'a script'}, and this command converts those of "
+            "recipes; in Python, lockstep.systems.sketched.replace_layers converts any model"
+        )
+    kind = load_recipe(target)
+    config = load(kind.Config, run_dir / "config.yaml")
+    task = kind(config)
+    snapshot = find_snapshot(directory.checkpoints, which)
+    with kept_generators():
+        model = build_model(task, config, torch.device("cpu"))
+    check_fits(snapshot, model, str(directory.checkpoints))
+    load_model(snapshot, model)
+    TaskState(task, task.hooks()).restore(snapshot.task, snapshot.meta.get("task", {}))
+    if isinstance(task, Adopts):
+        task.adopt(model)
+    return task, config, model.eval()
+
+
+def _metrics(task: Task, config: TrainConfig, model: nn.Module, split: str) -> dict[str, float]:
+    device = torch.device("cpu")
+    splits = evaluations(task, config, device, (split,))
+    if split not in splits:
+        raise DataError(f"--split {split}: the task has no such dataset")
+    compute = Compute(task, model, config, device)
+    return splits[split].run(LocalTransport(), model.eval(), compute).metrics
+
+
+def _inputs(
+    task: Task, config: TrainConfig, model: nn.Module, layers: dict[str, Dense]
+) -> dict[str, Tensor]:
+    """What comes to each layer when the model sees training samples."""
+    dataset: Any = task.dataset("train")
+    count = min(SAMPLES, len(dataset))
+    spread = [i * len(dataset) // count for i in range(count)]
+    batch = task.collate([dataset[i] for i in spread])
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Any:
+        return lambda _, inputs: found.setdefault(name, inputs[0].detach())
+
+    handles = [layer.register_forward_pre_hook(keep(name)) for name, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            task.evaluate(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name in layers:
+        if name not in found:
+            raise ConfigError(f"layer {name}: is not used in an evaluation; leave it out, --layers")
+    return found
+
+
+def _measured(
+    layers: dict[str, Dense], inputs: dict[str, Tensor], wish: Wish
+) -> dict[str, list[Candidate]]:
+    measured = {}
+    for name, layer in layers.items():
+        weight = layer.weight.flatten(1)
+        most, rank = max(weight.shape), wish.limits.low_rank
+        if rank is not None and rank > most:
+            raise ConfigError(
+                f"layer {name}: --low-rank {rank}: larger than the layer; at most {most}"
+            )
+        # Two sketches of half the rank are the whole weight.
+        half = -(-min(weight.shape) // 2)
+        powers = [1 << i for i in range(half.bit_length()) if 1 << i < half]
+        ranks = [rank] if rank is not None else [*powers, half]
+        measured[name] = measure(
+            layer, inputs[name], ranks, (wish.num_terms,), _method(wish), wish.seed, name=name
+        )
+    return measured
+
+
+def _plan(measured: dict[str, list[Candidate]], limits: Limits) -> dict[str, Choice]:
+    if limits.low_rank is not None:
+        return {name: Choice(ways[1], ways[0]) for name, ways in measured.items()}
+    if limits.max_parameters is not None:
+        return choose(measured, max_parameters=limits.max_parameters)
+    error = DEFAULT_ERROR if limits.max_error is None else limits.max_error
+    return choose(measured, max_error=error)
+
+
+def _report(
+    wish: Wish,
+    plan: dict[str, Choice],
+    measured: dict[str, list[Candidate]],
+    layers: dict[str, Dense],
+    split: str,
+    before: dict[str, float],
+    after: dict[str, float],
+) -> dict[str, Any]:
+    return {
+        "method": wish.method,
+        "seed": wish.seed,
+        "limits": asdict(wish.limits),
+        "layers": [
+            {
+                "name": name,
+                "kind": type(layers[name]).__name__,
+                "shape": list(layers[name].weight.shape),
+                **asdict(choice.chosen),
+                "dense_parameters": choice.dense.parameters,
+                "dense_seconds": choice.dense.seconds,
+                "dense_kept": choice.dense.kept,
+                "measured": [asdict(way) for way in measured[name]],
+            }
+            for name, choice in plan.items()
+        ],
+        "split": split,
+        "before": before,
+        "after": after,
+    }
+
+
+def _write(folder: Path, report: dict[str, Any], model: nn.Module) -> list[str]:
+    paths = [folder / name for name in ("sketch.json", "sketch.png", "model.safetensors")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(paths[0]) as text:
+            text.write(json.dumps(report, indent=1) + "\n")
+        with replacing_binary(paths[2]) as file:
+            state = {name: t.contiguous().clone() for name, t in model.state_dict().items()}
+            file.write(save(state))
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from error
+    draw(report, paths[1])
+    return [f"wrote {path}" for path in paths]

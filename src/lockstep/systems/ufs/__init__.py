@@ -1,0 +1,9 @@
+"""The sea-ice emulator: NetCDF fields in, ice concentration and its Jacobian out."""
+
+from lockstep.launching.systems import CommandGroup, System
+
+SYSTEM = System(
+    "lockstep.systems.ufs.task:Ufs",
+    "Sea ice from ocean and atmosphere: NetCDF in, concentration and its Jacobian out.",
+    CommandGroup("data", "Write the data that recipes use.", "lockstep.systems.ufs.cli"),
+)

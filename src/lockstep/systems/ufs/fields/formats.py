@@ -1,0 +1,278 @@
+"""The two file formats: CF pairs of an atmosphere and an ocean file, and CICE history files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.errors import DataError
+from lockstep.systems.ufs.fields.grids import Grid, Index, Places, check_same, wrong_dims
+from lockstep.systems.ufs.fields.scenes import Bools, Moment, Scene, closed_on_error, moments
+from lockstep.systems.ufs.fields.variables import (
+    OCEAN_MASKS,
+    THICKNESS,
+    VARIABLES,
+    Variable,
+    conversion,
+)
+from lockstep.systems.ufs.netcdf.decode import Masked
+from lockstep.systems.ufs.netcdf.file import NetcdfFile
+
+MOST_THICKNESS = 500.0
+"""A cell thicker than this, in m, is not a surface cell of the ocean."""
+
+_AXES = ("latitude", "longitude")
+_LEVELS, _SURFACE = "levels", "dummy_surface_levels"
+_ROWS_AT_A_TIME = 256
+
+
+class PairScene(Scene):
+    """One time of an atmosphere and an ocean file with CF names."""
+
+    def __init__(self, atmosphere: Path, ocean: Path, level: int | None, time: int = 0) -> None:
+        """Open both.
+
+        Args:
+            atmosphere: file with the fields of the atmosphere.
+            ocean: file with the fields of ocean and ice.
+            level: number of the model level of upper-air fields; None is the greatest one, which is
+                the lowest in height.
+            time: number of the time in both files.
+
+        Raises:
+            DataError: a file is damaged, has no such level, or they are on different grids or of
+                different times.
+        """
+        self.paths = (atmosphere, ocean)
+        self._level = level
+        self._time = time
+        self._files: dict[str, NetcdfFile] = {}
+        with closed_on_error(self):
+            for kind, path in (("atmosphere", atmosphere), ("ocean", ocean)):
+                self._files[kind] = NetcdfFile(path)
+            self._examine()
+
+    def _examine(self) -> None:
+        files, (atmosphere, ocean) = self._files, self.paths
+        self._grids = {kind: Grid.find(file, _AXES) for kind, file in files.items()}
+        air, sea = self._grids.values()
+        self.says_degrees = air.says_degrees and sea.says_degrees
+        if air.shape != sea.shape:
+            shown = " and ".join(f"{a}x{b}" for a, b in (air.shape, sea.shape))
+            raise DataError(f"{atmosphere} and {ocean}: are on different grids: {shown}")
+        self.shape = sea.shape
+        if air.is_regular and sea.is_regular:
+            whole = slice(None)
+            check_same(atmosphere, air.axes(whole), ocean, sea.axes(whole))
+        else:
+            for start in range(0, sea.shape[0], _ROWS_AT_A_TIME):
+                rows = slice(start, start + _ROWS_AT_A_TIME)
+                check_same(atmosphere, air.places(rows), ocean, sea.places(rows))
+        times = [moments(file, self._time, 1)[0] for file in files.values()]
+        if times[0].key and times[1].key and times[0].key != times[1].key:
+            raise DataError(
+                f"{atmosphere} and {ocean}: are of different times: {times[0].text} and "
+                f"{times[1].text}"
+            )
+        self.moment = times[0] if times[0].key else times[1]
+        self.chunk_rows = max(file.chunk_rows for file in files.values())
+
+    @staticmethod
+    def count_times(atmosphere: Path, ocean: Path) -> int:
+        """The number of times in a pair of files.
+
+        Raises:
+            DataError: one is damaged or has none, or the other has another number.
+        """
+        counts = []
+        for path in (atmosphere, ocean):
+            file = NetcdfFile(path)
+            try:
+                counts.append(count_times(file))
+            finally:
+                file.close()
+        if counts[0] != counts[1]:
+            raise DataError(
+                f"{atmosphere} and {ocean}: have {counts[0]} and {counts[1]} times; must have the "
+                "same ones"
+            )
+        return counts[0]
+
+    def check(self, names: Sequence[str]) -> None:
+        """See `Scene.check`."""
+        for grid in self._grids.values():
+            grid.check_units()
+        for name in names:
+            variable = VARIABLES[name]
+            if not variable.cf_file:
+                raise DataError(
+                    f"{self.paths[0]}: CF pairs have no {name} ({variable.cf_name}); leave it out "
+                    "of inputs and outputs"
+                )
+            self._index(variable.cf_file, variable.cf_name, slice(None))
+            self._place(variable)
+        self._index("ocean", THICKNESS, slice(None))
+        self._files["ocean"].unit_of(THICKNESS, "m", "m")
+
+    def all_moments(self) -> list[Moment]:
+        """See `Scene.all_moments`."""
+        count = self._grids["ocean"].num_times
+        one, other = (moments(file, 0, count) for file in self._files.values())
+        return [a if a.key else b for a, b in zip(one, other, strict=True)]
+
+    def ocean(self, rows: slice) -> Bools:
+        """Which cells are ocean: those whose uppermost layer is above 0 and at most 500 m thick."""
+        file = self._files["ocean"]
+        thickness = file.read(THICKNESS, self._index("ocean", THICKNESS, rows))
+        factor = conversion("m", file.unit_of(THICKNESS, "m", "m")).factor
+        most = MOST_THICKNESS / factor
+        is_ocean: Bools = np.ma.filled((thickness > 0) & (thickness <= most), False)
+        return is_ocean
+
+    def coordinates(self, rows: slice) -> Places:
+        """Latitude and longitude of the ocean's file."""
+        return self._grids["ocean"].places(rows)
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in self._files.values():
+            file.close()
+
+    def _place(self, variable: Variable) -> tuple[NetcdfFile, str, str]:
+        kind, name = variable.cf_file, variable.cf_name
+        file = self._files[kind]
+        return file, name, file.unit_of(name, variable.unit, variable.stored_unit(kind))
+
+    def _read(self, variable: Variable, rows: slice) -> Masked:
+        kind, name = variable.cf_file, variable.cf_name
+        return self._files[kind].read(name, self._index(kind, name, rows))
+
+    def _index(self, kind: str, name: str, rows: slice) -> Index:
+        """Where a field's rows are in its variable."""
+        file, grid = self._files[kind], self._grids[kind]
+        is_fixed = name == THICKNESS
+        index, last = grid.index(file, name, self._time, rows, (_LEVELS, _SURFACE), is_fixed)
+        return (*index, self._level_of(file, name, last)) if last else index
+
+    def _level_of(self, file: NetcdfFile, name: str, last: str) -> int:
+        """Which entry of a field's last dim is meant."""
+        if last == _SURFACE or file.dims(name)[last] == 1 or file is self._files["ocean"]:
+            return 0
+        if tuple(file.dims("model_levels")) != ("levels",):
+            raise DataError(wrong_dims(file, "model_levels", "(levels)"))
+        levels = file.read("model_levels", (slice(None),))
+        if np.ma.is_masked(levels) or not np.isfinite(levels.data).all():
+            raise DataError(f"{file.path}: model_levels: has missing values; must be numbers")
+        numbers = [int(n) for n in levels]
+        if self._level is None:
+            return int(np.argmax(numbers))
+        if self._level not in numbers:
+            raise DataError(
+                f"{file.path}: model_levels: has no level={self._level}; it has {min(numbers)} to "
+                f"{max(numbers)}"
+            )
+        return numbers.index(self._level)
+
+
+MOST_TIMES = 100_000
+"""Most times in one file: more than ten years of hours."""
+
+
+class HistoryScene(Scene):
+    """One time of a CICE history file: dims (time, nj, ni), or (nj, ni) if there is one time."""
+
+    def __init__(self, path: Path, time: int) -> None:
+        """Open the file.
+
+        Raises:
+            DataError: it is damaged, or is no history file.
+        """
+        self.paths = (path,)
+        self._time = time
+        self._file = NetcdfFile(path)
+        with closed_on_error(self):
+            self._mask, *places = self._names()
+            self._grid = Grid.find(self._file, (places[0], places[1]))
+            self.shape = self._grid.shape
+            self.says_degrees = self._grid.says_degrees
+            self.moment = moments(self._file, time, 1)[0]
+            self.chunk_rows = self._file.chunk_rows
+
+    def _names(self) -> tuple[str, str, str]:
+        """The names of mask, latitude and longitude: of the U grid, if all are there."""
+        for names in OCEAN_MASKS:
+            if all(map(self._file.has, names)):
+                return names
+        there = [names for names in OCEAN_MASKS if self._file.has(names[0])]
+        # The message for what is missing comes from who asks for it.
+        names = there[0] if there else OCEAN_MASKS[0]
+        for name in names:
+            self._file.dims(name)
+        return names
+
+    @staticmethod
+    def count_times(path: Path) -> int:
+        """The number of times in a history file.
+
+        Raises:
+            DataError: it is damaged, or has none.
+        """
+        file = NetcdfFile(path)
+        try:
+            return count_times(file)
+        finally:
+            file.close()
+
+    def check(self, names: Sequence[str]) -> None:
+        """See `Scene.check`."""
+        self._grid.check_units()
+        whole = slice(None)
+        self._grid.index(self._file, self._mask, self._time, whole, is_fixed=True)
+        for name in names:
+            variable = VARIABLES[name]
+            self._grid.index(self._file, variable.cice_name, self._time, whole)
+            self._place(variable)
+
+    def all_moments(self) -> list[Moment]:
+        """See `Scene.all_moments`."""
+        return moments(self._file, 0, self._grid.num_times)
+
+    def ocean(self, rows: slice) -> Bools:
+        """Which cells of some rows are ocean: those where umask or tmask is 1."""
+        mask: Bools = np.ma.filled(self._stored(self._mask, rows, True) == 1, False)
+        return mask
+
+    def coordinates(self, rows: slice) -> Places:
+        """Latitude and longitude: ULAT and ULON, or TLAT and TLON."""
+        return self._grid.places(rows)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _place(self, variable: Variable) -> tuple[NetcdfFile, str, str]:
+        name = variable.cice_name
+        return self._file, name, self._file.unit_of(name, variable.unit, variable.unit)
+
+    def _read(self, variable: Variable, rows: slice) -> Masked:
+        return self._stored(variable.cice_name, rows)
+
+    def _stored(self, name: str, rows: slice, is_fixed: bool = False) -> Masked:
+        index, _ = self._grid.index(self._file, name, self._time, rows, is_fixed=is_fixed)
+        return self._file.read(name, index)
+
+
+def count_times(file: NetcdfFile) -> int:
+    """The number of times in a file.
+
+    Raises:
+        DataError: it has none, or more than `MOST_TIMES`.
+    """
+    count = file.num_times
+    if not count:
+        raise DataError(f"{file.path}: time: has size 0; there are no fields")
+    if count > MOST_TIMES:
+        raise DataError(f"{file.path}: time: has size {count}; must be at most {MOST_TIMES}")
+    return count

@@ -1,0 +1,114 @@
+"""On a GPU, kernels give the same bits each time; what has no such kernel is refused by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from lockstep import TrainConfig
+from lockstep.errors import ConfigError, TaskError
+from lockstep.launching.front import device as devices
+from lockstep.launching.front import on_device
+from lockstep.launching.rank.environment import Environment
+
+ALONE = Environment("python", 0, 1, 0, 1)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def settings() -> list[object]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        *(getattr(owner, name) for owner, name, _ in devices._FLAGS),
+    ]
+
+
+@pytest.fixture
+def gpu_alone(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """One GPU, played where there is none: devices that were made current."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return current
+
+
+def test_kernels_are_deterministic_while_a_run_lasts(gpu_alone: list[torch.device]) -> None:
+    before = settings()
+    with on_device(TrainConfig(device="cuda"), ALONE) as device:
+        assert gpu_alone == [device] == [torch.device("cuda", 0)]
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.deterministic
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert settings() == before
+
+
+def test_it_can_be_turned_off(gpu_alone: list[torch.device]) -> None:
+    before = settings()
+    config = TrainConfig.model_validate({"device": "cuda", "precision": {"deterministic": False}})
+    with on_device(config, ALONE):
+        assert settings() == before
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_on_a_cpu_nothing_is_set() -> None:
+    before = settings()
+    with on_device(TrainConfig(device="cpu"), ALONE) as device:
+        assert device.type == "cpu"
+        assert settings() == before
+
+
+def test_a_process_that_has_used_the_gpu_is_told_what_to_export(
+    gpu_alone: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with (
+        pytest.raises(ConfigError, match="export CUBLAS_WORKSPACE_CONFIG=:4096:8 before"),
+        on_device(TrainConfig(device="cuda"), ALONE),
+    ):
+        pass
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with on_device(TrainConfig(device="cuda"), ALONE):
+        pass
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(
+    gpu_alone: list[torch.device],
+) -> None:
+    with (
+        pytest.raises(TaskError, match=r"^put_: .* set precision.deterministic=false"),
+        on_device(TrainConfig(device="cuda"), ALONE),
+    ):
+        # The same check that kernels of a GPU make; this one has it on the CPU too.
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+
+
+def test_other_errors_stay_as_they_are(gpu_alone: list[torch.device]) -> None:
+    with (
+        pytest.raises(RuntimeError, match=r"^something else$"),
+        on_device(TrainConfig(device="cuda"), ALONE),
+    ):
+        raise RuntimeError("something else")
+
+
+def test_more_ranks_than_gpus_are_refused(gpu_alone: list[torch.device]) -> None:
+    second = Environment("local", 1, 2, 1, 2)
+    with (
+        pytest.raises(ConfigError, match="1 GPUs for 2 ranks"),
+        on_device(TrainConfig(device="cuda"), second),
+    ):
+        pass
+    with on_device(TrainConfig(device="auto"), second) as device:
+        assert device.type == "cpu"
+
+
+@needs_gpu
+def test_products_on_a_gpu_are_the_same_each_time() -> None:
+    with on_device(TrainConfig(device="cuda"), ALONE) as device:
+        left, right = (torch.randn(513, 513, device=device) for _ in range(2))
+        assert all(torch.equal(left @ right, left @ right) for _ in range(20))

@@ -1,0 +1,18 @@
+"""A run directory that is gone is told until the run ends."""
+
+import shutil
+
+from lockstep.engine.checkpoint.run_directory import RunDirectory
+from lockstep.engine.step.sums import DIRECTORY_LOST
+from lockstep.launching.front.rank import DirectoryWatch
+
+
+def test_it_is_told_again_in_a_step_that_is_done_again(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.lock()
+    here = DirectoryWatch(directory)
+    assert here.reason() == ""
+    shutil.rmtree(directory.path)
+    gone = DirectoryWatch(directory)
+    assert [gone.reason(), gone.reason()] == [DIRECTORY_LOST, DIRECTORY_LOST]
+    directory.close()

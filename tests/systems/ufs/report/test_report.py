@@ -1,0 +1,148 @@
+"""Scores by region, and the report of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from lockstep.errors import ConfigError, DataError
+from lockstep.observe.figures import new_figure, save
+from lockstep.systems.ufs.report.maps import read_curves
+from lockstep.systems.ufs.report.scores import inside, relative_error, score
+from lockstep.systems.ufs.synthetic import concentration, true_jacobian
+
+SMALL = ("hidden=[8]", "steps=40", "eval_every=10", "log_every=10", "lr=0.02", "batch_size=500")
+
+
+def test_scores_of_known_values() -> None:
+    true = np.array([0.0, 0.5, 1.0, 0.1])
+    found = score(2 * true + 0.1, true, np.array([1.0, 1.0, 0.5, 1.0]), is_ice=True)
+    assert found.count == 4
+    assert found.rmse == pytest.approx(np.sqrt(np.mean((true + 0.1) ** 2)))
+    assert (found.mae, found.bias) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert (found.correlation, found.slope) == (pytest.approx(1), pytest.approx(2))
+    # 0.1 becomes 0.3: one cell more than the true one and a half (the third one is half as large).
+    assert found.edge_error == pytest.approx(1 / 1.5)
+
+
+def test_scores_that_do_not_exist_are_nan() -> None:
+    same = np.zeros(3)
+    found = score(same, same, same, is_ice=True)
+    assert all(map(math.isnan, (found.correlation, found.slope, found.edge_error)))
+    assert math.isnan(score(same, same, same, is_ice=False).edge_error)
+
+
+def test_regions() -> None:
+    latitude = np.array([-80.0, -50.0, 0.0, 50.0, 70.0])
+    assert inside(latitude, "arctic").tolist() == [False, False, False, True, True]
+    assert inside(latitude, "antarctic").tolist() == [True, True, False, False, False]
+    assert inside(latitude, "global").all()
+
+
+def test_the_law_and_its_derivatives_agree() -> None:
+    sst, sss = np.linspace(-1.8, 3, 50), np.linspace(33, 35, 50)
+    step = 1e-6
+    found = true_jacobian(sst, sss)
+    assert found.shape == (50, 14)
+    for column, (d_sst, d_sss) in enumerate([(step, 0), (0, step)]):
+        upper = concentration(sst + d_sst, sss + d_sss)
+        lower = concentration(sst - d_sst, sss - d_sss)
+        assert np.allclose(found[:, column], (upper - lower) / (2 * step), atol=1e-8)
+    assert not found[:, 2:].any()
+    assert relative_error(2 * found, found) == pytest.approx(1)
+
+
+def test_a_report_has_scores_and_pictures(here: Any, files: Path, tmp_path: Path) -> None:
+    given = f"history={files}/iceh.*.nc"
+    assert here("train", "ufs", given, *SMALL, "--run-dir", "run").returncode == 0
+    done = here("eval", "run", "--report", "out")
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "aice arctic: ",
+        "aice antarctic: ",
+        "ice edge error",
+        "sensitivity: ",
+        "aice global DJF: ",
+        " against persistence",
+        " against climatology",
+    ):
+        assert line in done.stdout
+    assert "law" not in done.stdout  # these files are the user's, for all that is known
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    scores = found["scores"]["aice"]
+    assert scores["arctic"]["count"] + scores["antarctic"]["count"] == scores["global"]["count"]
+    metrics = dict(line.split()[:2] for line in done.stdout.splitlines()[:9])
+    assert scores["global"]["mae"] == pytest.approx(float(metrics["mae_aice"]), rel=1e-4)
+    assert scores["global"]["rmse"] ** 2 == pytest.approx(float(metrics["mse_aice"]), rel=1e-4)
+    assert len(found["sensitivity"]) == 14
+    against = found["skill"]["aice"]["arctic"]["DJF"]
+    assert 0 < against["persistence"]["count"] < against["climatology"]["count"]
+    assert against["rmse"] == scores["arctic"]["rmse"]
+    for name in (
+        "history",
+        "skill_aice",
+        "map_global_aice",
+        "map_arctic_aice",
+        "map_antarctic_aice",
+    ):
+        picture = imread(tmp_path / "out" / f"{name}.png")
+        assert picture.shape[1] > 1000
+        assert len(np.unique(picture)) > 20
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_report_that_cannot_be_made(here: Any, tmp_path: Path) -> None:
+    small = ("steps=1", "hidden=4")
+    assert here("train", "digits", *small, "--run-dir", "run").returncode == 0
+    done = here("eval", "run", "--report", "out")
+    assert (done.returncode, done.stderr) == (
+        2, "error: --report out: digits has no report beyond its metrics\n",
+    )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_pictures_that_cannot_be_written_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").mkdir()
+    with pytest.raises(DataError, match=r"picture.png: cannot be written"):
+        save(new_figure(1, 1, ""), tmp_path / "picture.png")
+    assert [p.name for p in tmp_path.iterdir()] == ["picture.png"]
+
+
+def test_a_run_without_curves(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"metrics.csv: cannot be read"):
+        read_curves(tmp_path / "metrics.csv")
+
+
+def test_damaged_curves_are_said_in_a_short_message(tmp_path: Path) -> None:
+    text = "step,split,loss\n1,train,nan\n2,train," + 10_000 * "x" + "\n"
+    (tmp_path / "metrics.csv").write_text(text)
+    with pytest.raises(DataError, match=r"metrics.csv: line 3: cannot be read: 'xxx") as caught:
+        read_curves(tmp_path / "metrics.csv")
+    assert len(str(caught.value)) < 1000
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r'pip install "lockstep-train\[ufs\]"'):
+        new_figure(1, 1, "")
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_the_law(here: Any, tmp_path: Path) -> None:
+    assert here("train", "ufs", "--run-dir", "run").returncode == 0
+    done = here("eval", "run", "--report", "out")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert found["jacobian_error"]["at the ice edge"] < 0.10
+    assert found["scores"]["aice"]["global"]["rmse"] < 0.01
+    assert list(found["sensitivity"])[:2] == ["sst", "sss"]
+    assert (tmp_path / "out" / "jacobian.png").is_file()
