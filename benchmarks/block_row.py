@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events, read_result
 
@@ -67,7 +67,7 @@ def parser(
 def timed(row: Row, warmup: int) -> dict[str, Any]:
     """Train; returns seconds of each step after `warmup`, and a digest, on rank 0."""
     with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
-        run(row, row.config, Sitting(run_dir=folder, console=False))
+        run(row, row.config, Session(run_dir=folder, console=False))
         if detect(os.environ).rank:
             return {}
         rows = read_events(Path(folder) / "events.jsonl")

@@ -16,7 +16,7 @@ import torch
 
 from lockstep.config import TrainConfig
 from lockstep.engine.carry.carries import Carry
-from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.rank.join import open_transport
 
@@ -45,7 +45,7 @@ def main() -> None:
         transport=transport, device=torch.device("cpu"), at=lambda moment, step: None
     )
     places: Any = SimpleNamespace(world=transport, is_split=False)
-    carries = DealtCarries(runtime, TrainConfig(), places)
+    carries = DistributedCarries(runtime, TrainConfig(), places)
     kept, sent = [], []
     for step in range(1 + args.repeats):
         carries.begin()

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import CheckpointConfig, OptimizerConfig, PrecisionConfig
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from peers.models import MODELS, workload
@@ -92,7 +92,7 @@ def main() -> None:
     )
     task = Training(args.model, NUM_BATCHES * config.batch_size, config)
     with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
-        run(task, config, Sitting(run_dir=folder, console=False))
+        run(task, config, Session(run_dir=folder, console=False))
         if place.rank:
             return
         rows = read_events(Path(folder) / "events.jsonl")

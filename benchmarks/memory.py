@@ -25,7 +25,7 @@ import lockstep
 from lockstep.comm.transport import LocalTransport
 from lockstep.config import CheckpointConfig, OptimizerConfig, TrainConfig
 from lockstep.engine.flat_tensors import FlatTensors
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.parallel.layout import split
 from lockstep.parallel.reduction import OrderedReduction
 from lockstep_loop import Training
@@ -75,7 +75,7 @@ def use(flat: FlatTensors, num_microbatches: int, world_size: int, rank: int) ->
     meta = torch.device("meta")
     with LiveBytes() as live:
         reduction = OrderedReduction(
-            Elsewhere(rank, world_size),
+            RemoteTensor(rank, world_size),
             flat.segments,
             flat.places,
             num_scalars=2,
@@ -95,7 +95,7 @@ def use(flat: FlatTensors, num_microbatches: int, world_size: int, rank: int) ->
         return {"kept": kept, "fold": fold, "exchange": live.peak - kept}
 
 
-class Elsewhere(LocalTransport):
+class RemoteTensor(LocalTransport):
     """Pretends to be one of several ranks; nothing arrives."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -164,7 +164,7 @@ def rss(model: str, num_microbatches: int) -> dict[str, Any]:
     )
     task = Watched(model, 2 * num_microbatches, config)
     with tempfile.TemporaryDirectory() as folder:
-        run(task, config, Sitting(run_dir=folder, console=False))
+        run(task, config, Session(run_dir=folder, console=False))
     return {"name": "rss", "num_microbatches": num_microbatches, "peak_bytes": task.peak_bytes}
 
 

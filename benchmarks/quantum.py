@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import circuit_layers
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.start import rank_command, start
 from lockstep.systems.quantum.config import QuantumConfig
 from lockstep.systems.quantum.simulation.measure import PauliSum
@@ -229,8 +229,8 @@ def step_s(num_ranks: int, target: str, keys: Sequence[str], steps: int, folder:
     run_dir = Path(tempfile.mkdtemp(dir=folder))
     config = (*keys, f"steps={steps}", "eval_every=1000", "checkpoint.every=1000", "log_every=1")
     command = rank_command("mpi", num_ranks, target, config)
-    sitting = Sitting(str(run_dir), False, config if target.endswith(".py") else (), False, target)
-    ended = start(command, sitting, 1, on_row=lambda _: None, on_line=lambda _: None)
+    session = Session(str(run_dir), False, config if target.endswith(".py") else (), False, target)
+    ended = start(command, session, 1, on_row=lambda _: None, on_line=lambda _: None)
     assert not ended.exit_code, ended.message
     with (run_dir / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == "train"]

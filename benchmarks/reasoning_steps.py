@@ -17,7 +17,7 @@ import torch
 
 from lockstep.config import CheckpointConfig
 from lockstep.engine.digests import model_digest
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.systems.hrm.config import HrmConfig
@@ -62,7 +62,7 @@ def in_lockstep(task: Hrm) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         # Where several ranks write, the first one's folder is all ranks'.
-        found = run(task, task.config, Sitting(str(path), False, (), False))
+        found = run(task, task.config, Session(str(path), False, (), False))
         if detect(os.environ).rank:
             return {}
         rows = [r for r in read_events(found.run_dir / "events.jsonl") if r["event"] == "StepDone"]

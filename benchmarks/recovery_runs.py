@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.cli.prove.chaos.plan import Blow
 from lockstep.cli.prove.chaos.verdict import effect_of
 from lockstep.engine.faults import Moment, PlannedFault, to_env
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.rank.join import free_port
 from lockstep.launching.start import rank_command, start
 from lockstep.observe import read_events, read_result
@@ -46,9 +46,9 @@ def train(
         command = rank_command(launcher, num_ranks, "digits", config, replacements)
         if not tolerant:
             command = replace(command, argv=_without(command.argv, "--with-ft", "ulfm"))
-        sitting = Sitting(str(run_dir), False, (), False, "digits")
+        session = Session(str(run_dir), False, (), False, "digits")
         ended = start(
-            command, sitting, 1, on_row=_ignore, on_line=_ignore, restarts=0,
+            command, session, 1, on_row=_ignore, on_line=_ignore, restarts=0,
             env=to_env(faults, log),
         )  # fmt: skip
         if ended.exit_code:

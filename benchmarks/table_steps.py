@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.config import CheckpointConfig
 from lockstep.engine.tables import exchange
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.optim import RowSGD
@@ -94,7 +94,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         task = Lookups(args.rows, config)
-        found = run(task, config, Sitting(str(Path(folder) / "run"), False, (), False))
+        found = run(task, config, Session(str(Path(folder) / "run"), False, (), False))
         if detect(os.environ).rank:
             return
         rows = [r for r in read_events(found.run_dir / "events.jsonl") if r["event"] == "StepDone"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import CheckpointConfig
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 from lockstep.observe import read_events
 from lockstep.systems.ufs.config import UfsConfig
@@ -28,7 +28,7 @@ def main() -> None:
     place = detect(os.environ)
     with tempfile.TemporaryDirectory() as folder:  # rank 0 uses its own, the others use none
         config = UfsConfig() if args.target else speed(args, place.world_size)
-        run(Ufs(config), config, Sitting(run_dir=folder, console=False))
+        run(Ufs(config), config, Session(run_dir=folder, console=False))
         if place.rank:
             return
         rows = read_events(Path(folder) / "events.jsonl")

@@ -53,7 +53,7 @@ class Cores:
     watchers: frozenset[int]
 
     @classmethod
-    def dealt_out(cls) -> Cores:
+    def distributed(cls) -> Cores:
         """The first two of those that this process may use are the ranks'."""
         usable = sorted(os.sched_getaffinity(0))
         ranks = frozenset(usable[:RANKS])
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, printed")
     args = parser.parse_args()
     rounds, steps = (1, 500) if args.quick else (args.rounds, args.steps)
-    cores = Cores.dealt_out()
+    cores = Cores.distributed()
     facts = machine(("torch", "mpi4py", "textual", "prometheus-client"))
     facts["cores"] = cores.told()
     facts["command"] = command("watched")

@@ -1,7 +1,7 @@
 """The ground state of an Ising ring, its gradient by shifted angles, as quantum hardware finds it.
 
-A step takes two evaluations of the circuit for each angle. They are dealt out in parts: a sample of
-the dataset is a part of the angles.
+A step takes two evaluations of the circuit for each angle. They are distributed in parts: a sample
+of the dataset is a part of the angles.
 """
 
 import torch

@@ -81,7 +81,7 @@ def environment(cold=False, **env):
         env: more variables.
     """
     clean = rank_environment(1)
-    clean.pop("LOCKSTEP_SITTING", None)
+    clean.pop("LOCKSTEP_SESSION", None)
     warm = {} if cold else dict(WARM)
     if warm and "PYTHONPATH" in env:
         warm["PYTHONPATH"] += os.pathsep + env.pop("PYTHONPATH")
@@ -118,7 +118,7 @@ def here(tmp_path, monkeypatch, capfd):
     def call(*arguments):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
-        monkeypatch.delenv("LOCKSTEP_SITTING", raising=False)
+        monkeypatch.delenv("LOCKSTEP_SESSION", raising=False)
         for name, value in WARM.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 
 PAGE = Path(__file__).parents[1] / "docs" / "data.md"
 
@@ -36,7 +36,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_tasks_of_the_page_train(page: Any, name: str, tmp_path: Path) -> None:
     config = ls.TrainConfig(batch_size=16, num_microbatches=4, steps=2)
-    finished = run(getattr(page, name)(config), config, Sitting(str(tmp_path), console=False))
+    finished = run(getattr(page, name)(config), config, Session(str(tmp_path), console=False))
     assert finished.status == "completed"
     assert ("val_shifted/loss" in finished.metrics) == (name == "Judged")
     assert ("val/confusion" in finished.arrays) == (name == "Measured")
@@ -49,5 +49,5 @@ def test_datasets_of_the_page_are_trained_on(page: Any, name: str, tmp_path: Pat
     data = kind(points) if name == "Noisier" else kind()
     task = type("Own", (page.Points,), {"dataset": lambda self, s: data if s == "train" else None})
     config = ls.TrainConfig(batch_size=16, num_microbatches=4, steps=9)
-    finished = run(task(config), config, Sitting(str(tmp_path), console=False))
+    finished = run(task(config), config, Session(str(tmp_path), console=False))
     assert finished.status == "completed"

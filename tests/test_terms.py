@@ -21,7 +21,7 @@ TERMS = {
     "step": r"training iteration|optimi[sz]er iteration",
     "checkpointer": r"checkpoint keeper|keeper|check-point\w*",
     "run directory": r"run folder|run dir\b|output directory of the run",
-    "sitting": r"training session",
+    "session": r"training session",
     "loader": r"data-?loader",
     "all-reduce": r"all ?reduce\w*|AllReduce",
     "all-gather": r"all ?gather\w*|AllGather",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.job.commands import mpirun_command, rank_environment
 
@@ -91,8 +91,8 @@ def start_ranks(
         stack.callback(_end, processes)
         for command, own in commands:
             process = subprocess.Popen(
-                tethered(command), env={**variables, **own}, cwd=cwd, stdin=subprocess.DEVNULL,
-                stdout=output, stderr=output,
+                bound_to_parent(command), env={**variables, **own}, cwd=cwd,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             )  # fmt: skip
             processes.append(process)
         exit_code = _wait(processes, timeout_s)

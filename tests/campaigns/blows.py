@@ -41,13 +41,13 @@ _PHASES: dict[Phase, int] = {
 }  # fmt: skip
 
 _MOST_BLOWS = 3
-"""Blows of a sitting: more could end all ranks once more than the launcher starts them again."""
+"""Blows of a session: more could end all ranks once more than the launcher starts them again."""
 
-_MOST_SITTINGS = 4
+_MOST_SESSIONS = 4
 
 _AT_RANKS: dict[str, int] = {
     "KILL rank": 10, "STOP rank": 3, "PAUSE rank": 2, "TERM rank": 1, "INT rank": 1,
-    "KILL ranks": 3, "KILL starter": 2, "KILL server": 3, "KILL stand-in": 2, "KILL watchdog": 1,
+    "KILL ranks": 3, "KILL starter": 2, "KILL server": 3, "KILL proxy": 2, "KILL watchdog": 1,
 }  # fmt: skip
 _AT_ALL: dict[str, int] = {
     "KILL launcher": 4, "KILL all": 2, "TERM launcher": 2, "INT launcher": 1, "HUP launcher": 1,
@@ -122,7 +122,7 @@ class Blow:
 
 
 @dataclass(frozen=True)
-class Sitting:
+class Session:
     """One start of a run, and what strikes it."""
 
     num_ranks: int
@@ -131,7 +131,7 @@ class Sitting:
     replace: int
     blows: tuple[Blow, ...]
     is_hasty: bool = False
-    """Whether the next sitting starts while processes of this one may still end."""
+    """Whether the next session starts while processes of this one may still end."""
 
     def __str__(self) -> str:
         keys = (
@@ -143,23 +143,23 @@ class Sitting:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its task by name, and its sittings; the last one is not struck."""
+    """A run: its task by name, and its sessions; the last one is not struck."""
 
     number: int
     task: str
-    sittings: tuple[Sitting, ...]
+    sessions: tuple[Session, ...]
 
 
 def draw(seed: int, number: int) -> Plan:
     """A run of a campaign."""
     source = random.Random(f"kills/{seed}/{number}")
     name = source.choice(list(TASKS))
-    count = source.randint(2, _MOST_SITTINGS)
-    struck = [_sitting(source, TASKS[name], True) for _ in range(count)]
-    return Plan(number, name, (*struck, _sitting(source, TASKS[name], False)))
+    count = source.randint(2, _MOST_SESSIONS)
+    struck = [_session(source, TASKS[name], True) for _ in range(count)]
+    return Plan(number, name, (*struck, _session(source, TASKS[name], False)))
 
 
-def _sitting(source: random.Random, task: Task, is_struck: bool) -> Sitting:
+def _session(source: random.Random, task: Task, is_struck: bool) -> Session:
     num_ranks = source.choice([1, 2, 2, 3, 4])
     launcher = (
         source.choice(["local", "mpi"]) if num_ranks > 1 else source.choice(["python", "local"])
@@ -167,7 +167,7 @@ def _sitting(source: random.Random, task: Task, is_struck: bool) -> Sitting:
     tp, pp = source.choice([mesh for mesh in task.meshes if mesh[0] * mesh[1] <= num_ranks])
     sharding = source.choice(task.sharding) if num_ranks > 1 else "none"
     replace = source.choice([0, 0, 0, 1]) if num_ranks > 1 else 0
-    return Sitting(
+    return Session(
         num_ranks,
         launcher,
         (f"mesh.tp={tp}", f"mesh.pp={pp}", f"sharding={sharding}"),

@@ -32,7 +32,7 @@ _ROLES = {
     "supervisor.py": "starter",
     "prterun": "starter",
     "mpirun": "starter",
-    "stand_in.py": "stand-in",
+    "proxy.py": "proxy",
     "watchdog.py": "watchdog",
 }
 """What processes of a launch are, by the name of a program among their arguments."""
@@ -104,7 +104,7 @@ class Command:
 
         Args:
             role: `launcher`, `server` (that ranks are forked from), `starter` (mpirun, or
-                Lockstep's supervisor), `stand-in`, `watchdog`, `rank`, or `all`.
+                Lockstep's supervisor), `proxy`, `watchdog`, `rank`, or `all`.
         """
         pids = self.processes()
         return pids if role == "all" else [p for p in pids if self._role(p) == role]

@@ -1,9 +1,9 @@
 """`python -m tests.campaigns.kills`: random kills of random processes in runs on random meshes.
 
-A run is trained in some sittings, each on another mesh and number of ranks. Ranks, launchers, warm
+A run is trained in some sessions, each on another mesh and number of ranks. Ranks, launchers, warm
 servers, mpirun and whole groups are killed, stopped and asked to stop, at random moments of a
-sitting. Whatever strikes it, the run ends with the SHA-256 and the rows of metrics of a run on one
-process that nothing strikes; sittings end with a documented exit code and leave no process behind.
+session. Whatever strikes it, the run ends with the SHA-256 and the rows of metrics of a run on one
+process that nothing strikes; sessions end with a documented exit code and leave no process behind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
         print(f"{kind}: {', '.join(f'{name} {n}' for name, n in counts.most_common())}")
     bad = [struck.plan.number for struck in ended if struck.wrong]
     print(
-        f"{kills} kills in {len(ended)} runs and {sum(s.sittings for s in ended)} sittings, "
+        f"{kills} kills in {len(ended)} runs and {sum(s.sessions for s in ended)} sessions, "
         f"{len(bad)} runs wrong{f' {bad}' if bad else ''}, {time.monotonic() - started:.0f} s; "
         f"seed {arguments.seed}"
     )

@@ -159,7 +159,7 @@ POISONS: dict[str, list[Poison]] = {
         {"MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NODELIST": "gone[1-2]"},
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "0"},
-        {"LOCKSTEP_LOCAL_RANK": "0"}, {"LOCKSTEP_WARM": "yes"}, {"LOCKSTEP_SITTING": "{"},
+        {"LOCKSTEP_LOCAL_RANK": "0"}, {"LOCKSTEP_WARM": "yes"}, {"LOCKSTEP_SESSION": "{"},
         needs_ranks=True,
     ),
     "MPI": _variables(

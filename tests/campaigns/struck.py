@@ -1,4 +1,4 @@
-"""Runs that are struck: starting their sittings, striking, and what must hold afterwards."""
+"""Runs that are struck: starting their sessions, striking, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from tests.campaigns.blows import KEYS, TASKS, Blow, Plan, Sitting, Task
+from tests.campaigns.blows import KEYS, TASKS, Blow, Plan, Session, Task
 from tests.campaigns.commands import CHECKOUT, LOCKSTEP, Command, environment, indented, run
 
 Rows: TypeAlias = list[tuple[str, ...]]
 
 _LIMIT_S = 90.0
-"""How long a sitting may take, in seconds."""
+"""How long a session may take, in seconds."""
 
 _POLL_S = 0.002
 _READS_S = 60.0
@@ -46,7 +46,7 @@ class Struck:
 
     plan: Plan
     blows: list[Blow] = field(default_factory=list)
-    sittings: int = 0
+    sessions: int = 0
     started: list[Command] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -69,12 +69,12 @@ def reference(task: Task, folder: Path) -> Reference:
 
 
 def train(plan: Plan, folder: Path, expected: Reference) -> Struck:
-    """Do all sittings of a run until it is complete, and look at what it has come to."""
+    """Do all sessions of a run until it is complete, and look at what it has come to."""
     folder.mkdir()
     struck = Struck(plan)
     with contextlib.ExitStack() as started:
-        for sitting in plan.sittings:
-            code = _sit(struck, sitting, folder, started)
+        for session in plan.sessions:
+            code = _sit(struck, session, folder, started)
             if struck.wrong:
                 return struck
             if code == 0:
@@ -92,16 +92,16 @@ def train(plan: Plan, folder: Path, expected: Reference) -> Struck:
 
 
 def _sit(
-    struck: Struck, sitting: Sitting, folder: Path, started: contextlib.ExitStack
+    struck: Struck, session: Session, folder: Path, started: contextlib.ExitStack
 ) -> int | None:
-    """One sitting: its exit code, with what is wrong noted in `struck`."""
-    struck.sittings += 1
-    output = folder / f"output.{struck.sittings}"
+    """One session: its exit code, with what is wrong noted in `struck`."""
+    struck.sessions += 1
+    output = folder / f"output.{struck.sessions}"
     events = folder / "run" / "events.jsonl"
     since = time.monotonic()
-    strikes = _Strikes(sitting.blows, events)
+    strikes = _Strikes(session.blows, events)
     command = started.enter_context(
-        Command(_argv(struck.plan, sitting, folder), folder, _environment(), output)
+        Command(_argv(struck.plan, session, folder), folder, _environment(), output)
     )
     strikes.begin(command)
     while command.ended() is None and time.monotonic() < since + _LIMIT_S:
@@ -111,13 +111,13 @@ def _sit(
     code = command.ended()
     struck.blows += strikes.done
     blows = ", ".join(map(str, strikes.done)) or "–"
-    struck.lines.append(f"{sitting}: {blows}: exit {code}, {time.monotonic() - since:.1f} s")
+    struck.lines.append(f"{session}: {blows}: exit {code}, {time.monotonic() - since:.1f} s")
     if code is None:
         struck.wrong.append(f"hangs for more than {_LIMIT_S:g} s")
         struck.lines += [f"left: {line}" for line in command.left()]
     elif code not in strikes.codes():
         struck.wrong.append(f"exit code {code}, expected {sorted(strikes.codes())}")
-    elif sitting.is_hasty:
+    elif session.is_hasty:
         struck.started.append(command)
     elif left := command.left():
         struck.wrong.append(f"left behind: {left}")
@@ -131,13 +131,13 @@ def _sit(
     return code
 
 
-def _argv(plan: Plan, sitting: Sitting, folder: Path) -> list[str | Path]:
+def _argv(plan: Plan, session: Session, folder: Path) -> list[str | Path]:
     task = TASKS[plan.task]
-    ranks = ["-n", str(sitting.num_ranks), "--launcher", sitting.launcher]
-    replace = ["--replace", str(sitting.replace)] if sitting.replace else []
+    ranks = ["-n", str(session.num_ranks), "--launcher", session.launcher]
+    replace = ["--replace", str(session.replace)] if session.replace else []
     if _has_checkpoint(folder / "run"):
-        return [LOCKSTEP, "resume", "run", *ranks, *replace, *sitting.overrides]
-    keys = [*KEYS, *task.keys, *sitting.overrides]
+        return [LOCKSTEP, "resume", "run", *ranks, *replace, *session.overrides]
+    keys = [*KEYS, *task.keys, *session.overrides]
     return [LOCKSTEP, "train", task.target, *ranks, *replace, *keys, "--run-dir", "run", "--resume"]
 
 
@@ -146,7 +146,7 @@ def _has_checkpoint(run_dir: Path) -> bool:
 
 
 class _Strikes:
-    """The blows of a sitting, each when its moment has come."""
+    """The blows of a session, each when its moment has come."""
 
     def __init__(self, blows: Sequence[Blow], events: Path) -> None:
         self.done: list[Blow] = []
@@ -186,7 +186,7 @@ class _Strikes:
             self._continue(pids)
 
     def codes(self) -> set[int]:
-        """Exit codes that the sitting may have."""
+        """Exit codes that the session may have."""
         signals = {blow.signum for blow in self.done if blow.signum in _ASKED}
         asked = {128 + signum for signum in signals}
         if self._is_over:  # nothing takes signals while the interpreter ends
@@ -255,7 +255,7 @@ def _environment() -> dict[str, str]:
 
 
 def _outcome(run_dir: Path) -> dict[str, Any]:
-    """What `result.json` says, without what differs between sittings."""
+    """What `result.json` says, without what differs between sessions."""
     with contextlib.suppress(OSError):
         result = json.loads((run_dir / "result.json").read_text())
         return {key: result.get(key) for key in _KEPT}

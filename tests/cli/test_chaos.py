@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from lockstep.cli.prove.chaos.plan import Blow, draw
-from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sittings, stalling_reader, trained
+from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sessions, stalling_reader, trained
 from lockstep.cli.prove.chaos.sessions import _was_hit_at_start as was_hit_at_start
 from lockstep.cli.prove.chaos.verdict import (
     Effect,
@@ -52,22 +52,22 @@ DEADLY = ("kill", "stop", "edit", "start")
 
 
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(0, 2**32), st.integers(0, 1))
-def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed, more):
-    sittings = draw(num_blows, num_ranks, 60, seed, more, has_workers=bool(more))
-    assert sum(len(blows) for blows in sittings) == num_blows
-    for number, blows in enumerate(sittings):
+def test_every_session_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed, more):
+    sessions = draw(num_blows, num_ranks, 60, seed, more, has_workers=bool(more))
+    assert sum(len(blows) for blows in sessions) == num_blows
+    for number, blows in enumerate(sessions):
         dead = {b.faults[0].slot for b in blows if b.what in DEADLY}
         assert len(dead) == sum(b.what in DEADLY for b in blows) < num_ranks
-        assert [b.ends_sitting for b in blows[:-1]] == [False] * (len(blows) - 1)
-        if number < len(sittings) - 1:
-            assert blows[-1].ends_sitting
+        assert [b.ends_session for b in blows[:-1]] == [False] * (len(blows) - 1)
+        if number < len(sessions) - 1:
+            assert blows[-1].ends_session
         for blow in blows:
             own = [f for f in blow.faults if f.slot < num_ranks]
             first = 0 if blow.what == "start" else 1
             assert all(0 <= f.slot < num_ranks and first <= f.step < 59 for f in own)
-            newcomers = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
-            assert newcomers <= {("join", "edit"), ("committed", "kill")}
-            assert more or not newcomers
+            joiners = {(f.moment, f.kind) for f in blow.faults[len(own) :]}
+            assert joiners <= {("join", "edit"), ("committed", "kill")}
+            assert more or not joiners
         assert sum(b.what == "edit" for b in blows) <= more
         assert "start" not in [b.what for b in blows[1:]]
         raised = [b.step for b in blows if b.what in ("raise", "worker")]
@@ -77,7 +77,7 @@ def test_every_sitting_leaves_somebody_alive_or_ends(num_blows, num_ranks, seed,
 def kills(moments, num_plans):
     """The moments at which ranks are killed in some plans."""
     plans = [draw(20, 4, 60, seed, moments=moments) for seed in range(num_plans)]
-    blows = [b for sittings in plans for of_sitting in sittings for b in of_sitting]
+    blows = [b for sessions in plans for of_session in sessions for b in of_session]
     return {fault.moment for b in blows if b.what == "kill" for fault in b.faults}
 
 
@@ -207,14 +207,14 @@ def test_a_reader_that_stands_still_ends_nobody(tmp_path, monkeypatch, is_buffer
         Blow("reader", step, (PlannedFault(slot, step, "compute", "print"),))
         for slot, step in ((1, 5), (0, 20))
     ]
-    sittings = Sittings("digits", ["steps=40"], Ranks(2, "local"), server="")
+    sessions = Sessions("digits", ["steps=40"], Ranks(2, "local"), server="")
     if is_buffered:
-        sat = sittings.sit(tmp_path / "run", blows)
+        sat = sessions.sit(tmp_path / "run", blows)
         assert [effect.struck for effect in sat.effects] == [True, True]
         assert sat.lost == []
     else:  # the fault is one that would end ranks
         with pytest.raises(LaunchError, match="which its faults do not explain"):
-            sittings.sit(tmp_path / "run", blows)
+            sessions.sit(tmp_path / "run", blows)
 
 
 def test_ranks_that_were_hit_while_they_started_are_started_again():

@@ -29,7 +29,7 @@ def test_a_script_of_the_user_gets_everything_in_its_environment(here, tmp_path)
     done = here("slurm", "my script.py", "lr=0.1", "--time", "30", "--run-dir", "it's mine")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "my_script.sbatch").read_text()
-    assert "export LOCKSTEP_SITTING=" in text
+    assert "export LOCKSTEP_SESSION=" in text
     assert "lr=0.1" in text
     assert "-m lockstep" not in text
     subprocess.run(["bash", "-n", tmp_path / "my_script.sbatch"], check=True)

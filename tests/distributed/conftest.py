@@ -55,8 +55,8 @@ def same(run_dir, reference):
         assert there.get(key) == reference.get(key), key
 
 
-def check_newcomers(train_on, lockstep, task, folder, launcher, *keys):
-    """Assert that a run has the result of one process when newcomers replace two ranks."""
+def check_joiners(train_on, lockstep, task, folder, launcher, *keys):
+    """Assert that a run has the result of one process when joining ranks replace two ranks."""
     long = ("batch_size=48", "num_microbatches=24", "steps=80", "eval_every=20")
     alone = lockstep("train", task, *CONFIG, *long, "--run-dir", folder / "alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.config import override
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.launching.rank.environment import detect
 
 SIZE = 83
@@ -356,10 +356,10 @@ def main():
         config = override(CONFIG, overrides, name)
         run_dir = f"{environment.world_size}-{name}" if mode == "whole" else f"stopped-{name}"
         target = f"{Path(__file__).resolve()}:{kind.__name__}"
-        sitting = Sitting(
+        session = Session(
             str(Path(folder) / run_dir), mode == "resume", console=False, target=target
         )
-        finished = run(kind(config), config, sitting)
+        finished = run(kind(config), config, session)
         found[name] = [finished.params_sha256, finished.step, finished.metrics]
     if environment.rank == 0:
         print("RESULT " + json.dumps(found), flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.config import override
 from lockstep.launching import front
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.rank.environment import detect
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,7 +56,7 @@ def main() -> None:
     for name in names or CASES:
         config = override(EverythingConfig(), CASES[name], name)
         run_dir = Path(folder) / f"{environment.launcher}-{environment.world_size}-{name}"
-        finished = front.run(Everything(config), config, Sitting(str(run_dir), console=False))
+        finished = front.run(Everything(config), config, Session(str(run_dir), console=False))
         found[name] = [finished.params_sha256, finished.step, finished.metrics]
     if environment.rank == 0:
         print("RESULT " + json.dumps(found), flush=True)

@@ -81,7 +81,7 @@ def test_any_number_of_ranks_gives_the_same(here, finished, tmp_path, overrides)
 )
 def test_a_rank_that_dies_meanwhile_changes_nothing(lockstep, finished, tmp_path, slot, more):
     ended, before = result(finished), of_test(finished)
-    # The run is over, so this is the only evaluation of the sitting.
+    # The run is over, so this is the only evaluation of the session.
     faults = to_env([PlannedFault(slot, LAST, "evaluate")], tmp_path / "faults")
     done = lockstep("resume", "run", "-n", "3", "--launcher", "local", *more, **faults)
     assert done.returncode == 0, done.stderr

@@ -134,7 +134,7 @@ def test_going_back_survives_a_further_loss(train_on, reference, tmp_path):
     same(tmp_path / "run", reference)
 
 
-def test_a_loss_before_the_first_checkpoint_ends_the_sitting(train_on, tmp_path):
+def test_a_loss_before_the_first_checkpoint_ends_the_session(train_on, tmp_path):
     keys = ("carry.buddy=false", "checkpoint.every=100", "steps=4", "eval_every=0")
     ended = train_on(tmp_path / "run", 2, *keys, faults=[PlannedFault(1, 2, "reduce")])
     # All ranks are started again, from the beginning.
@@ -158,7 +158,7 @@ def test_a_run_is_resumed_on_other_ranks(train_on, lockstep, reference, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), ("carry.buddy=false",)])
-def test_newcomers_get_the_carries_of_their_microbatches(train_on, lockstep, tmp_path, keys):
+def test_joiners_get_the_carries_of_their_microbatches(train_on, lockstep, tmp_path, keys):
     long = ("steps=150", "checkpoint.every=40", "eval_every=50")
     assert lockstep("train", TASK, *CONFIG, *long, "--run-dir", tmp_path / "one").returncode == 0
     faults = [PlannedFault(1, 4), PlannedFault(0, 60, "copy")]

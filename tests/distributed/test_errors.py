@@ -80,11 +80,11 @@ def test_garbage_in_the_environment(here, monkeypatch, variable, value):
     "value", ["garbage", "[]", '{"colour": 3}', '{"overrides": [3]}', "[" * 100_000]
 )
 def test_garbage_from_the_launcher(monkeypatch, capsys, value):
-    monkeypatch.setenv("LOCKSTEP_SITTING", value)
+    monkeypatch.setenv("LOCKSTEP_SESSION", value)
     with pytest.raises(SystemExit) as ended:
         ls.main(Everything())
     assert ended.value.code == 2
-    assert "error: environment variable LOCKSTEP_SITTING" in capsys.readouterr().err
+    assert "error: environment variable LOCKSTEP_SESSION" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

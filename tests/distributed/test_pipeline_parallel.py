@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import result
-from tests.distributed.conftest import CONFIG, check_newcomers, same
+from tests.distributed.conftest import CONFIG, check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
 
@@ -85,7 +85,7 @@ def test_fewer_ranks_than_a_replica_needs_from_the_start(train_on, reference, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_a_newcomer_knows_a_mesh_that_has_shrunk(train_on, reference, tmp_path, launcher):
+def test_a_joiner_knows_a_mesh_that_has_shrunk(train_on, reference, tmp_path, launcher):
     """Five ranks are 2 x 2 and a spare, which takes the place of the dead one."""
     keys = ("mesh.pp=3", "mesh.tp=2", "mesh.shrink=replan", "--replace", 1)
     planned = [PlannedFault(0, 2)]
@@ -128,8 +128,8 @@ def test_survivors_go_on_where_each_block_has_a_holder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_newcomers_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
-    check_newcomers(train_on, lockstep, TASK, tmp_path, launcher, "mesh.pp=2")
+def test_joiners_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
+    check_joiners(train_on, lockstep, TASK, tmp_path, launcher, "mesh.pp=2")
 
 
 @pytest.mark.slow

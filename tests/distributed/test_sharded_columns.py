@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import result
-from tests.distributed.conftest import CONFIG, check_newcomers, same
+from tests.distributed.conftest import CONFIG, check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -68,8 +68,8 @@ def test_a_slice_survives_on_the_next_rank_of_its_column(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_newcomers_get_slices_of_their_column(train_on, lockstep, tmp_path, launcher):
-    check_newcomers(train_on, lockstep, TASK, tmp_path, launcher, "mesh.pp=2", SHARDED)
+def test_joiners_get_slices_of_their_column(train_on, lockstep, tmp_path, launcher):
+    check_joiners(train_on, lockstep, TASK, tmp_path, launcher, "mesh.pp=2", SHARDED)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import result
-from tests.distributed.conftest import CONFIG, check_newcomers, same
+from tests.distributed.conftest import CONFIG, check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -103,8 +103,8 @@ def test_a_step_that_raised_on_one_rank_is_done_again(
 
 
 @pytest.mark.slow
-def test_newcomers_get_slices(train_on, lockstep, tmp_path):
-    check_newcomers(train_on, lockstep, TASK, tmp_path, "local", PARAMETERS)
+def test_joiners_get_slices(train_on, lockstep, tmp_path):
+    check_joiners(train_on, lockstep, TASK, tmp_path, "local", PARAMETERS)
 
 
 @pytest.mark.slow

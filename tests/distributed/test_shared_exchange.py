@@ -107,7 +107,7 @@ def test_a_sharded_optimizer_survives_a_loss_in_the_sum(train, references, launc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_a_newcomer_shares_memory_too(train, references, launcher):
+def test_a_joiner_shares_memory_too(train, references, launcher):
     keys = ("steps=300",)
     faults = [PlannedFault(1, 3, "summing")]
     run_dir = train(launcher, 3, *keys, "--replace", 2, faults=faults)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.distributed.conftest import check_newcomers, same
+from tests.distributed.conftest import check_joiners, same
 
 from lockstep.engine.faults import PlannedFault
 from lockstep.observe import read_events
@@ -66,8 +66,8 @@ def test_survivors_go_on_where_each_shard_has_a_holder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["mpi", "local"])
-def test_newcomers_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
-    check_newcomers(train_on, lockstep, TASK, tmp_path, launcher, "mesh.tp=2")
+def test_joiners_take_the_places_of_the_dead(train_on, lockstep, tmp_path, launcher):
+    check_joiners(train_on, lockstep, TASK, tmp_path, launcher, "mesh.tp=2")
 
 
 @pytest.mark.slow

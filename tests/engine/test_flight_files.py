@@ -218,7 +218,7 @@ def test_what_is_set_aside_is_no_longer_present_and_only_the_newest_stay(tmp_pat
     assert not list((tmp_path / "flight").glob("*.calls"))
 
 
-def test_a_new_sitting_shows_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_new_session_shows_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     folder = FlightFolder(tmp_path)
     folder.begin()
     assert not (tmp_path / "flight").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.runtime import NUM_BYTES, Pulse
+from lockstep.engine.runtime import NUM_BYTES, Heartbeat
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
 
@@ -17,20 +17,20 @@ def num_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_pulses_open_no_files_and_watched_ones_close_theirs() -> None:
+def test_heartbeats_open_no_files_and_watched_ones_close_theirs() -> None:
     before = num_files()
-    pulses = [Pulse() for _ in range(20)]
+    heartbeats = [Heartbeat() for _ in range(20)]
     assert num_files() == before
-    assert len({pulse.fd for pulse in pulses}) == 20
+    assert len({heartbeat.fd for heartbeat in heartbeats}) == 20
     assert num_files() > before
-    pulses.clear()
+    heartbeats.clear()
     assert num_files() == before
 
 
 def test_what_was_told_before_somebody_watched_is_there() -> None:
-    pulse = Pulse()
-    pulse.beat()
-    pulse.arm()
-    assert struct.unpack("3q", os.pread(pulse.fd, NUM_BYTES, 0)) == (1, 0, 1)
-    pulse.wait()
-    assert struct.unpack("3q", os.pread(pulse.fd, NUM_BYTES, 0)) == (1, 1, 1)
+    heartbeat = Heartbeat()
+    heartbeat.beat()
+    heartbeat.arm()
+    assert struct.unpack("3q", os.pread(heartbeat.fd, NUM_BYTES, 0)) == (1, 0, 1)
+    heartbeat.wait()
+    assert struct.unpack("3q", os.pread(heartbeat.fd, NUM_BYTES, 0)) == (1, 1, 1)

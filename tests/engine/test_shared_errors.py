@@ -13,7 +13,7 @@ from lockstep.config import TrainConfig
 from lockstep.engine.runtime import everywhere, on_first
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import CheckpointError, LockstepError, RankFailure, shared
-from lockstep.launching.front import Sitting, rank
+from lockstep.launching.front import Session, rank
 
 
 class Aborted(BaseException):
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(rank, "_run", fail)
         monkeypatch.setattr(rank, "open_transport", lambda *_: transport)
         with pytest.raises((LockstepError, Aborted)) as caught:
-            rank.run(Nothing(), TrainConfig(), Sitting())
+            rank.run(Nothing(), TrainConfig(), Session())
         assert transport.closed == (caught.value is error)
         return caught.value  # type: ignore[return-value]
 

@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.digests import model_digest
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Task
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.parallel.layout import Range
 from tests.distributed.tasks import Everything, EverythingConfig
 from tests.fuzz.base import Made, Make
@@ -33,12 +33,12 @@ CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches
 def prepare(root: Path) -> None:
     """What takes long to make, once: a run that was stopped in the middle."""
     torch.set_num_threads(1)
-    run(Everything(CONFIG), CONFIG.model_copy(update={"stop_at_step": 3}), _sitting(root / "run"))
+    run(Everything(CONFIG), CONFIG.model_copy(update={"stop_at_step": 3}), _session(root / "run"))
     shutil.rmtree(root / "run" / "checkpoints" / "step_00000002")
 
 
-def _sitting(path: Path) -> Sitting:
-    return Sitting(str(path), False, (), False, "digits")
+def _session(path: Path) -> Session:
+    return Session(str(path), False, (), False, "digits")
 
 
 def checkpoint_file(name: str) -> Make:

@@ -14,7 +14,7 @@ from lockstep.comm.transport import LocalTransport
 from lockstep.engine.checkpoint import format as checkpoint
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.tables.files import StreamedTables, cuts, described, file_name, read_fields
-from lockstep.engine.tables.table import DealtTable, Part
+from lockstep.engine.tables.table import DistributedTable, Part
 from lockstep.optim import RowAdam
 from lockstep.parallel.layout import RowLayout
 from lockstep.systems.hrm.data.build import build
@@ -51,7 +51,7 @@ def puzzles(name: str) -> Make:
 def table(folder: Path, _: Path) -> Made:
     """Rows of a table whose file is changed and signed anew: refused, or of the right shapes."""
     rows = ls.nn.SparseEmbedding(40, 3, RowAdam(), std=1.0)
-    dealt = DealtTable("rows", rows, 1)
+    dealt = DistributedTable("rows", rows, 1)
     dealt.parts = [Part.start(rows, RowLayout(40, 1), 0, torch.device("cpu"))]
     name = file_name(0, 0)
 

@@ -20,7 +20,7 @@ from lockstep.data.images import read_labelled, write_idx
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.faults import FAULTS, PlannedFault, injector, to_env
-from lockstep.launching.front import SITTING, Sitting
+from lockstep.launching.front import SESSION, Session
 from lockstep.launching.rank.environment import detect
 from lockstep.launching.slurm.nodelist import expand, first_host
 from lockstep.launching.targets import trusted_target
@@ -201,9 +201,9 @@ def text_of(data: bytes) -> str:
     return data.replace(b"\0", b"").decode("utf-8", "surrogateescape")[:100_000]
 
 
-def sitting_variable(data: bytes) -> None:
-    with environ({SITTING: text_of(data)}):
-        found = Sitting.from_env()
+def session_variable(data: bytes) -> None:
+    with environ({SESSION: text_of(data)}):
+        found = Session.from_env()
     assert found is not None
     assert isinstance(found.resume, bool)
     assert isinstance(found.console, bool)
@@ -362,7 +362,7 @@ CSV = (
     b"1,0,train,0.5,0.1,1.0,2.0,0.5,1.0,1.0,1.0,0.0,0.25\n2,0,val,0.5,,,,,,,,,nan\n"
 )
 STRUCK = dumps({"time": 1.5} | vars(PlannedFault(0, 1))).encode() + b"\n"
-SITTING_TEXT = next(iter(Sitting("run", True, ("lr=0.5", "steps=3"), False, "x").to_env().values()))
+SESSION_TEXT = next(iter(Session("run", True, ("lr=0.5", "steps=3"), False, "x").to_env().values()))
 FAULTS_TEXT = next(
     iter(to_env([PlannedFault(0, 3), PlannedFault(1, 2, "reduce", "slow", 0.5)]).values())
 )

@@ -123,9 +123,9 @@ TARGETS = {
             text_mutator("[", "]", "-", ",", "[1-99999999]", "a[1]"),
         ),
         Target(
-            "LOCKSTEP_SITTING",
+            "LOCKSTEP_SESSION",
             40,
-            lambda *_: ([readers.SITTING_TEXT.encode()], readers.sitting_variable),
+            lambda *_: ([readers.SESSION_TEXT.encode()], readers.session_variable),
             json_mutator,
         ),
         Target(

@@ -76,7 +76,7 @@ class PressesCtrlC(Line):
 
 
 class Waits(Line):
-    """Takes its time until all newcomers have joined, however long they take to start."""
+    """Takes its time until all joining ranks have joined, however long they take to start."""
 
     events = Path()
 
@@ -332,4 +332,4 @@ def test_a_named_file_is_never_unpickled(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "lockstep.launching.transferred", "0"], tmp_path)
     assert done.returncode == 2
     assert "call that" in done.stderr
-    assert environment().get("LOCKSTEP_SITTING") is None
+    assert environment().get("LOCKSTEP_SESSION") is None

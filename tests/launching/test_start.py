@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.job.commands import python_command
 from lockstep.launching.job.ending import Ended, how_ended
 from lockstep.launching.job.run import Outcome
@@ -22,7 +22,7 @@ from lockstep.launching.start import start
 
 JOINED = """
 import json, os, shutil, signal, sys
-run_dir = json.loads(os.environ["LOCKSTEP_SITTING"])["run_dir"]
+run_dir = json.loads(os.environ["LOCKSTEP_SESSION"])["run_dir"]
 events = open(run_dir + "/events.jsonl", "a")
 
 def emit(**row):
@@ -53,7 +53,7 @@ def started(folder: Path, code: str, **options: Any) -> Ended:
     run_dir = folder / "run"
     run_dir.mkdir()
     command = python_command([sys.executable, "-c", JOINED + code])
-    return start(command, Sitting(str(run_dir)), 1, on_row=lambda row: None, **options)
+    return start(command, Session(str(run_dir)), 1, on_row=lambda row: None, **options)
 
 
 def num_starts(folder: Path) -> int:
@@ -106,7 +106,7 @@ def test_ranks_over_mpi_of_which_one_was_killed_before_all_had_met(
     (tmp_path / "run").mkdir()
     count = f"import sys; open({str(tmp_path / 'starts')!r}, 'a').write('x'); "
     command = replace(python_command([sys.executable, "-c", count + end]), launcher="mpi")
-    ended = start(command, Sitting(str(tmp_path / "run")), 1, on_row=lambda row: None, restarts=1)
+    ended = start(command, Session(str(tmp_path / "run")), 1, on_row=lambda row: None, restarts=1)
     assert ended.exit_code == code
     assert bool(ended.again) == (starts == 2)
     assert len((tmp_path / "starts").read_text()) == starts
@@ -126,7 +126,7 @@ def test_a_run_directory_may_be_moved(tmp_path: Path) -> None:
     assert started(tmp_path, move + COMPLETED) == Ended(0)
 
 
-def test_a_result_of_an_earlier_sitting_is_none(tmp_path: Path) -> None:
+def test_a_result_of_an_earlier_session_is_none(tmp_path: Path) -> None:
     old = RESULT + "os.utime(run_dir + '/result.json', (1, 1)); sys.exit(9)\n"
     assert started(tmp_path, old, restarts=0).exit_code == 9
 
@@ -134,9 +134,9 @@ def test_a_result_of_an_earlier_sitting_is_none(tmp_path: Path) -> None:
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("class Task: pass\nclass Mine(Task): pass\n")
-    sitting = Sitting(str(tmp_path / "run"), target=str(script))
+    session = Session(str(tmp_path / "run"), target=str(script))
     command = python_command([sys.executable, str(script)])
-    ended = start(command, sitting, 1, on_row=lambda row: None)
+    ended = start(command, session, 1, on_row=lambda row: None)
     assert ended.exit_code == 2
     assert f"{script}: ended without calling lockstep.main" in ended.message
     assert f"{script}:Mine" in ended.message
@@ -149,7 +149,7 @@ def test_ranks_that_were_ended_at_once_can_be_resumed_as_it_says(tmp_path: Path)
     body += "import time\ntime.sleep(60)\n"
     ended = start(
         python_command([sys.executable, "-c", body]),
-        Sitting(str(run_dir), target="digits"),
+        Session(str(run_dir), target="digits"),
         1,
         on_row=lambda row: None,
     )
@@ -198,9 +198,9 @@ def test_ranks_over_mpi_that_were_all_killed_while_they_started_are_started_agai
 ) -> None:
     """mpirun leaves with code 0 then, and says nothing."""
     silent = Outcome(0, "", None, tmp_path / "ranks.log", None, met=False)
-    ended = how_ended(silent, Sitting(str(tmp_path), target="digits"), time.time(), "mpi")
+    ended = how_ended(silent, Session(str(tmp_path), target="digits"), time.time(), "mpi")
     assert ended.again == "a rank ended before all had started"
-    script = Sitting(str(tmp_path), target=__file__)
+    script = Session(str(tmp_path), target=__file__)
     assert not how_ended(silent, script, time.time(), "mpi").again
 
 
@@ -217,7 +217,7 @@ def test_why_a_run_has_ended_is_also_told_by_the_directory_that_it_was_rescued_i
     (rescued / "result.json").write_text(json.dumps(result))
     killed = Outcome(2, "[vm] PRTE ERROR", None, tmp_path / "ranks.log", None, met=True)
     since = time.time()
-    ended = how_ended(killed, Sitting(str(tmp_path / "run")), since - 60, "mpi")
+    ended = how_ended(killed, Session(str(tmp_path / "run")), since - 60, "mpi")
     assert ended == Ended(2, "run: was moved")
-    old = how_ended(killed, Sitting(str(tmp_path / "run")), since + 60, "mpi")
+    old = how_ended(killed, Session(str(tmp_path / "run")), since + 60, "mpi")
     assert "was moved" not in old.message

@@ -247,8 +247,8 @@ def test_how_gradients_are_exchanged_is_a_line(way: str, reason: str, told: str)
 def test_the_summary_tells_what_a_step_took_beside_what_was_predicted(is_terminal: bool) -> None:
     predicted = StepCost(0.0061, 1)
     cost = Measured(step=500, measured=StepCost(0.0059, 1), predicted=predicted, by="a\x1bb.json")
-    foretold = Predicted(step=0, by="b.json", cost=predicted)
-    shown = Shown(terminal=is_terminal)(foretold, run_started(), joined(0), cost, finished(500))
+    predicted = Predicted(step=0, by="b.json", cost=predicted)
+    shown = Shown(terminal=is_terminal)(predicted, run_started(), joined(0), cost, finished(500))
     assert shown.count(r"^step        5.9 ms; 6.1 ms predicted by a\\x1bb.json$") == 1
     assert shown.count("predicted") == 1
     nothing = Measured(step=500, measured=None, predicted=None, reason="no report")

@@ -73,19 +73,19 @@ def test_survivors_that_are_behind_do_not_write_a_step_again(tmp_path: Path) -> 
     assert [s for s, split in curve(tmp_path) if split == "train"] == ["1", "2", "3", "4", "5", "6"]
 
 
-def test_a_new_sitting_writes_steps_it_does_again(tmp_path: Path) -> None:
+def test_a_new_session_writes_steps_it_does_again(tmp_path: Path) -> None:
     for start in (0, 3):
-        sitting = desk(tmp_path)
-        sitting.open()
-        sitting(run_started(step=start))
+        session = desk(tmp_path)
+        session.open()
+        session(run_started(step=start))
         for step in range(start + 1, 6):
-            sitting(step_done(step))
-        sitting.close()
+            session(step_done(step))
+        session.close()
     assert [s for kind, s in rows(tmp_path) if kind == "StepDone"] == [1, 2, 3, 4, 5, 4, 5]
     assert [s for s, _ in curve(tmp_path)] == ["1", "2", "3", "4", "5"]
 
 
-def test_rows_before_this_sitting_do_not_count(tmp_path: Path) -> None:
+def test_rows_before_this_session_do_not_count(tmp_path: Path) -> None:
     """A run of five steps was resumed from step 2; rank 0 is lost after step 3."""
     before = desk(tmp_path)
     before.open()
@@ -95,9 +95,9 @@ def test_rows_before_this_sitting_do_not_count(tmp_path: Path) -> None:
     before.close()
     first, second = desk(tmp_path), desk(tmp_path)
     first.open()
-    for sitting in (first, second):
-        sitting(run_started(step=2))
-        sitting(step_done(3))
+    for session in (first, second):
+        session(run_started(step=2))
+        session(step_done(3))
     second.open()
     second(run_started(step=3, continued=True))
     second(step_done(4))

@@ -97,7 +97,7 @@ def test_an_event_defined_elsewhere_is_known() -> None:
     assert event_from_row(json.loads(dumps(row_of(event, 0.0)))) == event
 
 
-def test_rows_are_there_at_once_and_a_later_sitting_appends(tmp_path: Path) -> None:
+def test_rows_are_there_at_once_and_a_later_session_appends(tmp_path: Path) -> None:
     path = tmp_path / "日誌" / "events.jsonl"
     for step in (1, 2):
         sink = EventsJsonl(path, clock=lambda: 1234.5)
@@ -108,7 +108,7 @@ def test_rows_are_there_at_once_and_a_later_sitting_appends(tmp_path: Path) -> N
     assert read_events(path)[0]["time"] == 1234.5
 
 
-def test_a_torn_last_line_is_left_out_and_cut_by_the_next_sitting(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_cut_by_the_next_session(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     whole = dumps(row_of(finished(), 0.0)) + "\n"
     path.write_text(whole + whole[:40])
@@ -174,14 +174,14 @@ def test_rows_written_just_before_the_stop_are_not_missed(tmp_path: Path) -> Non
     assert [row["step"] for row in follow_events(path, stop)] == [7]
 
 
-def test_following_skips_earlier_sittings_and_outlives_a_torn_line(tmp_path: Path) -> None:
+def test_following_skips_earlier_sessions_and_outlives_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     sink = EventsJsonl(path)
     sink(step_done(1))
     sink.close()
     start = end_of_events(path)
 
-    def sittings() -> Iterator[bool]:
+    def sessions() -> Iterator[bool]:
         with path.open("a") as file:
             file.write('{"event": "torn by a kill')
         yield False
@@ -190,7 +190,7 @@ def test_following_skips_earlier_sittings_and_outlives_a_torn_line(tmp_path: Pat
         sink.close()
         yield True
 
-    states = sittings()
+    states = sessions()
     rows = follow_events(path, lambda: next(states), start=start, poll_s=0)
     assert [row["step"] for row in rows] == [2]
 

@@ -189,15 +189,15 @@ def test_a_name_that_gets_a_value_back_has_it_in_all_files(
     assert (logged(tmp_path, "a"), logged(tmp_path, "b")) == (["1.0", "2.0", "1.0"], ["7.0"])
 
 
-def test_a_value_that_a_later_sitting_logs_again_is_the_last(tmp_path: Path) -> None:
+def test_a_value_that_a_later_session_logs_again_is_the_last(tmp_path: Path) -> None:
     """`on_start` logs at the step that the run goes on from, of which the file has rows."""
     for values in ((1.0, 2.0), (1.0, 1.0), (2.0,)):
-        sitting = MetricsCsv(tmp_path / "metrics.csv")
-        sitting(run_started(step=2))
+        session = MetricsCsv(tmp_path / "metrics.csv")
+        session(run_started(step=2))
         for value in values:
             for event in (*events_of(2, a=value), checkpointed(2)):
-                sitting(event)
-        sitting.close()
+                session(event)
+        session.close()
     assert logged(tmp_path, "a") == ["1.0", "2.0", "1.0", "2.0"]
 
 

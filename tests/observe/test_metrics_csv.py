@@ -17,7 +17,7 @@ from lockstep.observe.storing.metrics_csv import COLUMNS
 
 
 def write(path: Path, events: list[Event], resumed_step: int = 0) -> None:
-    """One sitting."""
+    """One session."""
     sink = MetricsCsv(path)
     sink(run_started(step=resumed_step))
     for event in events:

@@ -58,7 +58,7 @@ def test_steps_before_a_resume_do_not_count() -> None:
     assert after(*again, *reports(3, 410, 450)) == pytest.approx(150)
 
 
-def test_another_first_rank_is_no_new_sitting() -> None:
+def test_another_first_rank_is_no_new_session() -> None:
     before = [run_started(), *reports(2, 10, 100)]
     assert after(*before, run_started(step=100, continued=True)) == after(*before)
 

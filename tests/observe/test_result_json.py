@@ -94,9 +94,9 @@ def test_what_steps_have_cost_is_beside_what_was_predicted(tmp_path: Path) -> No
         sink(cost)
         sink(finished(500))
         result = read_result(path)
-        foretold = {"step_s": 0.25, "peak_bytes": 6, "by": "plan.json"}
+        predicted = {"step_s": 0.25, "peak_bytes": 6, "by": "plan.json"}
         assert result["measured"] == {"step_s": 0.5, "peak_bytes": 7}
-        assert result["predicted"] == (foretold if cost.predicted else None)
+        assert result["predicted"] == (predicted if cost.predicted else None)
         assert result["predicted_reason"] == "why"
         read = cost_of(result)
         assert read is not None
@@ -156,7 +156,7 @@ def test_a_result_of_an_older_version_says_nothing_of_costs(tmp_path: Path) -> N
     assert cost_of(read_result(tmp_path)) is None
 
 
-def test_a_run_that_goes_on_has_no_result_of_an_earlier_sitting(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_no_result_of_an_earlier_session(tmp_path: Path) -> None:
     sink = ResultJson(tmp_path / "result.json")
     sink(finished(10, status="stopped"))
     assert read_result(tmp_path)["status"] == "stopped"

@@ -163,14 +163,14 @@ def test_open_sinks_writes_a_whole_run_directory(
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
-    def sitting(resumed_step: int, last_step: int) -> None:
+    def session(resumed_step: int, last_step: int) -> None:
         with open_sinks(tmp_path, tensorboard=False, console=False) as sinks:
             sinks(run_started(step=resumed_step))
             for step in range(resumed_step + 1, last_step + 1):
                 sinks(step_done(step))
 
-    sitting(0, 5)
-    sitting(3, 6)
+    session(0, 5)
+    session(3, 6)
     history = read_events(tmp_path / "events.jsonl")
     steps = [row["step"] for row in history if row["event"] == "StepDone"]
     assert steps == [1, 2, 3, 4, 5, 4, 5, 6]

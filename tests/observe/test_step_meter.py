@@ -139,7 +139,7 @@ def test_reports_of_another_number_of_ranks_do_not_count() -> None:
     assert values(found.measured) == (pytest.approx(0.3), 0)
 
 
-def test_a_sitting_counts_by_itself_and_its_plan_too() -> None:
+def test_a_session_counts_by_itself_and_its_plan_too() -> None:
     reports = [report(10 * n, 0.1 * n) for n in range(1, 5)]
     first = [PLAN, *START, *reports]
     assert metered([*first, *START]).reason == "too few steps on 2 ranks"

@@ -9,7 +9,7 @@ SIZES = st.integers(1, 64)
 
 
 @given(SIZES, SIZES, st.integers(1, 8))
-def test_microbatches_are_dealt_out_once_and_in_order(num_microbatches, size, tp):
+def test_microbatches_are_distributed_once_and_in_order(num_microbatches, size, tp):
     assume(size >= tp)
     mesh = Mesh.of(num_microbatches, size, tp)
     ranges = mesh.microbatches

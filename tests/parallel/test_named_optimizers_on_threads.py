@@ -76,7 +76,7 @@ class Blocks(ls.Task):
         return {"first": [1.0, 0.5], "last": 1.0 - step / total_steps, "middle": 1.0}
 
 
-class Turns(Blocks):
+class StageOrder(Blocks):
     """Two phases, one of them with the first and the last block."""
 
     def phases(self) -> list[ls.Phase]:
@@ -143,7 +143,7 @@ def trained(
     return found[0]
 
 
-@pytest.fixture(scope="module", params=[Blocks, Turns])
+@pytest.fixture(scope="module", params=[Blocks, StageOrder])
 def kind(request: pytest.FixtureRequest) -> type[Blocks]:
     found: type[Blocks] = request.param
     return found

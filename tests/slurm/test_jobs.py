@@ -47,9 +47,9 @@ def check(cluster, job, folder, expected, restarts, timeout=120):
 
 
 def test_srun_starts_ranks_over_gloo(cluster, expected, limited, tmp_path):
-    sitting = {"run_dir": str(tmp_path / "run"), "resume": False, "overrides": OVERRIDES}
+    session = {"run_dir": str(tmp_path / "run"), "resume": False, "overrides": OVERRIDES}
     # The nodes of this cluster have names that nobody resolves.
-    env = cluster.env | {"LOCKSTEP_SITTING": json.dumps(sitting), "MASTER_ADDR": "127.0.0.1"}
+    env = cluster.env | {"LOCKSTEP_SESSION": json.dumps(session), "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
         ["srun", "-N", "4", "-n", "4", sys.executable, str(TASKS)],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120,

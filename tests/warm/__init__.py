@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.warm.server import listener
 
 SERVER = "LOCKSTEP_TEST_WARM"
@@ -30,7 +30,7 @@ def warm_server() -> Iterator[dict[str, str]]:
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "MKL", "OPENBLAS")}
     with listener(name) as line:
         server = subprocess.Popen(
-            tethered([sys.executable, str(_FOLDER / "server.py"), str(line.fileno()), name]),
+            bound_to_parent([sys.executable, str(_FOLDER / "server.py"), str(line.fileno()), name]),
             env=os.environ | threads,
             pass_fds=(line.fileno(),),
         )

@@ -232,7 +232,7 @@ class Transport(ABC):
     def regroup(self, takes_in: bool = False) -> None:
         """Go on without dead ranks: `rank` and `size` change.
 
-        A collective of the survivors, who keep their order; newcomers get the highest ranks.
+        A collective of the survivors, who keep their order; joining ranks get the highest ranks.
 
         Args:
             takes_in: whether new processes may be taken in, the same on all ranks.
@@ -256,17 +256,17 @@ class Transport(ABC):
         raise NotImplementedError(f"{self.name} cannot be given up")
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_joining(self) -> bool:
         """Whether this process has yet to be taken in; until then it is a group of its own."""
         return False
 
     @property
-    def has_newcomer(self) -> bool:
+    def has_joiner(self) -> bool:
         """Whether, as far as this rank knows, a new process waits to be taken in."""
         return False
 
     def withdraw(self) -> NoReturn:
-        """End this process, a newcomer that the others refuse; they see it die and regroup."""
+        """End this process, a joining rank that the others refuse; they see it die and regroup."""
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("is dead")
 

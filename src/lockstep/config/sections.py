@@ -198,7 +198,7 @@ class LocalConfig(Section):
 
 
 class TablesConfig(Section):
-    """Tables whose rows are dealt out to ranks (`lockstep.nn.SparseEmbedding`)."""
+    """Tables whose rows are distributed over ranks (`lockstep.nn.SparseEmbedding`)."""
 
     buddy: bool = Field(default=True, json_schema_extra=NO_OUTCOME)
     """Where survivors can go on: each rank also keeps the rows of the rank before it, so that the
@@ -216,7 +216,7 @@ class MeshConfig(Section):
     without effect where `mesh.pp` is 1."""
     tp: Positive = Field(default=1, json_schema_extra=NO_OUTCOME)
     """Ranks that compute a microbatch together, each some of the shards (`num_shards`): tensor
-    parallelism. All ranks are dealt out to such replicas, which share out the microbatches."""
+    parallelism. All ranks are distributed over such replicas, which share out the microbatches."""
 
     shrink: Literal["drop-replica", "replan"] = Field(
         default="drop-replica", json_schema_extra=NO_OUTCOME

@@ -45,17 +45,17 @@ class TrainConfig(Section):
     batch_size: Positive = 256
     """Samples in a global batch: one optimizer step, whatever the number of ranks."""
     num_microbatches: Positive = 8
-    """Parts of a global batch, dealt out to the ranks; at most `batch_size`. More ranks than this
-    have nothing to do."""
+    """Parts of a global batch, distributed over the ranks; at most `batch_size`. More ranks than
+    this have nothing to do."""
     num_shards: Positive = 1
-    """Parts of the features of layers that can be cut (`lockstep.nn`), dealt out to the ranks that
-    compute a microbatch together (`mesh.tp`)."""
+    """Parts of the features of layers that can be cut (`lockstep.nn`), distributed over the ranks
+    that compute a microbatch together (`mesh.tp`)."""
     epochs: Positive = 1
     """Passes over the data."""
     steps: Positive | None = None
     """Optimizer steps of the whole run, instead of `epochs`; the schedule spans them."""
     stop_at_step: Positive | None = Field(default=None, json_schema_extra=NO_OUTCOME)
-    """End this sitting after this step, with a checkpoint; the run can be resumed. Not written to
+    """End this session after this step, with a checkpoint; the run can be resumed. Not written to
     `config.yaml`."""
 
     lr: NonNegativeFloat = 1e-3

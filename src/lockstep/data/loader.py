@@ -30,7 +30,7 @@ from lockstep.data.random import (
 from lockstep.data.sampler import ElasticSampler
 from lockstep.data.workers import fetched, release
 from lockstep.errors import DataError, LockstepError, TaskError
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Assigned
 
 Batch = Any
 Collate = Callable[[list[Any]], Batch]
@@ -88,7 +88,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def stream(
-        self, microbatches: Dealt, first_step: int, last_step: int
+        self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
@@ -262,7 +262,7 @@ class Loader(BatchSource):
             yield to_device(batch, self._device)
 
     def stream(
-        self, microbatches: Dealt, first_step: int, last_step: int
+        self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 
@@ -338,7 +338,7 @@ class _Requests:
     def __init__(
         self,
         make: Callable[[int, int], Request | None],
-        microbatches: Dealt,
+        microbatches: Assigned,
         first_step: int,
         last_step: int,
     ) -> None:

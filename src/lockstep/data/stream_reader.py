@@ -18,7 +18,7 @@ from lockstep.data.passes import Pass, ShuffledPass
 from lockstep.data.random import Stream, data_digest, random_key, seed_all
 from lockstep.data.sampler import BatchLayout
 from lockstep.errors import DataError
-from lockstep.parallel.layout import Dealt, Range
+from lockstep.parallel.layout import Assigned, Range
 
 
 class StreamReader:
@@ -317,7 +317,7 @@ class StreamLoader(BatchSource):
                 yield self._batch(epoch, step, microbatch, part)
 
     def stream(
-        self, microbatches: Dealt, first_step: int, last_step: int
+        self, microbatches: Assigned, first_step: int, last_step: int
     ) -> Generator[tuple[int, int, Batch], None, None]:
         """The microbatches of `microbatches` of steps first_step <= step < last_step, in order.
 

@@ -164,9 +164,9 @@ def assemble(task: Task, config: TrainConfig, runtime: Runtime) -> Parts:
     if isinstance(model, Pipeline):
         model.untie()
     places = Places(config, runtime, model, stages)
-    if not transport.is_newcomer:  # who joins has no place yet
+    if not transport.is_joining:  # who joins has no place yet
         places.arrange()
-    if places.is_split and not transport.is_newcomer:
+    if places.is_split and not transport.is_joining:
         flat = flat.restricted(places.own)
         keep(model, places.own)
     size, can_regroup = places.data.size, transport.can_regroup

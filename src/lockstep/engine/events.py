@@ -40,7 +40,7 @@ class RunStarted(Event):
     batch_size: int
     """Samples of a full step: the config's `batch_size`, or all of an epoch if it has fewer."""
     continued: bool = False
-    """Rank 0 was lost, and another one goes on in its place: not the start of a sitting."""
+    """Rank 0 was lost, and another one goes on in its place: not the start of a session."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class ExchangeChosen(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Rebalanced(Event):
-    """Microbatches are dealt out by measured speed from now on: slow ranks get fewer."""
+    """Microbatches are distributed by measured speed from now on: slow ranks get fewer."""
 
     microbatches: tuple[int, ...]
     """Number of microbatches that each rank computes."""

@@ -51,7 +51,7 @@ what microbatches carry (`Task.carry`) go to other ranks; before rows of tables
 before the optimizer; before and after ranks with a sharded one tell each other what they have
 stepped; after the step; before an evaluation; in the middle of writing a checkpoint (rank 0); when
 a loss was noticed; when survivors have regrouped but not agreed yet; when a new process begins, to
-be taken in; at the start of a sitting, always of step 0: before a process meets the others, before
+be taken in; at the start of a session, always of step 0: before a process meets the others, before
 they assemble the training, and when they have."""
 
 Kind = Literal[

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.errors import TaskError
 from lockstep.nn.cutting import Shard
-from lockstep.nn.remote import is_let_go, let_go
+from lockstep.nn.remote import is_released, release
 from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range
@@ -255,7 +255,7 @@ class FlatTensors:
     def close(self, segment: int) -> None:
         """Free the memory of a segment, of whose tensors shapes remain."""
         for tensor, _ in self._by_segment[segment]:
-            let_go(tensor)
+            release(tensor)
         storage = self.flats[segment].untyped_storage()
         if not storage.resizable():
             names = [entry.name for _, entry in self._by_segment[segment]]
@@ -304,7 +304,7 @@ class FlatTensors:
         is_closed = [f.numel() > 0 == f.untyped_storage().nbytes() for f in self.flats]
         for tensor, entry in zip(self.tensors, self.entries, strict=True):
             if is_closed[entry.segment]:
-                if not is_let_go(tensor):
+                if not is_released(tensor):
                     raise TaskError(given_other_memory(entry.name))
                 continue
             view = self.view(self.flats, entry)

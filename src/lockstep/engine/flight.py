@@ -3,7 +3,7 @@
 ```
 flight/slot_N.calls          written by the process when a call has failed, or by its watchdog
 flight/waiting_slot_N.calls  written by the watchdog of one that waits for long, as long as it does
-flight/0001/slot_N.calls     of a loss after which the others went on, or of an earlier sitting
+flight/0001/slot_N.calls     of a loss after which the others went on, or of an earlier session
 ```
 """
 
@@ -92,7 +92,7 @@ class FlightFolder:
             shutil.rmtree(old)
 
     def begin(self) -> None:
-        """Set aside what an earlier sitting has left; of rank 0.
+        """Set aside what an earlier session has left; of rank 0.
 
         Raises:
             OSError: it cannot be done.

@@ -124,7 +124,7 @@ class Hook:
     changes_model: ClassVar[bool] = False
 
     def on_start(self, run: Run) -> None:
-        """Called when a process begins to train: at a run's start, after a resume, as a newcomer.
+        """Called when a process begins to train: at a start, after a resume, as a joining rank.
 
         The state of the hook and of the model is there by then.
         """
@@ -149,7 +149,7 @@ class Hook:
         """
 
     def on_end(self, run: Run, status: str, reason: str) -> None:
-        """Called when a sitting of the run ends in order, after the last checkpoint.
+        """Called when a session of the run ends in order, after the last checkpoint.
 
         Args:
             run: the run.

@@ -28,7 +28,7 @@ from lockstep.nn.cutting import region_of
 MAY_LOG = ("on_start", "after_step", "after_evaluation", "on_end")
 """Methods of a hook that may call `lockstep.log`: all ranks have the same state."""
 _CALLED_BY_SOME = ("on_start", "after_checkpoint")
-"""Methods that not all ranks call at once: newcomers begin later, rank 0 writes checkpoints."""
+"""Methods that not all ranks call at once: joining ranks begin later, rank 0 writes checkpoints."""
 
 
 class Hooks:

@@ -21,14 +21,14 @@ from lockstep.nn.ties import Holding, Unit
 from lockstep.parallel.depth_axis import DepthAxis
 from lockstep.parallel.depth_axis import Moment as PipelineMoment
 from lockstep.parallel.hosts.layout import Hosts, meet_hosts
-from lockstep.parallel.layout import Dealt, Pass, Range, one_forward_one_backward, split
+from lockstep.parallel.layout import Assigned, Pass, Range, one_forward_one_backward, split
 from lockstep.parallel.mesh import NEW, Mesh, rearranged
 from lockstep.parallel.shard_axis import ShardAxis
 
 T = TypeVar("T")
 
 
-class Turns:
+class StageOrder:
     """Has a rank compute its stages in turn, and give others what they need of it meanwhile."""
 
     def __init__(self, model: nn.Module, num_depths: int) -> None:
@@ -133,7 +133,7 @@ class Places:
         self._interleave = config.mesh.num_stages // self._pp
         self._num_columns = self._tp * self._pp
         self.stages = list(stages)
-        self.turns = Turns(model, self._pp)
+        self.turns = StageOrder(model, self._pp)
         self._axes: list[DepthAxis] = []
         self.num_shards = config.num_shards
         self._in_rounds = config.shards_gradients
@@ -235,7 +235,7 @@ class Places:
         """Give every rank of a new group a place on the mesh; `connect` must follow.
 
         Args:
-            kept: column that each rank was in, `NEW` for newcomers.
+            kept: column that each rank was in, `NEW` for joining ranks.
 
         Raises:
             RankFailure: all ranks of a column are gone; on all ranks.
@@ -301,7 +301,7 @@ class Places:
         elif storage is not None:
             ties.skip_refresh(self.stages, self.column // self._tp, storage)
 
-    def passes(self, microbatches: Dealt) -> Sequence[Pass]:
+    def passes(self, microbatches: Assigned) -> Sequence[Pass]:
         """The forward and backward passes of this rank, of its replica's microbatches."""
         # Of spares too, who do in each of them what others of their stage need.
         place = 0 if self.column == NEW else self.column // self._tp
@@ -332,7 +332,7 @@ class Places:
         if self.are_coupled:
             self._connect_axes()
 
-    def of_column(self, of_ranks: Sequence[Dealt]) -> list[Dealt]:
+    def of_column(self, of_ranks: Sequence[Assigned]) -> list[Assigned]:
         """Of ranges for all ranks, those of this rank's column."""
         if not self.is_split or self.column == NEW:
             return list(of_ranks)

@@ -24,7 +24,7 @@ from lockstep.errors import EnvironError, LockstepError, RankFailure, TaskFailur
 NUM_BYTES = 24
 
 
-class Pulse:
+class Heartbeat:
     """Counts what this process gets done, and says whether it waits for other ranks.
 
     Three integers of 64 bits: beats, whether it is waiting, whether it has got going.
@@ -43,7 +43,7 @@ class Pulse:
         It is closed with this object.
         """
         if self._fd is None:
-            self._fd = os.memfd_create("lockstep-pulse") if hasattr(os, "memfd_create") else -1
+            self._fd = os.memfd_create("lockstep-heartbeat") if hasattr(os, "memfd_create") else -1
             if self._fd >= 0:
                 weakref.finalize(self, os.close, self._fd)
                 os.ftruncate(self._fd, NUM_BYTES)
@@ -96,7 +96,7 @@ class Runtime:
         stop_reason: function that returns why the run should end after this step, if it should.
         take_over: function that makes this process, now rank 0, the one that shows and stores.
         at: function that is called at each moment of a step, see `faults.Moment`.
-        pulse: sign of life of this process, for its watchdog.
+        heartbeat: sign of life of this process, for its watchdog.
         on_step: function that is called with the number of committed steps, after each of them.
     """
 
@@ -110,7 +110,7 @@ class Runtime:
     take_over: Callable[[], None] = lambda: None
     at: At = nothing
     on_step: Callable[[int], None] = nothing_after_step
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     cores: int = 0
     is_one_host: bool = True
 
@@ -187,11 +187,11 @@ def shared_words(
             "microbatches (num_microbatches) or activation_checkpointing lower what activations "
             "take, and sharding what parameters, gradients and optimizer state take",
         ]
-        _let_go(error)
+        _release(error)
     elif error is not None:
         trace = shortened("".join(traceback.format_exception(error)).rstrip())
         mine = [TaskFailure.__name__, f"rank {transport.rank} raised an exception\n{trace}"]
-        _let_go(error)
+        _release(error)
     everyone = transport.gather_json([mine, word])
     said = [e for e, _ in everyone if e]
     # Who waited in vain for a rank that has failed has nothing to tell beside that rank.
@@ -206,7 +206,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return is_of_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
-def _let_go(error: BaseException | None) -> None:
+def _release(error: BaseException | None) -> None:
     """Free what an exception holds on to by the frames of its traceback.
 
     That is all that the failed code was at work with, such as activations and data loaders. Workers

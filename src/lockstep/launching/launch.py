@@ -23,7 +23,7 @@ from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task import Task, with_config
 from lockstep.engine.task.task import check_config
 from lockstep.errors import CheckpointError, LaunchError, LockstepError, RankFailure, TaskFailure
-from lockstep.launching.front import Result, Sitting, Stopped, claim, find_device, new_run_dir
+from lockstep.launching.front import Result, Session, Stopped, claim, find_device, new_run_dir
 from lockstep.launching.front.api import restored
 from lockstep.launching.job.commands import RankCommand, local_command
 from lockstep.launching.job.ending import Ended
@@ -31,7 +31,7 @@ from lockstep.launching.rank.early import INTERRUPTED
 from lockstep.launching.rank.environment import Environment, detect
 from lockstep.launching.start import rank_command, start_shown
 from lockstep.launching.transfer import copied, target_of
-from lockstep.launching.warm.proxy import standing_in
+from lockstep.launching.warm.proxy import through_proxy
 from lockstep.launching.warm.starting import new_server
 
 LAUNCHERS = ("local", "mpi")
@@ -103,7 +103,7 @@ def launch(
             "hands none on; use launcher='local', or a class that a file defines"
         )
     path = str(directory.path)
-    sitting = Sitting(
+    session = Session(
         path,
         resume,
         console=False,
@@ -122,12 +122,12 @@ def launch(
         else:
             fd = stack.enter_context(copied(task, config))
             argv = [sys.executable, "-m", "lockstep.launching.transferred", str(fd)]
-            argv = standing_in(argv, server)
+            argv = through_proxy(argv, server)
             command = local_command(num_ranks, argv, replacements, (fd,), server)
-        claim(directory, task, config, sitting)  # so that what is wrong with it is said at once
+        claim(directory, task, config, session)  # so that what is wrong with it is said at once
         directory.close()
         command = replace(command, start_timeout_s=config.start_timeout_s)
-        ended = start_shown(command, sitting, config.threads, kept.note_started)
+        ended = start_shown(command, session, config.threads, kept.note_started)
         return _outcome(ended, task, config, directory)
 
 
@@ -137,7 +137,7 @@ def _check(task: Task, num_ranks: int, launcher: str | None, replacements: int) 
     Raises:
         LaunchError: an argument does not work, or this process is a rank itself.
     """
-    if Sitting.from_env() is not None or detect(os.environ).launcher != "python":
+    if Session.from_env() is not None or detect(os.environ).launcher != "python":
         raise LaunchError(
             "launch: this process is already a rank; in a script, call it below "
             '`if __name__ == "__main__":`, for ranks import the script to get its task. Under '
@@ -167,7 +167,7 @@ def _by_name(
 ) -> RankCommand:
     """Ranks that make the task from its class and the config in the run directory."""
     arguments = ["--config", str((directory.path / "config.yaml").resolve())]
-    if config.stop_at_step is not None:  # of a sitting, so not in the file
+    if config.stop_at_step is not None:  # of a session, so not in the file
         arguments.append(f"stop_at_step={config.stop_at_step}")
     return rank_command(launcher, num_ranks, target, arguments, replacements, server, silence_s)
 

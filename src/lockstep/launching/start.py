@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import LaunchError
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.processes import usable_cores
 from lockstep.launching.job.commands import (
@@ -29,7 +29,7 @@ from lockstep.launching.job.commands import (
 from lockstep.launching.job.ending import Ended, how_ended
 from lockstep.launching.job.run import run_ranks
 from lockstep.launching.targets import is_script, script_path
-from lockstep.launching.warm.proxy import standing_in
+from lockstep.launching.warm.proxy import through_proxy
 from lockstep.observe import Sinks, event_from_row, view
 from lockstep.observe.text import count
 
@@ -94,7 +94,7 @@ def rank_command(
         argv = [sys.executable, str(script_path(target))]
     else:
         argv = [sys.executable, "-m", "lockstep", "train", target, *arguments]
-    argv = standing_in(argv, server)
+    argv = through_proxy(argv, server)
     if launcher == "mpi":
         return mpirun_command(
             num_ranks, argv, cores=usable_cores(), replacements=replacements,
@@ -109,7 +109,7 @@ def rank_command(
 
 def start(
     command: RankCommand,
-    sitting: Sitting,
+    session: Session,
     threads: int,
     *,
     on_row: Callable[[dict[str, Any]], None],
@@ -121,14 +121,14 @@ def start(
 
     Args:
         command: command that starts the ranks.
-        sitting: request that the ranks get by their environment.
+        session: request that the ranks get by their environment.
         threads: number of threads of each rank.
         on_row: function that is called with the row of each new event.
         on_line: function that is called with each line of the ranks' standard output.
         restarts: greatest number of restarts without a committed step in between.
         env: further environment variables for the ranks.
     """
-    assert sitting.run_dir is not None
+    assert session.run_dir is not None
     step = failures = 0
 
     def watch(row: dict[str, Any]) -> None:
@@ -139,14 +139,14 @@ def start(
 
     while True:
         since = time.time()
-        everything = rank_environment(threads) | sitting.to_env() | dict(env or {})
+        everything = rank_environment(threads) | session.to_env() | dict(env or {})
         try:
             with pumped_output():  # or ranks would not be looked after
                 outcome = run_ranks(
-                    command, everything, run_dir=Path(sitting.run_dir), on_row=watch,
+                    command, everything, run_dir=Path(session.run_dir), on_row=watch,
                     on_line=on_line, on_notice=_notice,
                 )  # fmt: skip
-            ended = how_ended(outcome, sitting, since, command.launcher)
+            ended = how_ended(outcome, session, since, command.launcher)
         except LaunchError as error:
             ended = Ended(error.exit_code, str(error), str(error).partition("\n")[0])
         if not ended.again or failures >= restarts:
@@ -158,7 +158,7 @@ def start(
             f"({failures} of {restarts} without progress)"
         )
         time.sleep(delay_s)
-        sitting = replace(sitting, resume=True)
+        session = replace(session, resume=True)
 
 
 def _notice(text: str) -> None:
@@ -166,18 +166,18 @@ def _notice(text: str) -> None:
 
 
 def start_shown(
-    command: RankCommand, sitting: Sitting, threads: int, on_started: Callable[[], None]
+    command: RankCommand, session: Session, threads: int, on_started: Callable[[], None]
 ) -> Ended:
-    """Run ranks to their end, shown on the console or in the notebook as `sitting` says.
+    """Run ranks to their end, shown on the console or in the notebook as `session` says.
 
     Args:
         command: command that starts the ranks.
-        sitting: request that the ranks get by their environment.
+        session: request that the ranks get by their environment.
         threads: number of threads of each rank.
         on_started: function that is called when the ranks have started the run.
     """
     with pumped_output():  # before there is a view, which may put a stream of its own there
-        shown = view(sitting.quiet, per_rank=sitting.per_rank)
+        shown = view(session.quiet, per_rank=session.per_rank)
         with Sinks([shown]) as sinks:
             shown.wait(f"starting {count(command.num_ranks, 'rank')} ({command.launcher})")
 
@@ -186,4 +186,4 @@ def start_shown(
                     on_started()
                 sinks(event_from_row(row))
 
-            return start(command, sitting, threads, on_row=show)
+            return start(command, session, threads, on_row=show)

@@ -23,7 +23,7 @@ import cloudpickle
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import kept_generators
-from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shortened
 from lockstep.launching.systems import recipe_of
@@ -145,7 +145,7 @@ def _is_of_its_config(task: Task, resume: bool) -> bool:
     try:
         return bool(cloudpickle.dumps(vars(task)) == cloudpickle.dumps(vars(anew)))
     except Exception:  # it cannot be copied anyway
-        return held_state({"task": task}) == held_state({"task": anew})
+        return hidden_state({"task": task}) == hidden_state({"task": anew})
 
 
 def _culprit(

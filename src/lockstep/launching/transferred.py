@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.config import TrainConfig
 from lockstep.engine.task import Task
 from lockstep.errors import LaunchError, LockstepError
-from lockstep.launching.front import Sitting, leave, run
+from lockstep.launching.front import Session, leave, run
 from lockstep.launching.transfer import MAIN
 
 
@@ -60,14 +60,14 @@ def received(fd: int) -> tuple[Task, TrainConfig]:
 
 def main(fd: int) -> None:
     """Be a rank of the launch."""
-    sitting = Sitting.from_env()
-    if sitting is None:
+    session = Session.from_env()
+    if session is None:
         raise LaunchError("this module is for ranks that lockstep.launch starts; call that")
-    sitting.extend_search_path()
+    session.extend_search_path()
     # The module that the parent's classes say they are of.
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
-        run(*received(fd), sitting)
+        run(*received(fd), session)
     except LockstepError as error:
         leave(error)
 

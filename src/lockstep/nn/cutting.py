@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.remote import let_go
+from lockstep.nn.remote import release
 from lockstep.nn.sharded.layers import DIVIDED, ShardedModule, watch_backward_hooks
 from lockstep.nn.sharded.regions import Region
 from lockstep.nn.ties import EVERYWHERE, WHOLE, Holding, Unit
@@ -151,7 +151,7 @@ def keep(model: nn.Module, own: Holding) -> None:
         copies = {name for tie in model.ties for name in tie.names}
     for name, unit in units.items():
         if name not in copies and not own.has(unit):
-            let_go(parameters[name])
+            release(parameters[name])
     if isinstance(model, Pipeline):
         model.ties.take_place(own, units)
 

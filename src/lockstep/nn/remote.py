@@ -13,13 +13,13 @@ from lockstep.errors import TaskError
 _KNOWN = frozenset({"__get__", "__len__", "dim", "numel", "size"})
 
 
-class Elsewhere(Tensor):
+class RemoteTensor(Tensor):
     """What a `state_dict` has for a parameter that this rank has not, or has some shards of."""
 
     _name = "a parameter"
 
     @staticmethod
-    def of(name: str, shape: torch.Size, dtype: torch.dtype) -> Elsewhere:
+    def of(name: str, shape: torch.Size, dtype: torch.dtype) -> RemoteTensor:
         """Stand for a whole tensor.
 
         Args:
@@ -27,7 +27,7 @@ class Elsewhere(Tensor):
             shape: shape of the whole tensor.
             dtype: its dtype.
         """
-        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Elsewhere)
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(RemoteTensor)
         made._name = name
         return made
 
@@ -44,7 +44,7 @@ class Elsewhere(Tensor):
             if not isinstance(known, Tensor):
                 return known
         leaves = pytree.tree_leaves((args, kwargs))
-        own = next((leaf for leaf in leaves if isinstance(leaf, Elsewhere)), cls)
+        own = next((leaf for leaf in leaves if isinstance(leaf, RemoteTensor)), cls)
         raise TaskError(
             f"state_dict: {own._name} lies on other ranks, or some of its shards or slices do "
             "(mesh.tp, mesh.pp, sharding=parameters); in a loss, compute with what the model gives "
@@ -57,7 +57,7 @@ class Elsewhere(Tensor):
         return f"Elsewhere({self._name}, {tuple(self.shape)})"
 
 
-def let_go(piece: Tensor) -> None:
+def release(piece: Tensor) -> None:
     """Keep the shape of a tensor, and free its memory; computing with it gives NaN."""
     # Strides of 0 are what tells it from a tensor with content.
     piece.data = torch.full((), float("nan"), dtype=piece.dtype, device=piece.device).expand(
@@ -70,8 +70,8 @@ def is_held(piece: Tensor) -> bool:
     return piece.numel() == 0 or any(piece.stride()) or piece.dim() == 0
 
 
-def is_let_go(parameter: Tensor) -> bool:
-    """Whether `let_go` has freed a parameter's memory."""
+def is_released(parameter: Tensor) -> bool:
+    """Whether `release` has freed a parameter's memory."""
     # A number has no strides to tell by.
     is_number = parameter.dim() == 0
     return not is_held(parameter) or (is_number and bool(parameter.isnan()))
@@ -88,5 +88,5 @@ def _without_content(module: nn.Module, state: dict[str, Any], prefix: str, _: A
         name = prefix + key
         if parameter is None or name not in state:
             continue
-        if is_let_go(parameter):
-            state[name] = Elsewhere.of(name, parameter.shape, parameter.dtype)
+        if is_released(parameter):
+            state[name] = RemoteTensor.of(name, parameter.shape, parameter.dtype)

@@ -17,7 +17,7 @@ from lockstep.parallel.layout import ROWS, RowLayout
 _MOST_NAMED = 4
 
 
-class Lent(NamedTuple):
+class Fetched(NamedTuple):
     """Rows of a table for a while.
 
     Attributes:
@@ -32,7 +32,7 @@ class Lent(NamedTuple):
 class SparseEmbedding(nn.Module):
     """A table of rows that are looked up by number, shared out over the ranks of a run.
 
-    In a run each rank owns a part of the rows. Before a forward pass it has the rows lent that
+    In a run each rank owns a part of the rows. Before a forward pass it has the rows fetched that
     `Task.lookups` names; their gradients go back to the owners, which step these rows only, by an
     optimizer of the table's own. So a step costs what the rows in use cost, and the table may be
     larger than a rank's memory. The values are the same on any number of ranks.
@@ -49,7 +49,7 @@ class SparseEmbedding(nn.Module):
 
     Attributes:
         weight: all rows: float32 [num_rows, dim]; None while they are with their ranks.
-        is_dealt: whether the rows are with their ranks.
+        is_distributed: whether the rows are with their ranks.
         name: of the module in its model, in a run.
 
     Raises:
@@ -82,8 +82,8 @@ class SparseEmbedding(nn.Module):
         self.schedule = schedule
         # Of the global generator, so that two tables begin otherwise, and all ranks alike.
         self._seed = int(torch.randint(2**62, (), device="cpu"))
-        self._lent: Lent | None = None
-        self.is_dealt = False
+        self._fetched: Fetched | None = None
+        self.is_distributed = False
         self.name = ""
         self.register_buffer("weight", None)
 
@@ -100,15 +100,15 @@ class SparseEmbedding(nn.Module):
             IndexError: a number is out of range.
             TaskError: in a run, `Task.lookups` has not named it.
         """
-        if self._lent is None:
-            if self.is_dealt:
+        if self._fetched is None:
+            if self.is_distributed:
                 raise TaskError(
                     "SparseEmbedding: the rows are with their ranks while a run goes on, and are "
                     "there for Task.loss and Task.evaluate only; load the trained model by "
                     "lockstep.load"
                 )
             return embedding(ids, self._every_row())
-        there, rows = self._lent
+        there, rows = self._fetched
         return embedding(_places(ids, there, self.name), rows)
 
     def check(self, ids: Tensor, where: str) -> None:
@@ -130,14 +130,14 @@ class SparseEmbedding(nn.Module):
                 f"to {self.num_rows - 1}"
             )
 
-    def lend(self, lent: Lent | None) -> None:
+    def fetch(self, fetched: Fetched | None) -> None:
         """Look up these rows and no others from now on; None for all there are."""
-        self._lent = lent
+        self._fetched = fetched
 
     @property
-    def lent(self) -> Lent | None:
+    def fetched(self) -> Fetched | None:
         """The rows that can be looked up; None for all there are."""
-        return self._lent
+        return self._fetched
 
     def start(self, groups: Tensor) -> Tensor:
         """The values that groups of rows begin with, a function of their numbers.

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from lockstep.nn.remote import let_go
+from lockstep.nn.remote import release
 from lockstep.parallel.depth_axis import TIED, DepthAxis
 from lockstep.parallel.layout import Range
 
@@ -122,7 +122,7 @@ class Ties:
             if tie.is_used and not tie.is_shared:
                 copy.data = torch.zeros(copy.shape, dtype=copy.dtype, device=copy.device)
             elif not tie.is_used:
-                let_go(copy)
+                release(copy)
         self.share()
 
     def share(self) -> None:

@@ -4,7 +4,7 @@ The engine emits events (`lockstep.engine.events`) on every rank, to its `EventH
 shows and stores them by what `open_sinks` opens; the others remember the newest, for any of them
 may become rank 0. In a run directory there are then:
 
-    events.jsonl    every event, in order, over all sittings of the run
+    events.jsonl    every event, in order, over all sessions of the run
     metrics.csv     the curves, free of steps that a resumed run did again
     logged/         pictures of `lockstep.log`
     tensorboard/    the curves for TensorBoard, if asked for

@@ -35,7 +35,7 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted(Event):
-    """Before a sitting begins: what a plan says that its steps will cost.
+    """Before a session begins: what a plan says that its steps will cost.
 
     Attributes:
         by: the plan; empty where it says nothing of this run, and the first reports count instead.
@@ -50,7 +50,7 @@ class Predicted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Event):
-    """Before a sitting ends: what its steps have cost, beside what was predicted.
+    """Before a session ends: what its steps have cost, beside what was predicted.
 
     Attributes:
         measured: the median time, and the greatest memory; None where there were too few reports.
@@ -170,7 +170,7 @@ class _Costs:
 
 
 class StepMeter:
-    """Follows a run's events, and says what the steps of the newest sitting cost.
+    """Follows a run's events, and says what the steps of the newest session cost.
 
     Reports count if they come from as many ranks as the run's session began with. The first report
     is left out, for the first step is slow. Without a plan the next reports, of ten steps or five
@@ -202,13 +202,13 @@ class StepMeter:
             case Recovered():
                 self._has_joined = False
             case RunStarted() if not event.continued:
-                # A run that goes back to a checkpoint in the midst of a sitting says that it starts
+                # A run that goes back to a checkpoint in the midst of a session says that it starts
                 # too; but then its ranks don't join anew.
                 if self._has_joined or self._plan is None:
                     self._start(event)
 
     def measured(self, step: int) -> Measured:
-        """What is known by now; what the run itself has said of its sitting, once it has.
+        """What is known by now; what the run itself has said of its session, once it has.
 
         Args:
             step: number of steps that are committed.
@@ -235,7 +235,7 @@ class StepMeter:
 
     @property
     def _told(self) -> Predicted | None:
-        """What a plan has told; nobody tells a process that comes later when the sitting began."""
+        """What a plan has told; nobody tells a process that comes later when the session began."""
         return self._coming if self._plan is None else self._predicted
 
     @property
@@ -244,7 +244,7 @@ class StepMeter:
         return self._plan is not None and not (self._told and self._told.by)
 
     def _start(self, plan: RunStarted | None) -> None:
-        """Forget the sitting before."""
+        """Forget the session before."""
         self._plan = plan
         self._predicted = self._coming
         self._said = None

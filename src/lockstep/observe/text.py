@@ -282,7 +282,7 @@ def line(event: Event) -> str:
         why = event.reason.partition(";")[0]
         return f"{at}: rank {event.rank} (slot {event.slot}) is lost{why and f': it {why}'}"
     if isinstance(event, Recovered):
-        dealt = _dealt(event.microbatches)
+        dealt = _scattered(event.microbatches)
         return (
             f"{at}: going on with {count(event.world_size, 'rank')}, "
             f"{1000 * event.seconds:.1f} ms after the loss was noticed"
@@ -296,7 +296,7 @@ def line(event: Event) -> str:
     if isinstance(event, Rebalanced):
         return (
             f"{at}: rank {event.slowest} takes {event.slowdown:.1f} times as long as the fastest; "
-            f"microbatches of each rank from now on: {_dealt(event.microbatches)}"
+            f"microbatches of each rank from now on: {_scattered(event.microbatches)}"
         )
     # Kinds of event this module does not know are shown, not swallowed: RankGone -> "rank gone".
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(event).__name__).lower()
@@ -353,7 +353,7 @@ _MOST_RANKS = 16
 """Ranks that are listed one by one."""
 
 
-def _dealt(microbatches: Sequence[int]) -> str:
+def _scattered(microbatches: Sequence[int]) -> str:
     """How many microbatches each rank computes; of many ranks, from how few to how many."""
     if len(microbatches) > _MOST_RANKS:
         return f"{min(microbatches)} to {max(microbatches)}"

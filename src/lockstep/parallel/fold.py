@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.parallel.layout import Dealt, Node, Range, leaves, merges, split, stack_depth
+from lockstep.parallel.layout import Assigned, Node, Range, leaves, merges, split, stack_depth
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
@@ -142,7 +142,7 @@ def _aligned(num_bytes: int) -> int:
 _is_absent = partial(is_, None)
 
 
-def rows_needed(microbatches: Dealt, num_microbatches: int) -> int:
+def rows_needed(microbatches: Assigned, num_microbatches: int) -> int:
     """Rows of an arena that the fold of these microbatches uses, at least one.
 
     Args:
@@ -164,7 +164,7 @@ class Fold:
         self,
         rows: Sequence[Row],
         places: Sequence[Sequence[tuple[int, torch.Size]]],
-        microbatches: Dealt,
+        microbatches: Assigned,
         num_microbatches: int,
     ) -> None:
         """Prepare to fold `microbatches`.
@@ -281,7 +281,7 @@ def added(left: RowSum, right: RowSum) -> RowSum:
     return RowSum(both, rows)
 
 
-def plan(microbatches: Dealt, num_microbatches: int) -> tuple[list[int], list[Node]]:
+def plan(microbatches: Assigned, num_microbatches: int) -> tuple[list[int], list[Node]]:
     """As `layout.merges`, of the microbatches of a rank, which need not lie side by side."""
     own = [node for node in leaves(microbatches) if node.first < num_microbatches]
     if isinstance(microbatches, Range):
@@ -296,7 +296,7 @@ class RowFold:
         nodes: nodes of the tree that are left, from left to right.
     """
 
-    def __init__(self, microbatches: Dealt, num_microbatches: int) -> None:
+    def __init__(self, microbatches: Assigned, num_microbatches: int) -> None:
         """Prepare to add the microbatches, from left to right.
 
         Args:

@@ -49,7 +49,7 @@ class Strided(NamedTuple):
         return len(range(self.first, self.last, self.step))
 
 
-Dealt = Range | Strided
+Assigned = Range | Strided
 """Microbatches of a rank: a range of them, or one of each round."""
 
 
@@ -126,7 +126,7 @@ def merges(nodes: Sequence[Node], num_leaves: int) -> tuple[list[int], list[Node
     return counts, stack
 
 
-def leaves(microbatches: Dealt) -> list[Node]:
+def leaves(microbatches: Assigned) -> list[Node]:
     """The leaves of a rank's microbatches."""
     return [Node(i, 1) for i in range(*microbatches)]
 
@@ -161,7 +161,7 @@ ROWS = 16
 
 
 class RowLayout(NamedTuple):
-    """Rows dealt out to ranks by groups in turn, so that neighbours in use are with many ranks.
+    """Rows distributed over ranks by groups in turn, so that neighbours in use are with many ranks.
 
     Attributes:
         num_rows: rows of the table.
@@ -206,7 +206,7 @@ class Pass(NamedTuple):
 
 @lru_cache(maxsize=16)
 def one_forward_one_backward(
-    microbatches: Dealt, place: int, num_places: int, interleave: int = 1
+    microbatches: Assigned, place: int, num_places: int, interleave: int = 1
 ) -> tuple[Pass, ...]:
     """The passes of a rank, 1F1B (Narayanan et al. 2019; PipeDream-Flush: 2021, section 2.2).
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lockstep.parallel.layout import Dealt, Range, Strided, split
+from lockstep.parallel.layout import Assigned, Range, Strided, split
 
 NEW = -1
 """The column of a rank that has none yet."""
@@ -78,19 +78,19 @@ class Mesh:
         return idle + len(self.incomplete)
 
     @property
-    def microbatches(self) -> list[Dealt]:
+    def microbatches(self) -> list[Assigned]:
         """For each rank, the microbatches it computes unless speeds are known to differ."""
         return self.of_ranks(self.of_each_replica)
 
     @property
-    def of_each_replica(self) -> list[Dealt]:
+    def of_each_replica(self) -> list[Assigned]:
         """For each replica, the microbatches it computes unless speeds are known to differ."""
         num = len(self.replicas)
         if self.in_rounds:
             return [Strided(number, self.num_microbatches, num) for number in range(num)]
         return list(split(self.num_microbatches, num))
 
-    def rounds(self, own: Dealt) -> Dealt:
+    def rounds(self, own: Assigned) -> Assigned:
         """A microbatch for each round, of a rank; of those it has none in, a number too high.
 
         Args:
@@ -102,9 +102,9 @@ class Mesh:
         num_rounds = -(-self.num_microbatches // num)
         return Strided(own.first, own.first + num_rounds * num, num)
 
-    def of_ranks(self, of_replicas: Sequence[Dealt]) -> list[Dealt]:
+    def of_ranks(self, of_replicas: Sequence[Assigned]) -> list[Assigned]:
         """For each rank, the microbatches of its replica; none for spares."""
-        ranges: list[Dealt] = [Range(self.num_microbatches, self.num_microbatches)] * self.size
+        ranges: list[Assigned] = [Range(self.num_microbatches, self.num_microbatches)] * self.size
         for replica, own in zip(self.replicas, of_replicas, strict=True):
             for rank in replica:
                 ranges[rank] = own
@@ -140,7 +140,7 @@ def sizes_of_replicas(size: int, num_shards: int) -> list[tuple[int, int]]:
 def rearranged(kept: Sequence[int], num_columns: int) -> tuple[int, ...]:
     """Columns for a group that has lost or gained ranks, such that few ranks change theirs.
 
-    Newcomers go where ranks are missing. A spare changes its column where that makes another
+    Joining ranks go where ranks are missing. A spare changes its column where that makes another
     replica complete.
 
     Args:

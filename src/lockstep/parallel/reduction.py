@@ -27,7 +27,7 @@ from lockstep.parallel.exchange import Alone, Exchange, Slices, WholeNodes, gath
 from lockstep.parallel.fold import ArenaLayout, Fold, Row, Segment, rows_needed, slice_up
 from lockstep.parallel.hosts.exchange import NodesByHost, SlicesByHost, gather_slices_by_host
 from lockstep.parallel.hosts.layout import Hosts, Tried
-from lockstep.parallel.layout import Dealt, leaves, merges
+from lockstep.parallel.layout import Assigned, leaves, merges
 from lockstep.parallel.shared_slices import Moment, SharedSlices, shared_arena
 
 SMALL_BYTES = 1 << 20
@@ -75,7 +75,7 @@ class OrderedReduction:
         num_scalars: int,
         num_header: int,
         num_microbatches: int,
-        ranges: Sequence[Dealt],
+        ranges: Sequence[Assigned],
         device: torch.device,
         bucket_bytes: int,
         gather: bool = True,

@@ -65,7 +65,7 @@ class Anatomy:
         num_blocks: blocks that stages can be made of; 1 for a model that is no `Pipeline`.
         num_shards: parts that layers can be cut into; 1 for a model without such layers.
         is_elementwise: whether the optimizer's state can be kept in slices.
-        has_tables: whether the model has tables, whose rows are dealt out.
+        has_tables: whether the model has tables, whose rows are distributed.
     """
 
     num_parameters: int

@@ -30,7 +30,7 @@ def _gathered(num_bytes: float, num_ranks: int, per_host: int) -> float:
     return num_bytes * (num_ranks - 1) / num_ranks
 
 
-def _dealt(num_bytes: float, num_ranks: int, per_host: int) -> float:
+def _scattered(num_bytes: float, num_ranks: int, per_host: int) -> float:
     return per_host * num_bytes * (num_ranks - per_host) / num_ranks
 
 
@@ -41,14 +41,14 @@ def _passed(num_bytes: float, num_ranks: int, per_host: int) -> float:
 def _summed(num_bytes: float, num_ranks: int, per_host: int) -> float:
     if num_bytes * num_ranks <= SMALL_BYTES:
         return _gathered(num_bytes * num_ranks, num_ranks, per_host)
-    return _dealt(num_bytes, num_ranks, per_host) + _gathered(num_bytes, num_ranks, per_host)
+    return _scattered(num_bytes, num_ranks, per_host) + _gathered(num_bytes, num_ranks, per_host)
 
 
 _LEAVING: Mapping[str, tuple[int, Callable[[float, int, int], float]]] = MappingProxyType(
     {
         "ordered_sum": (2, _summed),
         "all_gather": (1, _gathered),
-        "all_to_all": (1, _dealt),
+        "all_to_all": (1, _scattered),
         "to_next": (1, _passed),
     }
 )

@@ -26,13 +26,13 @@ def test_from_a_rank(say: Saying, generation: int, takes_in: bool, code: int) ->
 def test_to_a_rank(
     generation: int | None,
     members: list[int],
-    newcomer: bool | None,
+    joiner: bool | None,
     built: int | None,
     agree: int | None,
     lost: int | None,
     left: bool | None,
 ) -> None:
-    message = ToRank(generation, tuple(members), newcomer, built, agree, lost, left)
+    message = ToRank(generation, tuple(members), joiner, built, agree, lost, left)
     packet = message.encode()
     assert len(packet) <= MAX_BYTES
     assert ToRank.decode(packet) == message

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.hidden_state import hidden_state
 
 Change = Callable[[Any], object]
 
@@ -95,16 +94,16 @@ KINDS: dict[str, tuple[Callable[[], Any], Change]] = {
 def test_state_of_any_kind_is_seen(kind: str) -> None:
     make, change = KINDS[kind]
     roots = {"value": make()}
-    first = held_state(roots)
+    first = hidden_state(roots)
     assert first
-    assert held_state(roots) == first
+    assert hidden_state(roots) == first
     change(roots["value"])
-    assert held_state(roots) != first
+    assert hidden_state(roots) != first
 
 
 def test_a_look_takes_nothing_from_an_iterator() -> None:
     lists: list[Any] = [iter([1, 2]), zip([1, 2], strict=True), itertools.cycle([1, 2])]
-    held_state({"lists": lists})
+    hidden_state({"lists": lists})
     assert [next(iterator) for iterator in lists] == [1, (1,), 1]
 
 
@@ -113,4 +112,4 @@ def test_what_a_thread_keeps_for_itself_is_not_another_one_s() -> None:
     other = threading.Thread(target=lambda: setattr(mine, "count", 9))
     other.start()
     other.join()
-    assert held_state({"mine": mine}) == {"mine.count": "0"}
+    assert hidden_state({"mine": mine}) == {"mine.count": "0"}

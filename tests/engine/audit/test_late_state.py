@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep as ls
 from lockstep.errors import TaskError
 from lockstep.launching import front
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 
 SAMPLES = 48
 LATE = 5
@@ -118,7 +118,7 @@ def run(folder: Path, task: ls.Task, **more: Any) -> ls.Result:
     values: dict[str, Any] = {"batch_size": 12, "num_microbatches": 4, "steps": 12, "lr": 0.1}
     values |= {"eval_every": 6, "eval_batch_size": 16, "checkpoint": {"every": 6}}
     config = ls.TrainConfig(**values | more)
-    return front.run(task, config, Sitting(str(folder), console=False))
+    return front.run(task, config, Session(str(folder), console=False))
 
 
 class Mean(Late):

@@ -17,7 +17,7 @@ import lockstep as ls
 from lockstep.engine.audit.caches import Caches
 from lockstep.errors import TaskError
 from lockstep.launching import front
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 
 SAMPLES = 48
 
@@ -131,7 +131,7 @@ class FeaturesOfFunction(Numbered):
 
 def trained(folder: Path, task: ls.Task, **more: Any) -> ls.Result:
     values: dict[str, Any] = {"batch_size": 12, "num_microbatches": 4, "steps": 12, "lr": 0.1}
-    return front.run(task, ls.TrainConfig(**values | more), Sitting(str(folder), console=False))
+    return front.run(task, ls.TrainConfig(**values | more), Session(str(folder), console=False))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.thread_transport import ThreadTransport, on_ranks
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.config import CompressionConfig, TrainConfig
 from lockstep.engine.carry.carries import Carry, named_tensors
-from lockstep.engine.carry.group import CompressedCarries, dealt_carries
+from lockstep.engine.carry.group import CompressedCarries, distributed_carries
 from lockstep.parallel.compression.reduction import BLOCK as SCALED
 from lockstep.parallel.fold import BLOCK, Segment
 from lockstep.parallel.layout import Range
@@ -117,14 +117,14 @@ def test_who_follows_a_step_without_its_sums_is_told_what_came_of_it() -> None:
 def test_what_keeps_nothing_has_no_carries() -> None:
     places: Any = SimpleNamespace(world=LocalTransport(), is_split=False)
     runtime: Any = SimpleNamespace(transport=LocalTransport(), device=torch.device("cpu"))
-    plain = dealt_carries(runtime, TrainConfig(), places, FLAT, [], False)
+    plain = distributed_carries(runtime, TrainConfig(), places, FLAT, [], False)
     assert plain == (None, None)
     about = CompressionConfig(name="topk", error_feedback=False)
     config = TrainConfig(compression=about)
-    dealt, compressed = dealt_carries(runtime, config, places, FLAT, [], False)
+    dealt, compressed = distributed_carries(runtime, config, places, FLAT, [], False)
     assert dealt is None
     assert compressed is not None
-    dealt, compressed = dealt_carries(runtime, config, places, FLAT, [], True)
+    dealt, compressed = distributed_carries(runtime, config, places, FLAT, [], True)
     assert dealt is compressed
 
 

@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.checkpoint.listing import folder_name
 from lockstep.engine.checkpoint.writer import AsyncWriter
 from lockstep.engine.events import Checkpointed, Event, Warned
-from lockstep.engine.runtime import Pulse
+from lockstep.engine.runtime import Heartbeat
 from lockstep.errors import CheckpointError
 
 both = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -33,8 +33,8 @@ class Heard(list[Event]):
 
     def __init__(self, root: Path, keep: int = 3, background: bool = True) -> None:
         super().__init__()
-        self.pulse = Pulse()
-        self.saver = AsyncWriter(root, keep, background, self.append, self.pulse)
+        self.heartbeat = Heartbeat()
+        self.saver = AsyncWriter(root, keep, background, self.append, self.heartbeat)
 
     def save(self, step: int, best: bool = False) -> float:
         return self.saver.save(snapshot(step), best, perf_counter())
@@ -227,15 +227,15 @@ def test_who_waits_for_a_slow_disk_is_not_taken_for_hung_and_says_so(
     def at(moment: str, step: int) -> None:
         assert gate.wait(30)
 
-    heard.saver = AsyncWriter(tmp_path, 3, True, heard.append, heard.pulse, at)
+    heard.saver = AsyncWriter(tmp_path, 3, True, heard.append, heard.heartbeat, at)
     heard.save(7)
-    assert heard.pulse._memory[1] == 0
-    release = threading.Timer(0.2, lambda: (waits.append(heard.pulse._memory[1]), gate.set()))
+    assert heard.heartbeat._memory[1] == 0
+    release = threading.Timer(0.2, lambda: (waits.append(heard.heartbeat._memory[1]), gate.set()))
     release.start()
     heard.saver.wait()
     release.join()
     assert waits == [1]
-    assert heard.pulse._memory[1] == 0
+    assert heard.heartbeat._memory[1] == 0
     assert [type(e) for e in heard] == [Warned, Checkpointed]
     assert "training has waited 0.05 s for the checkpoint of step 7" in heard[0].message  # type: ignore[attr-defined]
 

@@ -222,7 +222,7 @@ def test_a_list_that_nothing_was_added_to_stays_empty() -> None:
 
 
 def test_a_metric_of_states_can_be_watched_and_arrays_are_in_the_files(tmp_path: Path) -> None:
-    from lockstep.launching.front import Sitting, run
+    from lockstep.launching.front import Session, run
 
     class Watching(Classifier):
         def dataset(self, split: str) -> Any:
@@ -238,7 +238,7 @@ def test_a_metric_of_states_can_be_watched_and_arrays_are_in_the_files(tmp_path:
             return ls.Loss(loss.sum, loss.weight, updates=updates)
 
     config = ls.TrainConfig(steps=2, batch_size=32, watch="f1", watch_mode="max", lr=0.1)
-    finished = run(Watching(config), config, Sitting(str(tmp_path / "run"), console=False))
+    finished = run(Watching(config), config, Session(str(tmp_path / "run"), console=False))
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["metrics"]["val/f1"] == finished.metrics["val/f1"]
     assert sum(map(sum, result["arrays"]["val/confusion"])) == len(Y)

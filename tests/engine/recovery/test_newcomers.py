@@ -101,7 +101,7 @@ class Gathered(LocalTransport):
         return self.rows
 
 
-def test_newcomers_are_compared_with_ranks_that_have_trained() -> None:
+def test_joiners_are_compared_with_ranks_that_have_trained() -> None:
     names = ("former", "held", "row", "facts")
     ranks = [
         (1, Held(0, 1, 3), {}, {"data": "a", "loss": "b"}),
@@ -112,4 +112,4 @@ def test_newcomers_are_compared_with_ranks_that_have_trained() -> None:
     ]
     rows = [dict(zip(names, rank, strict=True)) for rank in ranks]
     origin = find_origin(Gathered(rows), 1, Held(0, 1, 3), {}, {})
-    assert origin.strangers == {2: ["loss"], 4: ["data", "loss"]}
+    assert origin.foreign_ranks == {2: ["loss"], 4: ["data", "loss"]}

@@ -14,7 +14,7 @@ from lockstep.parallel.layout import stepped_slices
 
 @st.composite
 def groups(draw):
-    """How many ranks there were, and which are left, newcomers among them."""
+    """How many ranks there were, and which are left, joining ranks among them."""
     size = draw(st.integers(1, 6))
     left = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))
     return size, left + [-1] * draw(st.integers(0, 2))
@@ -42,7 +42,7 @@ def test_the_owner_is_preferred():
 
 
 def test_each_column_of_a_mesh_has_slices_of_its_own():
-    # Columns 0 and 1 had three ranks and two; rank 1 of the first is lost, and a newcomer is there.
+    # Columns 0 and 1 had three ranks and two; rank 1 of the first is lost, and one joins.
     held = [Held(1, 0, 2), Held(0, 2, 3), Held(0, 0, 3), Held(), Held(1, 1, 2)]
     assert holders(0, held, True) == [2, 1, 1]
     assert holders(1, held, True) == [0, 4]
@@ -51,5 +51,5 @@ def test_each_column_of_a_mesh_has_slices_of_its_own():
 
 
 def held_by(size: int, members: list[int]) -> list[Held]:
-    """What ranks hold of one column, by their former ranks; -1 for newcomers."""
+    """What ranks hold of one column, by their former ranks; -1 for joining ranks."""
     return [Held(0, member, size) if member >= 0 else Held() for member in members]

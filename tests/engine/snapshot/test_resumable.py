@@ -20,14 +20,14 @@ from lockstep.engine.optimizer.choice import ELEMENTWISE
 from lockstep.engine.snapshot.resumable import _is_state
 from lockstep.engine.task import Task
 from lockstep.errors import CheckpointError
-from lockstep.launching.front import Result, Sitting, run
+from lockstep.launching.front import Result, Session, run
 
 CONFIG = EverythingConfig(steps=4, eval_every=2, batch_size=12, num_microbatches=2, threads=1)
 
 
 def trained(run_dir: Path, resume: bool = False, **keys: Any) -> Result:
     config = CONFIG.model_copy(update=keys)
-    return run(Everything(config), config, Sitting(str(run_dir), resume, (), False))
+    return run(Everything(config), config, Session(str(run_dir), resume, (), False))
 
 
 @pytest.fixture(scope="module")
@@ -339,4 +339,4 @@ def test_hooks_of_an_optimizer_do_not_keep_it_from_being_resumed(tmp_path: Path)
 
 def ended(kind: Any, run_dir: Path, resume: bool = False, **keys: Any) -> Result:
     config = CONFIG.model_copy(update=keys)
-    return run(kind(config), config, Sitting(str(run_dir), resume, (), False))
+    return run(kind(config), config, Session(str(run_dir), resume, (), False))

@@ -20,7 +20,7 @@ from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import CheckpointError, TaskError, TaskFailure
 from lockstep.launching import front
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 
 STEPS = 6
 
@@ -62,7 +62,7 @@ def config(**more: Any) -> ls.TrainConfig:
 
 
 def run(folder: Path, task: ls.Task, resume: bool = False, **more: Any) -> ls.Result:
-    return front.run(task, config(**more), Sitting(str(folder), resume, console=False))
+    return front.run(task, config(**more), Session(str(folder), resume, console=False))
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward", "compute"])

@@ -1,4 +1,4 @@
-"""Tables dealt out to ranks that are threads: lent, stepped, dealt out anew, in files."""
+"""Tables distributed over ranks that are threads: fetched, stepped, distributed anew, in files."""
 
 import json
 import threading
@@ -50,7 +50,7 @@ def tables_on(transport, table, buddy=True, is_new=False):
     """The tables of a group of threads."""
     transport.can_regroup = True
     runtime = SimpleNamespace(
-        transport=SimpleNamespace(can_regroup=True, is_newcomer=is_new),
+        transport=SimpleNamespace(can_regroup=True, is_joining=is_new),
         device=CPU,
         at=lambda moment, step: None,
     )
@@ -71,10 +71,10 @@ def wanted_of(step, number):
 
 def one_step(tables, transport, step):
     own = range(*split(MICROBATCHES, transport.size)[transport.rank])
-    tables.lend(step, lambda: {number: {"t": wanted_of(step, number)} for number in own})
+    tables.fetch(step, lambda: {number: {"t": wanted_of(step, number)} for number in own})
     for number in own:
-        lent = tables.of(number)["t"]
-        ((lent.rows * (1 + number)) ** 2 / 2).sum().backward()
+        fetched = tables.of(number)["t"]
+        ((fetched.rows * (1 + number)) ** 2 / 2).sum().backward()
         tables.add(number)
     tables.reduce(step)
     norm = tables.norm()
@@ -89,8 +89,8 @@ def trained(transport, steps=3, buddy=True):
 
 
 def weights(tables, transport):
-    ((lent,),) = messages.lend(transport, tables.each, [[torch.arange(ROWS)]], trains=False)
-    return lent.rows
+    ((fetched,),) = messages.fetch(transport, tables.each, [[torch.arange(ROWS)]], trains=False)
+    return fetched.rows
 
 
 def reference(steps=3):
@@ -144,7 +144,7 @@ def test_any_number_of_ranks_has_the_same_bits(size, buddy):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 5), st.data())
 def test_survivors_have_all_rows_if_no_neighbours_died(former, data):
-    """Whoever is left, and newcomers, own the rows that there were."""
+    """Whoever is left, and joining ranks, own the rows that there were."""
     dead = data.draw(st.sets(st.integers(0, former - 1), max_size=former - 1))
     left = [rank for rank in range(former) if rank not in dead]
     size = len(left) + data.draw(st.integers(0, 2))
@@ -331,7 +331,7 @@ def test_batches_are_served_until_all_are_through():
         tables.serve(
             mine,
             lambda n, b: {"t": wanted_of(0, n)},
-            lambda n, b, lent: found.append((n, lent["t"].rows)),
+            lambda n, b, fetched: found.append((n, fetched["t"].rows)),
         )
         return found
 
@@ -352,7 +352,7 @@ def test_a_batch_that_one_rank_cannot_use_fails_on_all_ranks(where):
                 raise TaskError("no such row")
             return {"t": wanted_of(0, number)}
 
-        def use(number, batch, lent):
+        def use(number, batch, fetched):
             if where != "wanted" and (transport.rank, number) == (1, 1):
                 raise ValueError("no such batch")
             done.append(number)
@@ -377,7 +377,7 @@ def test_a_step_whose_rows_one_rank_does_not_know_fails_on_all():
             return {0: {"t": wanted_of(0, 0)}}
 
         with pytest.raises(TaskError, match="no such row"):
-            tables.lend(0, find)
+            tables.fetch(0, find)
         return one_step(tables, transport, 0) > 0  # which is then done again
 
     assert on_ranks(3, call) == [True] * 3
@@ -395,7 +395,7 @@ def test_a_step_that_fp16_skips_steps_no_rows():
         tables = tables_on(transport, made())
         before = tables.digest()
         own = range(*split(MICROBATCHES, transport.size)[transport.rank])
-        tables.lend(0, lambda: {number: {"t": wanted_of(0, number)} for number in own})
+        tables.fetch(0, lambda: {number: {"t": wanted_of(0, number)} for number in own})
         for number in own:
             tables.of(number)["t"].rows.sum().mul(float("inf")).backward()
             tables.add(number)

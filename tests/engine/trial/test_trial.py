@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lockstep.engine.audit.hidden_state import held_generators, hidden_state
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.comm.transport import LocalTransport
 from lockstep.engine.assembly import Parts, assemble
-from lockstep.engine.audit.held_state import held_generators, held_state
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import TaskError
@@ -467,11 +467,11 @@ def test_cycles_slots_and_large_arrays_are_walked() -> None:
     slotted.number = 1
     knot["self"] = knot
     root = {"slotted": slotted, "knot": knot, "array": np.zeros(5_000_000), "many": [0] * 100_000}
-    before = held_state({"root": root})
+    before = hidden_state({"root": root})
     slotted.number = 2
     root["many"].append(1)
     root["array"][0] = 1
-    after = held_state({"root": root})
+    after = hidden_state({"root": root})
     moved = {path for path in before if before[path] != after.get(path)}
     assert moved >= {"root['slotted'].number", "root['many']!", "root['array']"}
 
@@ -484,9 +484,9 @@ def test_long_chains_are_walked() -> None:
     last = chain = Node(None)
     for _ in range(3000):
         chain = Node(chain)
-    before = held_state({"chain": chain})
+    before = hidden_state({"chain": chain})
     last.number = 1
-    after = held_state({"chain": chain})
+    after = hidden_state({"chain": chain})
     [moved] = [path for path in before if before[path] != after[path]]
     assert moved.startswith("chain.after.after")
     assert moved.endswith(".after.number")
@@ -520,7 +520,7 @@ def test_objects_that_raise_or_open_files_are_passed_over() -> None:
             return iter("abc")
 
     archive = Archive()
-    found = held_state({"root": [Hostile({Unprintable(2): 1}), Unprintable(3), archive, 5]})
+    found = hidden_state({"root": [Hostile({Unprintable(2): 1}), Unprintable(3), archive, 5]})
     assert found["root[0][a Unprintable]"] == "1"
     assert found["root[3]"] == "5"
     assert archive.reads == 0
@@ -550,7 +550,7 @@ def test_generators_in_defaults_and_class_attributes_are_found() -> None:
 
 def test_large_arrays_that_are_views_are_sampled() -> None:
     root = {"array": np.zeros((2000, 1000)).T, "tensor": torch.zeros(2000, 1000).T}
-    before = held_state({"root": root})
+    before = hidden_state({"root": root})
     root["array"][0, 0] = root["tensor"][0, 0] = 1
-    after = held_state({"root": root})
+    after = hidden_state({"root": root})
     assert all(before[f"root['{name}']"] != after[f"root['{name}']"] for name in root)

@@ -16,8 +16,8 @@ import lockstep as ls
 from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
 from lockstep.errors import ConfigError
-from lockstep.launching.front import foretold
-from lockstep.launching.front.session import foretold_to_newcomer
+from lockstep.launching.front import predicted
+from lockstep.launching.front.session import predicted_for_joiner
 from lockstep.observe import StepCost, read_events, read_result
 from lockstep.planning.facts import Anatomy, Facts, Timed
 from lockstep.planning.layouts import Layout
@@ -130,7 +130,7 @@ def test_the_row_of_a_run_is_that_of_its_layout(
     tmp_path: Path, keys: dict[str, Any], num_ranks: int, layout: Layout | None
 ) -> None:
     of = with_plan(tmp_path, **keys)
-    said = foretold(of, num_ranks)
+    said = predicted(of, num_ranks)
     assert said is not None
     if layout is None:
         assert said.cost is None
@@ -168,17 +168,17 @@ def test_a_file_that_is_no_plan_is_told_before_training(
 
 def test_a_folder_is_no_plan(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        foretold(config(plan=str(tmp_path)), 1)
+        predicted(config(plan=str(tmp_path)), 1)
 
 
-def test_a_newcomer_is_told_what_is_wrong_with_a_plan_and_joins(tmp_path: Path) -> None:
-    said = foretold_to_newcomer(config(plan="no.json"), 2)
+def test_a_joiner_is_told_what_is_wrong_with_a_plan_and_joins(tmp_path: Path) -> None:
+    said = predicted_for_joiner(config(plan="no.json"), 2)
     assert said is not None
     assert (said.cost, said.by) == (None, "")
     assert "plan='no.json': no.json: cannot be read" in said.reason
     good = with_plan(tmp_path)
-    assert foretold_to_newcomer(good, 2) == foretold(good, 2)
-    assert foretold_to_newcomer(config(), 2) is None
+    assert predicted_for_joiner(good, 2) == predicted(good, 2)
+    assert predicted_for_joiner(config(), 2) is None
 
 
 @pytest.mark.parametrize("num_ranks", ["1", "2"])
@@ -273,7 +273,7 @@ def test_what_a_run_says_of_itself_is_in_its_events(tmp_path: Path) -> None:
 def test_a_plan_with_hostile_names_is_shown_as_text(tmp_path: Path) -> None:
     made = plan_of(config(steps=24))
     evil = replace(made, facts=replace(made.facts, config_hash="\x1b[31m" + "x" * 9999))
-    said = foretold(with_plan(tmp_path, evil), 1)
+    said = predicted(with_plan(tmp_path, evil), 1)
     assert said is not None
     assert "\x1b" not in said.reason
     assert len(said.reason) < 1000

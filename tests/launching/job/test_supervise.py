@@ -584,9 +584,9 @@ HELD_BACK = (
     LOSES
     + """
 transport = opened()
-if not transport.is_newcomer:
+if not transport.is_joining:
     lose_rank_1(transport)
-    while not transport.has_newcomer:
+    while not transport.has_joiner:
         time.sleep(0.01)
     transport.regroup()
     os.write(1, f"held back: {transport.size}\\n".encode())
@@ -599,7 +599,7 @@ transport.close()
 
 
 @pytest.mark.parametrize("kind", ["local", "mpi"])
-def test_a_newcomer_waits_until_all_are_ready_for_it(tmp_path: Path, kind: str) -> None:
+def test_a_joiner_waits_until_all_are_ready_for_it(tmp_path: Path, kind: str) -> None:
     outcome, lines, _ = run(ranks_of(kind, code(HELD_BACK), replacements=1), tmp_path)
     # mpirun's own exit code does not count after a loss, and nobody here says how the run ended.
     assert kind == "mpi" or outcome.exit_code == 0, outcome.stderr_tail
@@ -615,7 +615,7 @@ first.close()
 second = opened()
 lose_rank_1(second)
 time.sleep(1.5)
-os.write(1, f"{second.size} {second.has_newcomer}\\n".encode())
+os.write(1, f"{second.size} {second.has_joiner}\\n".encode())
 second.close()
 """
 )

@@ -40,11 +40,11 @@ def test_each_rank_writes_a_trace_and_the_result_is_the_same(
         assert any("backward" in name.lower() for name in names)
 
 
-def test_a_sitting_that_ends_early_writes_what_there_is_or_says_so(here, tmp_path):
+def test_a_session_that_ends_early_writes_what_there_is_or_says_so(here, tmp_path):
     arguments = ("train", target(), "--run-dir", "r", "steps=6")
     done = here(*arguments, "--profile", "stop_at_step=3")
     assert done.returncode == 0, done.stderr
-    assert "no profile: this sitting ended after 3 steps" in done.stdout
+    assert "no profile: this session ended after 3 steps" in done.stdout
     done = here("resume", "r", "--profile-steps", "2:50")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "r" / "profile").iterdir()] == ["rank0_steps5-6.json"]

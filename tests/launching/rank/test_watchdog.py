@@ -18,45 +18,45 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 from lockstep.comm.calls import CallRing
-from lockstep.engine.runtime import Pulse
+from lockstep.engine.runtime import Heartbeat
 from lockstep.launching.rank.watchdog import Watchdog
 
 def stand_still():
     while True:
         time.sleep(0.01) if sys.argv[1] != "loop" else None
 
-pulse = Pulse()
+heartbeat = Heartbeat()
 ring = CallRing()
 group = ring.start(1, 3)
 files = [Path("report.json"), ring.fd, Path("flight/ended"), Path("flight/waits"), "rank 1 on host"]
-with Watchdog(pulse.fd, 0.6, *files):
+with Watchdog(heartbeat.fd, 0.6, *files):
     ring.end(ring.begin(group, 0, (8, 24, -1)), is_done=True)
     print("up", flush=True)
     for _ in range(5):
-        pulse.beat()
+        heartbeat.beat()
         time.sleep(0.05)
     if sys.argv[1] != "unarmed":
-        pulse.arm()
+        heartbeat.arm()
     if sys.argv[1] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1)
     elif sys.argv[1] in ("sleep", "loop"):
         stand_still()
     elif sys.argv[1] == "waiting":
-        pulse.wait()
+        heartbeat.wait()
         ring.begin(group, 3, (0, 0, -1))
         time.sleep(1)
         print(*os.listdir("flight"), flush=True)
         Path("flight/waits").rename("copy")
         Path("flight/waits").write_bytes(b"")
         time.sleep(1)
-        pulse.go()
+        heartbeat.go()
         time.sleep(0.3)
         print(*os.listdir("flight"), flush=True)
     elif sys.argv[1] == "slow":
         for _ in range(6):
             time.sleep(0.4)
-            pulse.beat()
+            heartbeat.beat()
     elif sys.argv[1] == "unarmed":
         time.sleep(2)
 print("done", flush=True)

@@ -84,12 +84,12 @@ def test_all_that_is_asked_for_is_in_the_directives(tmp_path: Path) -> None:
 
 
 def test_words_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
-    sitting = json.dumps({"run_dir": RUN_DIR, "overrides": [NASTY]})
-    code = "import os, sys; print(sys.argv[1:], os.environ['SITTING'])"
+    session = json.dumps({"run_dir": RUN_DIR, "overrides": [NASTY]})
+    code = "import os, sys; print(sys.argv[1:], os.environ['SESSION'])"
     words = ("python3", "-c", code, RUN_DIR, NASTY)
     folder = tmp_path / NASTY.replace("/", "")
     done = bash(
-        job(tmp_path, *words, run_dir=folder, SITTING=sitting),
+        job(tmp_path, *words, run_dir=folder, SESSION=session),
         SLURM_ARRAY_TASK_ID="7", SLURM_ARRAY_JOB_ID="5", SLURM_JOB_ID="9",
     )  # fmt: skip
     expected = json.dumps({"run_dir": f"{folder}/task-7", "overrides": [NASTY]})

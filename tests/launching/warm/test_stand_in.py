@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.launching.host.processes import MARK, kill_marked, marked, variable
 from lockstep.launching.job.commands import rank_environment
-from lockstep.launching.warm.proxy import SERVER, STAND_IN, standing_in
+from lockstep.launching.warm.proxy import PROXY, SERVER, through_proxy
 from lockstep.launching.warm.starting import spawned
 
 LOOK = """
@@ -73,7 +73,7 @@ def start(server: str, tmp_path: Path) -> Iterator[Start]:
     ) -> subprocess.Popen[str]:
         script = tmp_path / "script.py"
         script.write_text(code)
-        argv = standing_in([sys.executable, str(script), *arguments], "" if cold else name)
+        argv = through_proxy([sys.executable, str(script), *arguments], "" if cold else name)
         process = subprocess.Popen(
             ["sh", "-c", PREPARED, "sh", *argv], cwd=tmp_path, env=ENVIRONMENT | env,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -177,7 +177,7 @@ def test_a_launch_finds_and_ends_both(start: Start) -> None:
     assert process.stdout
     pid = int(process.stdout.readline())
     assert set(marked(mark)) == {process.pid, pid}
-    assert variable(pid, STAND_IN) == str(process.pid)
+    assert variable(pid, PROXY) == str(process.pid)
     shown = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     assert shown[1].endswith(b"script.py")
     kill_marked(mark)
@@ -207,7 +207,7 @@ def test_processes_end_with_the_server(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", WAIT]
     with spawned(ENVIRONMENT, ()) as name:
         process = subprocess.Popen(
-            standing_in(argv, name), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+            through_proxy(argv, name), env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
         )
         assert process.stdout
         pid = int(process.stdout.readline())
@@ -215,6 +215,6 @@ def test_processes_end_with_the_server(tmp_path: Path) -> None:
     assert is_gone(pid)
     process.stdout.close()
     alone = subprocess.run(
-        standing_in([sys.executable, "-c", "print(1)"], name), capture_output=True, check=True
+        through_proxy([sys.executable, "-c", "print(1)"], name), capture_output=True, check=True
     )
     assert alone.stdout == b"1\n"

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.sparse_embedding import Lent
+from lockstep.nn.sparse_embedding import Fetched
 from lockstep.optim import RowSGD
 
 
@@ -36,10 +36,10 @@ def test_any_rows_begin_as_they_do_in_the_whole_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-def test_rows_that_were_lent_are_looked_up_and_get_gradients(dtype):
+def test_rows_that_were_fetched_are_looked_up_and_get_gradients(dtype):
     made = table()
     rows = torch.randn(3, 4, requires_grad=True)
-    made.lend(Lent(torch.tensor([2, 5, 9]), rows))
+    made.fetch(Fetched(torch.tensor([2, 5, 9]), rows))
     out = made(torch.tensor([[9, 2], [9, 9]], dtype=dtype))
     assert torch.equal(out, rows[torch.tensor([[2, 0], [2, 2]])])
     out.sum().backward()
@@ -49,17 +49,17 @@ def test_rows_that_were_lent_are_looked_up_and_get_gradients(dtype):
 
 def test_other_rows_cannot_be_looked_up():
     made = table()
-    made.lend(Lent(torch.tensor([2, 5]), torch.zeros(2, 4)))
+    made.fetch(Fetched(torch.tensor([2, 5]), torch.zeros(2, 4)))
     with pytest.raises(
         TaskError, match=r"row 0, 1, 3, 4 and 1 more is looked up, which Task.looku"
     ):
         made(torch.tensor([2, 0, 1, 3, 4, 49]))
-    made.lend(Lent(torch.empty(0, dtype=torch.int64), torch.zeros(0, 4)))
+    made.fetch(Fetched(torch.empty(0, dtype=torch.int64), torch.zeros(0, 4)))
     assert made(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
     with pytest.raises(TaskError, match="row 2 is looked up"):
         made(torch.tensor([2]))
-    made.lend(None)
-    made.is_dealt = True
+    made.fetch(None)
+    made.is_distributed = True
     with pytest.raises(TaskError, match="the rows are with their ranks"):
         made(torch.tensor([2]))
 

@@ -134,8 +134,8 @@ def test_a_lost_rank_is_told_once_even_if_all_is_well_again_at_the_next_look(tmp
     folder = running(tmp_path / "run", *START, done(1, 3.0))
     trial = Trial(tmp_path, {"when": {"rank_lost": True}})
     assert trial.look() == []
-    newcomer = joined(1, slot=3, step=2)
-    more(folder, LOST, newcomer, {**RECOVERED, "world_size": 3}, done(3, 2.0))
+    joiner = joined(1, slot=3, step=2)
+    more(folder, LOST, joiner, {**RECOVERED, "world_size": 3}, done(3, 2.0))
     told = trial.look()
     assert states(told) == ["on"]
     assert told[0][1] == "slot 1 (rank 1 on h) is lost: it hung at line 7; 3 of 3 ranks"

@@ -150,7 +150,7 @@ def test_effects_of_a_cause_are_left_out(tmp_path):
     assert names == ["oversubscribed"]
 
 
-def test_only_the_newest_sitting_counts(tmp_path):
+def test_only_the_newest_session_counts(tmp_path):
     evaluated = event("Evaluated", **EVALUATED)
     again = [*processes(), {**PLAN, "step": 5, "world_size": 2, "time": 109.0}]
     rows = [step(times(0), times(1)), evaluated, *again, step(times(0, 0.9, 0.05, 0.01, 0.01))]
@@ -172,7 +172,7 @@ def test_the_command_speaks_to_people_and_to_programs(here, tmp_path):
     assert here("diagnose", "new").returncode == 2
 
 
-def test_what_strangers_write_is_no_error(tmp_path):
+def test_what_foreign_ranks_write_is_no_error(tmp_path):
     run_dir = run_in(tmp_path / "run", PLAN)
     odd = [{"event": "Rebalanced", "step": 1, "microbatches": [1], "slowest": 9, "slowdown": 2.0},
            {"event": "RankLost", "step": 1, "slot": 77, "rank": 3, "reason": "x"},

@@ -84,7 +84,7 @@ def test_steps_that_are_done_again_after_a_resume_replace_those_before(tmp_path)
     assert history.plan.step == 2
 
 
-def test_survivors_and_newcomers_have_their_new_numbers(tmp_path):
+def test_survivors_and_joiners_have_their_new_numbers(tmp_path):
     lost = {"event": "RankLost", "slot": 1, "rank": 1, "reason": "hung", "step": 1}
     recovered = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False, "step": 1}
     written(
@@ -96,7 +96,7 @@ def test_survivors_and_newcomers_have_their_new_numbers(tmp_path):
     ]  # fmt: skip
     assert history.processes[1].reason == "hung"
     assert [p.seconds["compute_s"] for p in history.processes] == [2.0, 2.0, 5.0]
-    # A newcomer takes number 0, and the survivors the others.
+    # a joining rank takes number 0, and the survivors the others.
     more = [joined(0, slot=3, step=2), {**recovered, "world_size": 3, "step": 2}, done(3, 1.0)]
     written(tmp_path, more, 30)
     history = read_run(tmp_path)
@@ -105,7 +105,7 @@ def test_survivors_and_newcomers_have_their_new_numbers(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_loss_and_a_newcomer_at_once_leave_each_number_to_one(tmp_path):
+def test_a_loss_and_a_joiner_at_once_leave_each_number_to_one(tmp_path):
     lost = {"event": "RankLost", "slot": 0, "rank": 0, "step": 1}
     recovered = {"event": "Recovered", "world_size": 3, "seconds": 0.1, "copied": False, "step": 1}
     both = [lost, joined(2, slot=3, step=1), recovered]
@@ -115,7 +115,7 @@ def test_a_loss_and_a_newcomer_at_once_leave_each_number_to_one(tmp_path):
     assert living == [(2, 0), (3, 1), (4, 2)]
 
 
-def test_a_run_that_goes_back_in_a_sitting_keeps_its_processes(tmp_path):
+def test_a_run_that_goes_back_in_a_session_keeps_its_processes(tmp_path):
     """As one does whose microbatches carry what was lost with its rank."""
     lost = {"event": "RankLost", "slot": 1, "rank": 1, "step": 3}
     recovered = {"event": "Recovered", "world_size": 2, "seconds": 0.1, "copied": False, "step": 1}
@@ -127,7 +127,7 @@ def test_a_run_that_goes_back_in_a_sitting_keeps_its_processes(tmp_path):
         (0, 0, True), (1, 1, False), (2, 1, True),
     ]  # fmt: skip
     assert [p.seconds["compute_s"] for p in history.processes] == [4.0, 6.0, 11.0]
-    assert (history.step, history.num_steps, history.first_of_sitting) == (2, 4, 0)
+    assert (history.step, history.num_steps, history.first_of_session) == (2, 4, 0)
     assert list(history.curves["train/loss"].values) == [1.0, 7.0]
 
 

@@ -93,10 +93,10 @@ def test_what_steps_cost_is_beside_what_was_predicted(tmp_path):
     for row in reports:
         row["ranks"][0]["peak_bytes"] = row["step"] << 20
     kept = {"step_s": 0.004, "peak_bytes": 3 << 20}
-    foretold = kept | {"step_s": 0.005, "by": "p|an.json"}
+    predicted = kept | {"step_s": 0.005, "by": "p|an.json"}
     one = run_in(tmp_path / "one", *map(joined, range(3)), PLAN, *reports)
     two = run_in(tmp_path / "two", *map(joined, range(3)), PLAN, *reports,
-                 measured=kept, predicted=foretold, predicted_reason="")  # fmt: skip
+                 measured=kept, predicted=predicted, predicted_reason="")  # fmt: skip
     text = as_markdown(report_of([one]), "figures")
     assert "| time of a step | 500 ms; 500 ms predicted by the first reports |" in text
     assert "| memory of a rank | 21.0 MiB; 11.0 MiB predicted by the first reports |" in text

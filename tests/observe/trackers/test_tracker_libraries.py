@@ -26,7 +26,7 @@ class Logs(Line):
 
 
 def trained(folder: Path, tracker: str, task: type[Line] = Logs, **keys: Any) -> ls.Result:
-    """A run of 8 steps in two sittings."""
+    """A run of 8 steps in two sessions."""
     keys = {"epochs": 2, "log_every": 1, "trackers": (tracker,), **keys}
     for resume, more in ((False, {"stop_at_step": 5}), (True, {})):
         result = ls.train(task(), config(**keys, **more), run_dir=folder, resume=resume, quiet=True)

@@ -13,7 +13,7 @@ from tests.systems.hrm.tiny_arc import RUN
 
 from lockstep.config import override
 from lockstep.engine.faults import PlannedFault, to_env
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.writer import Puzzle, new_dataset
 from lockstep.systems.hrm.reports.scores import by_segments
@@ -38,7 +38,7 @@ def test_what_only_the_identifier_tells_is_learnt(tmp_path: Path) -> None:
         "puzzle_lr=0.02", "lr=0.005", "threads=1", "device=cpu",
     )  # fmt: skip
     config = override(HrmConfig(), [f"data_dir={tmp_path / 'data'}", *keys])
-    run(Hrm(config), config, Sitting(str(tmp_path / "run"), target="hrm", quiet=True))
+    run(Hrm(config), config, Session(str(tmp_path / "run"), target="hrm", quiet=True))
     found = trained(tmp_path / "run", "latest")
     inputs, labels = found.puzzles("val")
     with_ids, without = (
@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The result of one process."""
     folder = tmp_path_factory.mktemp("alone")
     config = override(HrmConfig(), [*RUN, "threads=1"])
-    run(Hrm(config), config, Sitting(str(folder / "run"), False, (), False))
+    run(Hrm(config), config, Session(str(folder / "run"), False, (), False))
     found: dict[str, Any] = result(folder / "run")
     return found
 

@@ -15,7 +15,7 @@ from tests.systems.hrm.tiny_arc import RUN, TINY
 from lockstep.config import override
 from lockstep.errors import ConfigError, DataError, TaskError
 from lockstep.nn import SparseEmbedding
-from lockstep.nn.sparse_embedding import Lent
+from lockstep.nn.sparse_embedding import Fetched
 from lockstep.optim import RowSignSGD
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.data.build import build
@@ -61,7 +61,7 @@ def test_identifiers_stay_with_their_slots(kind: str) -> None:
         before, halted = carry["slots"]["identifiers"], carry["halted"]
         asked = task.lookups(batch, carry)["puzzles"]
         ids = torch.unique(asked)
-        table.lend(Lent(ids, torch.randn(len(ids), table.dim).requires_grad_()))
+        table.fetch(Fetched(ids, torch.randn(len(ids), table.dim).requires_grad_()))
         loss, carry = task.loss(net, batch, carry)
         loss.sum.backward()
         slots = carry["slots"]
@@ -69,9 +69,9 @@ def test_identifiers_stay_with_their_slots(kind: str) -> None:
         assert [of_puzzle[row.numpy().tobytes()] for row in slots["inputs"]] == asked.tolist()
         assert torch.equal(asked[~halted], before[~halted])
         assert torch.equal(asked[halted], batch[2][halted])
-        assert table.lent is not None
-        assert table.lent.rows.grad is not None
-        assert table.lent.rows.grad.any(1).all()
+        assert table.fetched is not None
+        assert table.fetched.rows.grad is not None
+        assert table.fetched.rows.grad.any(1).all()
         went_on, took = went_on + int((~halted).sum()), took + int(halted.sum())
     assert min(went_on, took) > 5
 
@@ -80,7 +80,7 @@ def test_a_row_that_is_not_asked_for_is_an_error() -> None:
     task = tiny()
     net = task.build_model()
     batch = tuple(tensor[:5] for tensor in task.dataset("train").tensors)
-    table_of(net).lend(Lent(torch.tensor([0]), torch.zeros(1, 8)))
+    table_of(net).fetch(Fetched(torch.tensor([0]), torch.zeros(1, 8)))
     with pytest.raises(TaskError, match="has not named"):
         task.loss(net, batch, task.carry(net, batch))
 
@@ -149,11 +149,11 @@ def test_sudokus_share_the_row_of_blanks() -> None:
     batch = tuple(tensor[:4] for tensor in task.dataset("train").tensors)
     carry = task.carry(net, batch)
     assert task.lookups(batch, carry)["puzzles"].tolist() == [0] * 4
-    lent = Lent(torch.tensor([0]), torch.zeros(1, 8).requires_grad_())
-    table_of(net).lend(lent)
+    fetched = Fetched(torch.tensor([0]), torch.zeros(1, 8).requires_grad_())
+    table_of(net).fetch(fetched)
     task.loss(net, batch, carry)[0].sum.backward()
-    assert lent.rows.grad is not None
-    assert lent.rows.grad.any()
+    assert fetched.rows.grad is not None
+    assert fetched.rows.grad.any()
 
 
 @pytest.mark.parametrize(

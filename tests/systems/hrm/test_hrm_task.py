@@ -188,11 +188,11 @@ def same(run_dir, alone):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The result of one process."""
-    from lockstep.launching.front import Sitting, run
+    from lockstep.launching.front import Session, run
 
     folder = tmp_path_factory.mktemp("alone")
     config = override(HrmConfig(), [*RUN, "threads=1"])
-    run(Hrm(config), config, Sitting(str(folder / "run"), False, (), False))
+    run(Hrm(config), config, Session(str(folder / "run"), False, (), False))
     return result(folder / "run")
 
 

@@ -54,7 +54,7 @@ def test_the_defaults_are_the_guides() -> None:
         ({"embedding_dim": 6}, r"embedding_dim=6: must be a power of two.* take 4 or 8"),
         ({"embedding_dim": 1}, "embedding_dim=1"),
         ({"parts": 2}, "parts=2: needs another deal"),
-        ({"deal": "restarts", "parts": 2}, "1 restarts cannot be dealt out"),
+        ({"deal": "restarts", "parts": 2}, "1 restarts cannot be distributed"),
         ({"shards": "strided", "data": {"shuffle": True}}, "needs data.shuffle=false"),
         ({"grad": "shift"}, "grad=shift: needs backend=circuit"),
         ({"shots": 9, "backend": "circuit"}, "shots=9: needs backend=circuit grad=shift"),
@@ -267,7 +267,7 @@ def test_any_number_of_ranks_gives_the_same_bits(here, lockstep, tmp_path) -> No
         ["dtype=complex64", "embedding_dim=16", "shards=strided", "num_microbatches=5"],
     ],
 )
-def test_any_number_of_ranks_gives_the_same_bits_whatever_is_dealt(lockstep, keys) -> None:
+def test_any_number_of_ranks_gives_the_same_bits_whatever_is_distributed(lockstep, keys) -> None:
     done = lockstep("verify", "quantum", "--launchers", "mpi", "epochs=12", *keys)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal: 5 runs, one SHA-256" in done.stdout

@@ -15,7 +15,7 @@ from lockstep.config import Count, Positive, Section, TrainConfig, load, overrid
 from lockstep.config.files import read_text
 from lockstep.engine.checkpoint.origin import settled
 from lockstep.errors import LaunchError
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import SILENCE_S, mpirun_command
 from lockstep.launching.slurm.resources import Resources
@@ -152,7 +152,7 @@ def batch_job(
     if os.environ.get("PYTHONPATH"):
         env["PYTHONPATH"] = os.environ["PYTHONPATH"]
     if is_script(target):
-        env |= Sitting(RUN_DIR, True, tuple(overrides), True, target).to_env()
+        env |= Session(RUN_DIR, True, tuple(overrides), True, target).to_env()
         ranks = [sys.executable, target]
     else:
         ranks = [sys.executable, "-m", "lockstep", "train", target]

@@ -17,7 +17,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.digests import tensor_digest
 from lockstep.engine.tables.files import read_rows
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.start import LAUNCHERS, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script
@@ -154,7 +154,7 @@ def first_different_evaluation(
 ) -> str:
     """Where the evaluations of two runs first differ; empty if they do not.
 
-    One that was made again, after a loss or by a sitting that went back, must be equal each time.
+    One that was made again, after a loss or by a session that went back, must be equal each time.
 
     Args:
         names: of the runs, for people.
@@ -195,7 +195,7 @@ class Run:
     """One training of the config.
 
     Attributes:
-        legs: launcher and number of ranks of each sitting, in order.
+        legs: launcher and number of ranks of each session, in order.
         sha256: SHA-256 of the final parameters in hexadecimal; empty if the run failed.
         step: number of committed optimizer steps.
         wall_s: wall time of training in seconds.
@@ -281,10 +281,10 @@ class Training:
     def _start(self, leg: Leg, path: Path, overrides: Sequence[str], resume: bool) -> Ended:
         where = absolute(self.target)
         script = is_script(self.target)
-        sitting = Sitting(str(path), resume, tuple(overrides) if script else (), False, where)
+        session = Session(str(path), resume, tuple(overrides) if script else (), False, where)
         threads = 1 if script else configured(self.target, overrides)[1].threads
         command = rank_command(leg.launcher, leg.num_ranks, where, overrides)
-        return start(command, sitting, threads, on_row=_ignore, on_line=_ignore)
+        return start(command, session, threads, on_row=_ignore, on_line=_ignore)
 
 
 def first_difference(training: Training, runs: tuple[Run, Run]) -> str:

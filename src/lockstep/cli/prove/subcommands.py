@@ -60,7 +60,7 @@ def chaos(
         from rich.console import Console
 
         from lockstep.cli.prove.chaos import command
-        from lockstep.cli.prove.chaos import sessions as sittings
-    victims = sittings.Ranks(ranks, launcher, replace)
+        from lockstep.cli.prove.chaos import sessions as sessions
+    victims = sessions.Ranks(ranks, launcher, replace)
     console = Console(file=sys.stdout)  # this one: what ranks print has a reader of its own
     leave(command.chaos(target, overrides or [], victims, faults, seed, keep, console, quiet))

@@ -15,7 +15,7 @@ from lockstep.engine.checkpoint.origin import asked_items, items
 from lockstep.engine.checkpoint.run_directory import RunDirectory
 from lockstep.engine.task.rebuilt import Asked, watched
 from lockstep.errors import ConfigError, LaunchError, LockstepError
-from lockstep.launching.front import Sitting, claim, foretold, leave, new_run_dir, run
+from lockstep.launching.front import Session, claim, leave, new_run_dir, predicted, run
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import detect
@@ -52,7 +52,7 @@ def train(
         config_file: path of a YAML file with the config, if there is one.
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings, errors and the last line only.
-        profile: first and last step to record, counted from the start of this sitting from 1.
+        profile: first and last step to record, counted from the start of this session from 1.
         per_rank: whether to show with each report what each rank does with its time.
 
     Returns:
@@ -62,7 +62,7 @@ def train(
         LockstepError: something given does not work; no rank was started.
     """
     environment = detect(os.environ)
-    given = Sitting.from_env()
+    given = Session.from_env()
     if given is not None or environment.launcher != "python":
         if ranks is not None:
             raise LaunchError(f"-n {ranks}: this process is already a rank; leave out -n")
@@ -72,17 +72,17 @@ def train(
                 f"{environment.launcher}"
             )
         own = str(run_dir) if run_dir else None
-        sitting = given or Sitting(own, resume, quiet=quiet, profile=profile, per_rank=per_rank)
-        sitting.extend_search_path()
+        session = given or Session(own, resume, quiet=quiet, profile=profile, per_rank=per_rank)
+        session.extend_search_path()
         return _train_here(
-            target, overrides, replace(sitting, target=absolute(target)), config_file
+            target, overrides, replace(session, target=absolute(target)), config_file
         )
 
     num_ranks = 1 if ranks is None else ranks
     chosen = choose_launcher(launcher, num_ranks)
     check_replacements(chosen, replacements)
     where = absolute(target)
-    sitting = Sitting(
+    session = Session(
         str(run_dir) if run_dir else None,
         resume,
         target=where,
@@ -96,28 +96,28 @@ def train(
             "single keys with key=value"
         )
     if chosen == "python" and not is_script(target):
-        return _train_here(target, overrides, sitting, config_file)
+        return _train_here(target, overrides, session, config_file)
     with fork_server(chosen, target) as server:
         start = partial(rank_command, chosen, num_ranks, where, server=server)
-        sitting = replace(sitting, console=False)
+        session = replace(session, console=False)
         if is_script(target):
             path = run_dir or new_run_dir(Path(target).stem)
-            sitting = replace(sitting, run_dir=str(path), overrides=tuple(overrides))
+            session = replace(session, run_dir=str(path), overrides=tuple(overrides))
             with kept_if_refused(Path(path)) as kept:
-                return _start(start((), replacements), sitting, 1, kept)
-        kind, config = configured(target, overrides, config_file, sitting.resumed)
+                return _start(start((), replacements), session, 1, kept)
+        kind, config = configured(target, overrides, config_file, session.resumed)
         task = make_task(kind, config)
-        foretold(config, num_ranks)  # so that what is wrong with its file is said at once
-        sitting = replace(sitting, run_dir=str(run_dir or new_run_dir(task.name)))
-        directory = RunDirectory(Path(str(sitting.run_dir)))
+        predicted(config, num_ranks)  # so that what is wrong with its file is said at once
+        session = replace(session, run_dir=str(run_dir or new_run_dir(task.name)))
+        directory = RunDirectory(Path(str(session.run_dir)))
         arguments = [*overrides, *items(config.weights_from)]  # the same on ranks that look later
         arguments += [*(["--config", str(config_file.resolve())] if config_file else [])]
         command = start(arguments, replacements, silence_s=config.hang_timeout_s)
         command = replace(command, start_timeout_s=config.start_timeout_s)
         with kept_if_refused(directory.path) as kept:
-            claim(directory, task, config, sitting)  # so that what is wrong is said at once
+            claim(directory, task, config, session)  # so that what is wrong is said at once
             directory.close()
-            return _start(command, sitting, config.threads, kept)
+            return _start(command, session, config.threads, kept)
 
 
 def resume(
@@ -139,7 +139,7 @@ def resume(
         launcher: name of the launcher; None chooses one.
         replacements: greatest number of processes to start in the place of killed ranks.
         quiet: whether to show warnings, errors and the last line only.
-        profile: first and last step to record, counted from the start of this sitting from 1.
+        profile: first and last step to record, counted from the start of this session from 1.
         per_rank: whether to show with each report what each rank does with its time.
 
     Returns:
@@ -201,26 +201,26 @@ def steps_to_profile(is_wanted: bool, text: str | None) -> tuple[int, int] | Non
     if not 2 <= steps[0] <= steps[1]:
         raise ConfigError(
             f"--profile-steps {shown(text)[1:-1]}: must be FIRST:LAST with 2 <= FIRST <= LAST, "
-            "counted from the start of this sitting"
+            "counted from the start of this session"
         )
     return steps
 
 
 def _train_here(
-    target: str, overrides: Sequence[str], sitting: Sitting, config_file: Path | None
+    target: str, overrides: Sequence[str], session: Session, config_file: Path | None
 ) -> int:
     """Be a rank, or the only process."""
-    kind, config = configured(target, overrides, config_file, sitting.resumed)
+    kind, config = configured(target, overrides, config_file, session.resumed)
     try:
-        run(make_task(kind, watched(config, Asked())), config, sitting)
+        run(make_task(kind, watched(config, Asked())), config, session)
     except LockstepError as error:
         leave(error)
     return 0
 
 
-def _start(command: RankCommand, sitting: Sitting, threads: int, kept: KeptDirectory) -> int:
+def _start(command: RankCommand, session: Session, threads: int, kept: KeptDirectory) -> int:
     with pumped_output():
-        ended = start_shown(command, sitting, threads, kept.note_started)
+        ended = start_shown(command, session, threads, kept.note_started)
         if ended.message:
             print(f"error: {ended.message}", file=sys.stderr, flush=True)
     return ended.exit_code

@@ -28,10 +28,9 @@ class Growth:
 
     Attributes:
         size: number of ranks to come back to.
-        most: greatest number of newcomers.
-        argv: function from the number of a newcomer, from 0, to the program and arguments that it
-            runs.
-        joins: whether this process is a newcomer itself.
+        most: greatest number of joining ranks.
+        argv: function from the number of a joining rank, from 0, to its program and arguments.
+        joins: whether this process is a joining rank itself.
     """
 
     size: int
@@ -40,7 +39,7 @@ class Growth:
     joins: bool = False
 
 
-class Newcomer:
+class Joiner:
     """A process that rank 0 has started and that waits to be taken in.
 
     `MPI_Comm_spawn` returns when the new process has called `MPI_Init`, so a thread calls it.
@@ -74,7 +73,7 @@ class Newcomer:
         """Tell it to join, and make a group of this process and the new one, in this order.
 
         Args:
-            num_taken: number of newcomers that the group has taken in before.
+            num_taken: number of joining ranks that the group has taken in before.
 
         Raises:
             mpi4py.MPI.Exception: it has died.
@@ -93,21 +92,21 @@ class Newcomer:
                 _send(self._between, -1)
 
 
-def take_in(comm: Comm, newcomer: Newcomer | None, num_taken: int) -> Comm | None:
-    """A group of all ranks of `comm` and, behind them, the newcomer of rank 0; collective.
+def take_in(comm: Comm, joiner: Joiner | None, num_taken: int) -> Comm | None:
+    """A group of all ranks of `comm` and, behind them, the joining rank of rank 0; collective.
 
     Args:
         comm: communicator of the ranks there are.
-        newcomer: process to take in, on rank 0; None on the other ranks.
-        num_taken: number of newcomers that the group has taken in before.
+        joiner: process to take in, on rank 0; None on the other ranks.
+        num_taken: number of joining ranks that the group has taken in before.
 
     Returns:
         None on all ranks if it has failed on one of them; `comm` may then be revoked.
     """
     pair = between = merged = None
     try:
-        pair = newcomer.invite(num_taken) if newcomer else None
-        between = comm.Create_intercomm(0, pair or MPI.COMM_SELF, 1 if newcomer else 0, _TAG)
+        pair = joiner.invite(num_taken) if joiner else None
+        between = comm.Create_intercomm(0, pair or MPI.COMM_SELF, 1 if joiner else 0, _TAG)
         between.Set_errhandler(MPI.ERRORS_RETURN)
         merged = between.Merge(high=False)
         merged.Set_errhandler(MPI.ERRORS_RETURN)
@@ -131,12 +130,12 @@ def agreed(comm: Comm, is_well: bool = True) -> bool:
 
 
 def join() -> tuple[Comm, int]:
-    """A newcomer's side of `take_in`; returns when it is invited.
+    """A joining rank's side of `take_in`; returns when it is invited.
 
     The process kills itself, and so counts as a lost rank, when it can no longer be taken in.
 
     Returns:
-        The group, and how many newcomers were taken in, this one counted.
+        The group, and how many joining ranks were taken in, this one counted.
     """
     note_loss()  # in another world than this process's own
     parent = MPI.Comm.Get_parent()

@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.comm.calls import CallGroup
 from lockstep.comm.mpi.growth import (
     Growth,
-    Newcomer,
+    Joiner,
     agreed,
     join,
     shrunk_to_living,
@@ -67,7 +67,7 @@ class MpiTransport(Transport):
         super().__init__()
         self.can_regroup = has_fault_tolerance()
         self._growth = growth
-        self._newcomer: Newcomer | None = None
+        self._joiner: Joiner | None = None
         self._num_started = self._num_taken = 0
         self._subgroups: list[Subgroup] = []
         self._is_alone = growth is not None and growth.joins
@@ -240,8 +240,8 @@ class MpiTransport(Transport):
         self._count_anew()
 
     def _grow(self, comm: MPI.Intracomm, growth: Growth) -> MPI.Intracomm:
-        """Take in the newcomer, if there is one, and have the next one started."""
-        is_ready = np.array([self.has_newcomer])  # rank 0 alone has one
+        """Take in the joining rank, if there is one, and have the next one started."""
+        is_ready = np.array([self.has_joiner])  # rank 0 alone has one
         # A broadcast may succeed on some ranks and fail on others; all must take the same way on.
         is_told = True
         try:
@@ -252,30 +252,30 @@ class MpiTransport(Transport):
         if not agreed(comm, is_told):
             return self._grow(whole(shrunk_to_living(comm)), growth)
         if is_ready[0]:
-            merged = take_in(comm, self._newcomer, self._num_taken)
-            self._newcomer = None
+            merged = take_in(comm, self._joiner, self._num_taken)
+            self._joiner = None
             self._num_taken += 1
             comm = whole(shrunk_to_living(comm) if merged is None else merged)
-        if self._newcomer is not None and self._newcomer.has_failed:
-            self._newcomer = None
+        if self._joiner is not None and self._joiner.has_failed:
+            self._joiner = None
         # A new rank 0 has started none itself; it knows only how many were taken in.
         started = max(self._num_started, self._num_taken)
-        is_wanted = comm.size < growth.size and started < growth.most and self._newcomer is None
+        is_wanted = comm.size < growth.size and started < growth.most and self._joiner is None
         if comm.rank == 0 and is_wanted:
             self._num_started = started + 1
-            self._newcomer = Newcomer(growth.argv(self._num_taken))
+            self._joiner = Joiner(growth.argv(self._num_taken))
         return comm
 
     @property
-    def is_newcomer(self) -> bool:
-        """See `Transport.is_newcomer`."""
+    def is_joining(self) -> bool:
+        """See `Transport.is_joining`."""
         return self._is_alone
 
     @property
-    def has_newcomer(self) -> bool:
-        """See `Transport.has_newcomer`."""
+    def has_joiner(self) -> bool:
+        """See `Transport.has_joiner`."""
         is_wanted = self._growth is not None
-        return is_wanted and self._newcomer is not None and self._newcomer.is_ready
+        return is_wanted and self._joiner is not None and self._joiner.is_ready
 
     def stop_growing(self) -> None:
         """See `Transport.stop_growing`."""
@@ -305,8 +305,8 @@ class MpiTransport(Transport):
 
     def close(self) -> None:
         """Leave the group; the next one of this process is made of those in it."""
-        if self._newcomer is not None:
-            self._newcomer.dismiss()
+        if self._joiner is not None:
+            self._joiner.dismiss()
         MpiTransport._last = self.comm
 
     def abort(self, exit_code: int) -> None:
@@ -324,7 +324,7 @@ class Subgroup(MpiTransport):
         self.call_ring, self.call_group = whole.call_ring, calls
         self.can_regroup = whole.can_regroup
         self._growth = None
-        self._newcomer = None
+        self._joiner = None
         self._adopt(comm)
 
     def give_up(self) -> None:
@@ -343,7 +343,7 @@ class BorrowedComm(MpiTransport):
         """Copy the communicator; all its ranks call this."""
         Transport.__init__(self)
         self._growth = None
-        self._newcomer = None
+        self._joiner = None
         self._subgroups = []
         self._adopt(comm.Dup())
 

@@ -186,14 +186,14 @@ class ElasticTransport(GroupTransport):
         self._join(takes_in)
 
     @property
-    def is_newcomer(self) -> bool:
-        """See `Transport.is_newcomer`."""
+    def is_joining(self) -> bool:
+        """See `Transport.is_joining`."""
         return self._is_alone
 
     @property
-    def has_newcomer(self) -> bool:
-        """See `Transport.has_newcomer`."""
-        return self._supervision.has_newcomer
+    def has_joiner(self) -> bool:
+        """See `Transport.has_joiner`."""
+        return self._supervision.has_joiner
 
     def withdraw(self) -> NoReturn:
         """See `Transport.withdraw`; the supervisor replaces none that ends by itself."""
@@ -218,7 +218,7 @@ class ElasticTransport(GroupTransport):
     def close(self) -> None:
         """Leave the group."""
         self._supervision.leave()
-        self._let_go().clear()
+        self._release().clear()
         # A thread that still waits for a rank that died would crash the exit of this process.
         for builder in self._builders:
             builder.join(_BUILD_S)
@@ -253,7 +253,7 @@ class ElasticTransport(GroupTransport):
         Raises:
             GenerationLost: a rank was lost.
         """
-        former = self._let_go()
+        former = self._release()
         # Counted anew, for those who join have made none of the earlier ones.
         self._generation, self._num_subgroups = generation, 0
         self._mailbox = None
@@ -261,7 +261,7 @@ class ElasticTransport(GroupTransport):
         rank, size = members.index(self._slot), len(members)
         return self._connected(f"lockstep/{generation}", rank, size, self._connections, former)
 
-    def _let_go(self) -> list[Any]:
+    def _release(self) -> list[Any]:
         """Forget the present group and its subgroups: those that may be destroyed."""
         groups = [self.group, *(part.group for part in self._subgroups)]
         self.group = None

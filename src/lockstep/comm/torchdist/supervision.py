@@ -29,7 +29,7 @@ class FromRank:
             has built its part of the present one; `agree`: it has arrived where all must before
             the next loss; `leave`: it is done with its group; `abort`: all are to be ended.
         generation: of the group that it speaks of; 0 before the first.
-        takes_in: with `meet`, whether newcomers may be in the next group.
+        takes_in: with `meet`, whether joining ranks may be in the next group.
         code: with `abort`, the exit code.
     """
 
@@ -55,7 +55,7 @@ class ToRank:
     Attributes:
         generation: number of a new group, from 1.
         members: with `generation`, the slots of its members in the order of their ranks.
-        newcomer: whether a new process waits to be taken in.
+        joining rank: whether a new process waits to be taken in.
         built: number of the group that all its members have built.
         agree: number of the group whose members have all arrived.
         lost: number of the group that has lost a member or was given up.
@@ -64,7 +64,7 @@ class ToRank:
 
     generation: int | None = None
     members: tuple[int, ...] | None = None
-    newcomer: bool | None = None
+    joiner: bool | None = None
     built: int | None = None
     agree: int | None = None
     lost: int | None = None
@@ -99,7 +99,7 @@ class Supervision:
             broken.
 
     Attributes:
-        has_newcomer: whether another process waits for the next generation.
+        has_joiner: whether another process waits for the next generation.
     """
 
     def __init__(self, fd: int, on_loss: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class Supervision:
         self._members: list[int] = []
         self._built = self._lost = -1
         self._num_agreed = 0
-        self.has_newcomer = False
+        self.has_joiner = False
         self._has_left = False
         self._thread = threading.Thread(target=self._listen, name="supervision", daemon=True)
         self._thread.start()
@@ -120,7 +120,7 @@ class Supervision:
         """Wait for the next generation: its number, and its members' slots in order.
 
         Args:
-            takes_in: whether newcomers may be among the members.
+            takes_in: whether joining ranks may be among the members.
         """
         known = self._generation
         self._say("meet", takes_in=takes_in)
@@ -195,9 +195,9 @@ class Supervision:
             if message.generation is not None and message.members is not None:
                 self._generation, self._members = message.generation, list(message.members)
                 self._num_agreed = 0
-                self.has_newcomer = False
-            if message.newcomer is not None:
-                self.has_newcomer = message.newcomer
+                self.has_joiner = False
+            if message.joiner is not None:
+                self.has_joiner = message.joiner
             if message.built is not None:
                 self._built = message.built
             if message.agree is not None:

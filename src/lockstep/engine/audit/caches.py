@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engine.audit.held_state import is_library
+from lockstep.engine.audit.hidden_state import is_library
 
 _MOST_BYTES = 64 << 20
 """Greatest size of all copies together; what is larger is not forgotten."""

@@ -16,12 +16,12 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor, nn
 
-from lockstep.engine.audit.held_state import has_memory, module_globals, tensors_held
+from lockstep.engine.audit.hidden_state import has_memory, module_globals, tensors_held
 from lockstep.engine.flat_tensors import given_other_memory
 from lockstep.engine.passes.buffers import changed_in_pass, same_bits, tensor_places
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError
-from lockstep.nn.remote import is_let_go
+from lockstep.nn.remote import is_released
 
 
 def check_aliases(task: Task, model: nn.Module) -> None:
@@ -164,7 +164,7 @@ class Constants:
             if (
                 tensor.data_ptr() != self._pointers[index]
                 and self._trained[index]
-                and not is_let_go(tensor)  # else its block's storage has looked at it
+                and not is_released(tensor)  # else its block's storage has looked at it
             ):
                 raise TaskError(f"{when}: {given_other_memory(name)}")
 
@@ -174,7 +174,7 @@ def _ids(model: nn.Module) -> dict[str, int]:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    if not tensor.numel() or is_let_go(
+    if not tensor.numel() or is_released(
         tensor
     ):  # to make it flat would take the memory of the whole of it
         return tensor.new_empty(0)

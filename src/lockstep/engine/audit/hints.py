@@ -104,7 +104,7 @@ def mean_loss(model: nn.Module, compute: Compute, loader: BatchSource) -> list[s
             loss = compute.forward(0, 0, batch)
             losses.append((float(loss.sum.detach()), float(loss.weight)))
     buffers.restore()
-    compute.lookups.lend(None)
+    compute.lookups.fetch(None)
     if len(losses) != 3:
         return []
     (whole, weight), *halves = losses

@@ -24,10 +24,10 @@ from lockstep.comm.transport import Transport
 from lockstep.data.attributes import AttributeGuard, PassAttribute
 from lockstep.data.passes import is_stream
 from lockstep.engine.audit.caches import Caches
-from lockstep.engine.audit.held_state import (
+from lockstep.engine.audit.hidden_state import (
     KEYS,
     containers_held,
-    held_state,
+    hidden_state,
     module_globals,
     objects_held,
 )
@@ -177,7 +177,7 @@ class PassState:
         """
         began = perf_counter()
         most_bytes = _QUICK_BYTES if is_quick else MOST_BYTES
-        texts = held_state(self._there(), self._streams, most_bytes)
+        texts = hidden_state(self._there(), self._streams, most_bytes)
         if with_environment:
             texts |= {f"os.environ[{name!r}]": value for name, value in os.environ.items()}
         known = [*self.free, *self.guard.paths]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn, optim
 
 from lockstep.data.loader import BatchSource
-from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.audit.pass_state import is_looked_at
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.engine.task import is_scratch, made_anew
@@ -35,11 +35,11 @@ class SavedState:
     def held(self) -> dict[str, str]:
         """Everything that can be reached from task, hooks, model and dataset, by its path."""
         # Apart, since a dataset may be reached from the task too.
-        inside = held_state({"dataset('train')": self._loader.dataset})
+        inside = hidden_state({"dataset('train')": self._loader.dataset})
         # What an optimizer keeps here is saved, also where the task holds the optimizer.
         saved = [v for o in self._optimizers for v in (o.state, o.param_groups, *o.param_groups)]
         roots = {"task": self._state.task, "model": self._model} | _kept(self._state)
-        return held_state(roots, saved) | inside
+        return hidden_state(roots, saved) | inside
 
     def check(self, before: Mapping[str, str], caller: str) -> None:
         """Refuse changes that a resumed run, or a process that fetches data, would not see.
@@ -122,7 +122,7 @@ class SavedState:
                     f"{type(hook).__name__}; make it in __init__ of the task, or in hooks"
                 )
         state.restore(tensors, values)
-        return held_state({"task": fresh} | _kept(state))
+        return hidden_state({"task": fresh} | _kept(state))
 
 
 def _kept(state: TaskState) -> dict[str, object]:

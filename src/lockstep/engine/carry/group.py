@@ -27,10 +27,10 @@ from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Runtime
 from lockstep.parallel.compression.sums import error_segments
 from lockstep.parallel.fold import Segment
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Assigned
 
 
-class DealtCarries(Carries):
+class DistributedCarries(Carries):
     """The carries of this rank's microbatches, and those that it keeps for the rank before it.
 
     Where a microbatch has several, the second one of microbatch m has the number M + m, and so on,
@@ -50,9 +50,12 @@ class DealtCarries(Carries):
         num_shared: int = 0,
     ) -> None:
         super().__init__()
-        num_dealt = num_of_each * config.num_microbatches
-        self.num_carries = num_dealt + num_shared
-        self._dealt, self._shared = range(num_dealt), range(num_dealt, self.num_carries)
+        num_distributed = num_of_each * config.num_microbatches
+        self.num_carries = num_distributed + num_shared
+        self._distributed, self._shared = (
+            range(num_distributed),
+            range(num_distributed, self.num_carries),
+        )
         self._runtime = runtime
         self._config = config
         self._places = places
@@ -70,7 +73,7 @@ class DealtCarries(Carries):
 
     @property
     def _own_made(self) -> dict[int, Carry | None]:
-        return {number: carry for number, carry in self.made.items() if number in self._dealt}
+        return {number: carry for number, carry in self.made.items() if number in self._distributed}
 
     def send_copies(self, step: int, lengths: Sequence[int]) -> None:
         """Send what this step has made to the next rank; a collective.
@@ -111,7 +114,7 @@ class DealtCarries(Carries):
         else:
             self.skip()
 
-    def deal_out(self, ranges: Sequence[Dealt]) -> list[int]:
+    def deal_out(self, ranges: Sequence[Assigned]) -> list[int]:
         """Bring carries to the ranks that are to compute their microbatches; a collective.
 
         Args:
@@ -131,7 +134,7 @@ class DealtCarries(Carries):
             for owner in owners
             for number in range(*ranges[owner])
             if number < num
-            for first in range(0, len(self._dealt), num)
+            for first in range(0, len(self._distributed), num)
         } | {*self._shared}
         arrived, lost = moved(world, self.held, own, self._runtime.device)
         world.agree()
@@ -207,7 +210,7 @@ def moved(
 _ERROR, _AGREED = "error", "agreed"
 
 
-class CompressedCarries(DealtCarries):
+class CompressedCarries(DistributedCarries):
     """Carries of the task, if it has any, and behind them what compression keeps (`LeafStates`).
 
     What was cut off a microbatch is a carry of it. What all ranks have agreed on is a shared one.
@@ -282,7 +285,7 @@ class CompressedCarries(DealtCarries):
         self.make(number, Carry(_structure(named), named))
 
     def check(self, tensors: Mapping[str, Tensor], structures: Mapping[str, Any]) -> None:
-        """See `DealtCarries.check`."""
+        """See `DistributedCarries.check`."""
         for number in range(self._first, self.num_carries):
             shapes = self._agreed if number in self._shared else self._errors
             if structures[str(number)] != _structure(shapes):
@@ -307,19 +310,19 @@ def _structure(names: Mapping[str, object]) -> dict[str, Any]:
     return {"dict": {name: {"tensor": name} for name in names}}
 
 
-def dealt_carries(
+def distributed_carries(
     runtime: Runtime,
     config: TrainConfig,
     places: Places,
     flat: FlatTensors,
     first_agreed: Sequence[Tensor],
     has_task: bool,
-) -> tuple[DealtCarries | None, CompressedCarries | None]:
+) -> tuple[DistributedCarries | None, CompressedCarries | None]:
     """The carries of microbatches, if they carry anything, and what compression keeps, if it is on.
 
     The arguments are those of `CompressedCarries`.
     """
     if config.compression.name == "none":
-        return DealtCarries(runtime, config, places) if has_task else None, None
+        return DistributedCarries(runtime, config, places) if has_task else None, None
     compressed = CompressedCarries(runtime, config, places, flat, first_agreed, has_task)
     return compressed if compressed.num_carries else None, compressed

@@ -72,7 +72,7 @@ class Checkpointer:
             config.keep,
             config.background,
             self._emit,
-            self._runtime.pulse,
+            self._runtime.heartbeat,
             self._runtime.at,
             config.keep_every_s,
         )

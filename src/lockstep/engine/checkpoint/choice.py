@@ -93,7 +93,7 @@ def _apart(folders: Sequence[Path], gap_s: float) -> list[Path]:
     """The oldest of some checkpoints (newest first), and each that is `gap_s` after the last kept.
 
     Found out anew each time from the times in the manifests: so it does not matter which rank or
-    which sitting has written what, nor that a process was killed while it deleted.
+    which session has written what, nor that a process was killed while it deleted.
     """
     kept: list[Path] = []
     kept_at = -float("inf")

@@ -243,13 +243,13 @@ class RunDirectory:
                 f"{self.path}: already holds this run up to {newest}; add --resume (in Python, "
                 "resume=True) to go on, or choose another with --run-dir"
             )
-        # Of earlier sittings: a process of this one with the same slot may die of something else.
+        # Of earlier sessions: a process of this one with the same slot may die of something else.
         for report in self.path.glob(f"{_HANG_REPORT}*.json"):
             with suppress(OSError):
                 report.unlink()
         with suppress(OSError):
             self.flight.begin()
-        whole = config.model_copy(update={"stop_at_step": None})  # of a sitting, not of the run
+        whole = config.model_copy(update={"stop_at_step": None})  # of a session, not of the run
         self._files = whole.to_yaml(), json.dumps(asdict(identity)) + "\n"
         self._unsettled = self._files
         if not is_other:

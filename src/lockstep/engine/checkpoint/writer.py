@@ -13,7 +13,7 @@ from lockstep.engine.checkpoint.choice import prune
 from lockstep.engine.checkpoint.format import Snapshot, Tensors
 from lockstep.engine.events import Checkpointed, Emit, Warned
 from lockstep.engine.faults import At, nothing
-from lockstep.engine.runtime import Pulse
+from lockstep.engine.runtime import Heartbeat
 from lockstep.errors import CheckpointError
 
 SLOW_S = 60.0
@@ -33,7 +33,7 @@ class AsyncWriter:
         keep: number of the newest checkpoints to keep.
         background: whether training goes on while a checkpoint is written.
         emit: function that takes events.
-        pulse: pulse of this process, held while it waits for the disk.
+        heartbeat: heartbeat of this process, held while it waits for the disk.
         at: function that is called in the middle of writing a checkpoint.
         keep_every_s: least time in seconds between two older checkpoints that are kept for good; 0
             keeps none.
@@ -45,7 +45,7 @@ class AsyncWriter:
         keep: int,
         background: bool,
         emit: Emit,
-        pulse: Pulse,
+        heartbeat: Heartbeat,
         at: At = nothing,
         keep_every_s: float = 0.0,
     ) -> None:
@@ -54,7 +54,7 @@ class AsyncWriter:
         self._keep_every_s = keep_every_s
         self._background = background
         self._emit = emit
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._at = at
         self._step = 0
         self._thread: threading.Thread | None = None
@@ -117,7 +117,7 @@ class AsyncWriter:
     def wait(self) -> None:
         """Return when nothing is being written any more."""
         if self._thread is not None:
-            self._pulse.wait()
+            self._heartbeat.wait()
             self._thread.join(SLOW_S)
             if self._thread.is_alive():
                 self._emit(
@@ -129,7 +129,7 @@ class AsyncWriter:
                 )
                 self._thread.join()
             self._thread = None
-            self._pulse.go()
+            self._heartbeat.go()
         self.poll()
 
     def finish(self, step: int) -> Path:

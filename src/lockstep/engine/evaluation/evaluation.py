@@ -21,7 +21,7 @@ from lockstep.engine.passes.buffers import KeptBuffers
 from lockstep.engine.passes.compute import Compute
 from lockstep.engine.placement import Places
 from lockstep.engine.runtime import everywhere
-from lockstep.engine.tables.group import AllLent, Tables
+from lockstep.engine.tables.group import AllFetched, Tables
 from lockstep.engine.task import Task
 from lockstep.errors import TaskError, shared
 from lockstep.nn.pipeline import StageDone
@@ -74,7 +74,7 @@ class Evaluation:
             beat: function that is called before each batch, as a sign of life.
             places: place of each rank on the mesh, whose replicas share the batches; without it,
                 each rank is a replica.
-            tables: tables whose rows are dealt out, if there are any.
+            tables: tables whose rows are distributed, if there are any.
         """
         data, number, num_replicas = transport, transport.rank, transport.size
         if places is not None and places.is_split:
@@ -190,11 +190,11 @@ class Evaluation:
         constants = Constants(model, kept.names)
         leaves = []
 
-        def compute_one(number: int, batch: Any, lent: AllLent | None = None) -> None:
+        def compute_one(number: int, batch: Any, fetched: AllFetched | None = None) -> None:
             beat()
             self._guard.enter((self._split_name, number))
             try:
-                sums, updates = compute.evaluate(number, batch, lent)
+                sums, updates = compute.evaluate(number, batch, fetched)
             except StageDone as done:
                 done.pass_on()
                 return

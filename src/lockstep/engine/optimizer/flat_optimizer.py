@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from lockstep.data.random import global_state, seed_all
-from lockstep.engine.audit.held_state import held_state, module_globals
+from lockstep.engine.audit.hidden_state import hidden_state, module_globals
 from lockstep.engine.flat_tensors import FlatTensors, Slice, is_in, storages, within
 from lockstep.engine.optimizer import bare_steps
 from lockstep.engine.optimizer.bare_steps import Keepers, Stepped
@@ -214,7 +214,7 @@ class FlatOptimizer:
         kind = type(optimizer)
         if self._num_steps & (self._num_steps - 1) or not may_draw(optimizer):
             return {}
-        return held_state({kind.__name__: kind} | module_globals(kind, beside=False))
+        return hidden_state({kind.__name__: kind} | module_globals(kind, beside=False))
 
     @property
     def optimizer(self) -> optim.Optimizer:

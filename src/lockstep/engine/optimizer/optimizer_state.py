@@ -1,4 +1,4 @@
-"""An optimizer's state by name: what checkpoints hold and what newcomers are sent.
+"""An optimizer's state by name: what checkpoints hold and what joining ranks are sent.
 
 Torch's optimizers keep all of it in `state[parameter]`. Others also keep numbers in their groups
 (schedule-free and Prodigy kinds), in attributes, or under keys that are no parameters.

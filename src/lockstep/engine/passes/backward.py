@@ -123,7 +123,7 @@ class Backward:
     def begin(self) -> None:
         """Prepare for a forward pass; others may come before its backward pass."""
         if self._axis is not None:
-            self._state.lend()
+            self._state.fetch()
 
     def forwarded(
         self, loss: Loss | None, outputs: tuple[Tensor, ...], scalars: list[Number]

@@ -187,7 +187,7 @@ class ForwardState:
         self._committed = [b.clone() for b in self._buffers]
         self._committed_counters = [c.clone() for c in self._counters]
 
-    def lend(self) -> None:
+    def fetch(self) -> None:
         """Give modules copies for a forward pass, which its backward pass may read much later.
 
         `collect` takes them away.

@@ -31,7 +31,7 @@ from lockstep.engine.tables.run_tables import Lookups
 from lockstep.engine.task import Loss, Number, Phase, Task, has_carry
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import Pipeline
-from lockstep.nn.sparse_embedding import Lent
+from lockstep.nn.sparse_embedding import Fetched
 
 _COMPILER = "torch._dynamo"
 _DISABLED = "__dynamo_disable"
@@ -231,7 +231,7 @@ class Compute:
         microbatch: int,
         batch: Any,
         carries: Carries | None = None,
-        lent: Mapping[str, Lent] | None = None,
+        fetched: Mapping[str, Fetched] | None = None,
     ) -> Loss:
         """The loss of a microbatch, with random state that depends on its number only.
 
@@ -241,7 +241,7 @@ class Compute:
             batch: its samples.
             carries: has what the microbatch carries from the step before, and takes what it carries
                 to the next. Without it, or if it has nothing, the microbatch begins anew.
-            lent: rows of each table that it looks up; without, as they are before the first step.
+            fetched: rows of each table that it looks up; without, as before the first step.
 
         Raises:
             TaskError: the loss did not return what it must.
@@ -250,10 +250,10 @@ class Compute:
         phase = self.phases.at(step)
         self.guard.enter((step, microbatch))
         if self.lookups.tables:
-            if lent is None:
+            if fetched is None:
                 wanted = self.wanted(step, microbatch, batch, carries)
-                lent = self.lookups.at_start(wanted, trains=True)
-            self.lookups.lend(lent)
+                fetched = self.lookups.at_start(wanted, trains=True)
+            self.lookups.fetch(fetched)
         seed_all(random_key(self._seed, Stream.FORWARD, step, microbatch))
         loss: Loss
         if self.local is not None:
@@ -292,8 +292,8 @@ class Compute:
         parameters = self.phases.parameters(step)
         if parameters is None:
             return None
-        lent = [table.lent for table in self.lookups.tables.values()]
-        return [*parameters, *(one.rows for one in lent if one is not None)]
+        fetched = [table.fetched for table in self.lookups.tables.values()]
+        return [*parameters, *(one.rows for one in fetched if one is not None)]
 
     def _stepped(
         self, local: LocalSteps, phase: Phase, microbatch: int, batch: Any, carries: Carries
@@ -360,25 +360,25 @@ class Compute:
         return self.phases.metric_names(self._metrics)
 
     def evaluate(
-        self, chunk: int, batch: Any, lent: Mapping[str, Lent] | None = None
+        self, chunk: int, batch: Any, fetched: Mapping[str, Fetched] | None = None
     ) -> tuple[dict[str, tuple[float, float]], Mapping[str, Any]]:
         """Loss and metrics of an evaluation batch, each as (sum, weight), and `Loss.updates`.
 
         Args:
             chunk: number of the batch.
             batch: its samples.
-            lent: rows of each table that it looks up; without, all that there are, or if they are
-                not, as they are before the first step.
+            fetched: rows of each table that it looks up; without, all rows of this rank, or if it
+                has none, rows as before the first step.
 
         Raises:
             TaskError: the loss did not return what it must.
             StageDone: this rank does not compute the last block of a pipeline.
         """
         if self.lookups.tables:
-            if lent is None and not self.lookups.are_whole:
+            if fetched is None and not self.lookups.are_whole:
                 wanted = self.wanted_to_evaluate(chunk, batch)
-                lent = self.lookups.at_start(wanted, trains=False)
-            self.lookups.lend(lent)
+                fetched = self.lookups.at_start(wanted, trains=False)
+            self.lookups.fetch(fetched)
         seed_all(random_key(self._seed, Stream.EVALUATION, chunk))
         with torch.no_grad(), self._open(), self._autocast():
             loss = self.task.evaluate(self._model, batch)

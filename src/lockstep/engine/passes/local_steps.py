@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.config import TrainConfig
-from lockstep.engine.audit.held_state import held_state
+from lockstep.engine.audit.hidden_state import hidden_state
 from lockstep.engine.carry.carries import Carry
 from lockstep.engine.optimizer.choice import check_optimizer, default_optimizer
 from lockstep.engine.optimizer.optimizer_state import home_of
@@ -111,14 +111,14 @@ class LocalSteps:
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         check_copied(named, config)
         self._copies: dict[str, Tensor] = {n: _copy_of(p) for n, p in named.items()}
-        self._lent = _by_place(model, named, self._copies)
+        self._fetched = _by_place(model, named, self._copies)
         self.optimizer = self._with_copies(lambda there: _inner_optimizer(task, there, config))
         check_copied(self._copies, config)  # which the task has just been given
         of = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         self._copies = {n: copy for n, copy in self._copies.items() if id(copy) in of}
         self._groups = [of[id(copy)] for copy in self._copies.values()]
         self._parameters: list[Tensor] = [named[name] for name in self._copies]
-        self._lent = _by_place(model, named, self._copies)
+        self._fetched = _by_place(model, named, self._copies)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._first = Carry.of(self._state(), "build_optimizer: state of a parameter")
         self._is_known = False
@@ -197,7 +197,7 @@ class LocalSteps:
         if self._is_known:
             return {}
         self._begin(None)
-        return held_state({"optimizer": self.optimizer})
+        return hidden_state({"optimizer": self.optimizer})
 
     def _check_held(self, before: dict[str, str]) -> None:
         """Refuse an optimizer that has more state than `state`: the next worker would find it.
@@ -259,7 +259,7 @@ class LocalSteps:
     def _with_copies(self, function: Callable[[nn.Module], Any]) -> Any:
         """What a function makes of the model while that has the copies for parameters."""
         # By each place once: `tie_weights` leaves a module that is at two places with the copies.
-        return functional_call(self._within, self._lent, (function,), tie_weights=False)
+        return functional_call(self._within, self._fetched, (function,), tie_weights=False)
 
 
 def _copy_of(parameter: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError
 from lockstep.nn.pipeline import StageDone
 from lockstep.parallel.compression.reduction import LeafSums
-from lockstep.parallel.layout import Dealt, Pass
+from lockstep.parallel.layout import Assigned, Pass
 from lockstep.parallel.rounds import LateGradientError, Rounds
 
 
@@ -82,7 +82,7 @@ class Passes:
         self.losses: dict[int, float] = {}
         self.counters = [-math.inf] * self._state.num_counters
 
-    def look_up(self, step: int, microbatches: Dealt, batches: Iterator[Any]) -> Iterator[Any]:
+    def look_up(self, step: int, microbatches: Assigned, batches: Iterator[Any]) -> Iterator[Any]:
         """Have the rows of tables that a step's microbatches need; the same batches again.
 
         A collective. The arguments are those of `run`.
@@ -105,7 +105,7 @@ class Passes:
             return asked
 
         assert self._tables is not None, "there is something to look up in"
-        self._tables.lend(step, wanted)
+        self._tables.fetch(step, wanted)
         watch.communication_s += watch.lap()
         return iter(ahead)
 
@@ -142,7 +142,7 @@ class Passes:
                 continue
             self._backward_pass(step, microbatch, passed.pop((microbatch, stage)), sums, is_first)
             watch.compute_s += watch.lap()
-            self._runtime.pulse.beat()
+            self._runtime.heartbeat.beat()
             self._runtime.at("compute", step)
         self._places.turns.finish()
 
@@ -171,8 +171,8 @@ class Passes:
             return None
         self._backward.begin()
         try:
-            lent = self._tables.of(microbatch) if self._tables is not None else None
-            loss = self._compute.forward(step, microbatch, batch, self._carries, lent)
+            fetched = self._tables.of(microbatch) if self._tables is not None else None
+            loss = self._compute.forward(step, microbatch, batch, self._carries, fetched)
         except StageDone as done:
             return self._backward.forwarded(None, done.outputs, [0.0] * self.num_scalars)
         return self._backward.forwarded(loss, (), self._compute.scalars(step, loss))

@@ -16,7 +16,7 @@ from lockstep.engine.runtime import everywhere
 from lockstep.engine.snapshot.task_state import TaskState
 from lockstep.errors import DataError, DivergenceError, TaskError, shared
 from lockstep.nn.cutting import held_tensors, units_of
-from lockstep.nn.remote import Elsewhere, is_let_go
+from lockstep.nn.remote import RemoteTensor, is_released
 from lockstep.nn.ties import EVERYWHERE
 
 
@@ -147,7 +147,9 @@ def check_streams(transport: Transport, landmarks: dict[str, str], step: int) ->
 
 def _whole_ones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that are in memory; of others this rank keeps slices."""
-    return {n: t for n, t in tensors.items() if not isinstance(t, Elsewhere) and not is_let_go(t)}
+    return {
+        n: t for n, t in tensors.items() if not isinstance(t, RemoteTensor) and not is_released(t)
+    }
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from lockstep.errors import RankFailure, shared
 from lockstep.parallel.mesh import NEW
 
 NOWHERE = -1
-"""The rank that a newcomer had."""
+"""The rank that a joining rank had."""
 
 
 class Held(NamedTuple):
@@ -24,7 +24,7 @@ class Held(NamedTuple):
     column: int = NEW
     """Its column of the mesh."""
     place: int = NOWHERE
-    """Its place among the ranks of the column when slices were dealt out."""
+    """Its place among the ranks of the column when slices were distributed."""
     num_places: int = 0
     """How many ranks the column had then."""
 
@@ -34,17 +34,17 @@ class Origin:
     """The former ranks of the members of a group.
 
     Attributes:
-        former: rank before the loss, for each rank of the new group; `NOWHERE` for newcomers.
+        former: rank before the loss, for each rank of the new group; `NOWHERE` for joining ranks.
         held: what each rank of the new group holds.
         rows: fields of the `Joined` event of each rank.
-        strangers: names of the facts that differ, by rank of a newcomer that would train something
+        foreign_ranks: names of the facts that differ, by rank of those that would train something
             else.
     """
 
     former: list[int]
     held: list[Held]
     rows: list[dict[str, Any]]
-    strangers: dict[int, list[str]]
+    foreign_ranks: dict[int, list[str]]
 
 
 def find_origin(
@@ -57,7 +57,7 @@ def find_origin(
     """Find out where the ranks of a new group come from, given where this one does; a collective.
 
     Raises:
-        RankFailure: they are all newcomers.
+        RankFailure: they are all joining ranks.
     """
     own = {"former": former, "held": held, "row": row, "facts": facts}
     ranks = transport.gather_json(own)
@@ -77,12 +77,12 @@ def find_origin(
         former=[theirs["former"] for theirs in ranks],
         held=[Held(*theirs["held"]) for theirs in ranks],
         rows=[theirs["row"] for theirs in ranks],
-        strangers={rank: names for rank, names in differences.items() if names},
+        foreign_ranks={rank: names for rank, names in differences.items() if names},
     )
 
 
-def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
-    """Go on without newcomers whose script or data have changed since the run began.
+def refuse_foreign_ranks(runtime: Runtime, origin: Origin, step: int) -> None:
+    """Go on without joining ranks whose script or data have changed since the run began.
 
     Args:
         runtime: surroundings of this process.
@@ -92,11 +92,11 @@ def refuse_strangers(runtime: Runtime, origin: Origin, step: int) -> None:
     Raises:
         GroupBroken: there are such ones, who leave; the others regroup.
     """
-    if not origin.strangers:
+    if not origin.foreign_ranks:
         return
-    if runtime.transport.rank in origin.strangers:
+    if runtime.transport.rank in origin.foreign_ranks:
         runtime.transport.withdraw()
-    for rank, names in origin.strangers.items():
+    for rank, names in origin.foreign_ranks.items():
         row = origin.rows[rank]
         message = (
             f"the new process of slot {row['slot']} on {row['host']} is refused: it differs in "
@@ -128,7 +128,7 @@ class Lead:
         step: number of steps that it has applied, committed or not.
         committed: number of steps that it has committed.
         evaluated: step of its newest evaluation.
-        result: result of its last step, if it has done one in this sitting.
+        result: result of its last step, if it has done one in this session.
         scores: scores of the validation splits.
         is_ahead: whether some ranks have not applied that step, or have not committed it as the
             leading rank has.

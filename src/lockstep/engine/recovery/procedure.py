@@ -22,7 +22,7 @@ from lockstep.engine.recovery.positions import (
     Origin,
     find_lead,
     find_origin,
-    refuse_strangers,
+    refuse_foreign_ranks,
 )
 from lockstep.engine.recovery.sharded_state import collect
 from lockstep.engine.run.microbatches import Microbatches
@@ -63,7 +63,7 @@ class Recovery:
         self._checkpointer = checkpointer
         self._reporter = reporter
         self.is_new = is_new
-        self._held = Held() if is_new else self._dealt()
+        self._held = Held() if is_new else self._scattered()
         # Whether it has given up what it held, and waits for what the ranks of its column hold.
         self._is_moved = False
         # Whether it has begun to go back to the newest checkpoint; from then on nothing else helps.
@@ -101,7 +101,7 @@ class Recovery:
                 self._reporter.keep_calls(self._state.progress.step)
                 continue  # anew from the top: who leads may be among the dead
         self._microbatches.regroup(self._state.progress.step, optimizer)
-        self._held = self._dealt()
+        self._held = self._scattered()
         self.is_new = self._is_moved = self._goes_back = False
         self._checkpointer.regroup()
         if origin.former[0] != 0:  # who wrote checkpoints is lost, perhaps in the middle of one
@@ -112,7 +112,7 @@ class Recovery:
         if self._transport.size < self._config.min_ranks:
             self._state.stop_reason = TOO_FEW_RANKS
 
-    def _dealt(self) -> Held:
+    def _scattered(self) -> Held:
         """What this rank holds of a group that trains."""
         places = self._parts.places
         return Held(places.column, places.data.rank, places.data.size)
@@ -131,7 +131,7 @@ class Recovery:
         on_first(self._transport, self._runtime.take_over)
         self._runtime.at("catch_up", step)
         origin = find_origin(self._transport, former, self._held, row, self._parts.facts)
-        refuse_strangers(self._runtime, origin, step)
+        refuse_foreign_ranks(self._runtime, origin, step)
         self._parts.places.assign([held.column for held in origin.held])
         return origin
 
@@ -256,7 +256,7 @@ class Recovery:
                     "start the run again, with checkpoint.every set, or set lower"
                 )
             )
-        # Newcomers do not know that the run was asked to stop.
+        # Joining ranks do not know that the run was asked to stop.
         reasons = self._transport.gather_json(self._state.stop_reason)
         self._state.go_back(progress, next(filter(None, reasons), ""))
 

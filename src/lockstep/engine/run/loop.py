@@ -27,7 +27,7 @@ from lockstep.engine.run.reporter import Reporter
 from lockstep.engine.run.run_state import RunState
 from lockstep.engine.runtime import Runtime, check_can_regroup, everywhere
 from lockstep.engine.snapshot.capture import streamed_digest, whole_digest
-from lockstep.engine.snapshot.restore import borrowed_state
+from lockstep.engine.snapshot.restore import temporary_state
 from lockstep.engine.step.step_audit import StepRepeated
 from lockstep.engine.step.sums import DIRECTORY_LOST, StepResult
 from lockstep.engine.task import Task
@@ -96,7 +96,7 @@ class Trainer:
             runtime.at("ready", 0)
 
     def run(self) -> Finished:
-        """Train to the end, or to where this sitting is to stop; through the loss of ranks.
+        """Train to the end, or to where this session is to stop; through the loss of ranks.
 
         Raises:
             LockstepError: the task does not work, or the state was lost; on all ranks.
@@ -214,7 +214,7 @@ class Trainer:
             self._evaluate(splits)
             return
         root, runtime = self._directory.checkpoints, self._runtime
-        with borrowed_state(root, best, last, parts.train_step, parts.model, runtime) as step:
+        with temporary_state(root, best, last, parts.train_step, parts.model, runtime) as step:
             self._evaluate(splits, None if step == last else step)
 
     def _evaluate(self, splits: Sequence[str], model_step: int | None = None) -> None:
@@ -230,7 +230,7 @@ class Trainer:
                 self._transport,
                 parts.model,
                 parts.compute,
-                self._runtime.pulse.beat,
+                self._runtime.heartbeat.beat,
                 parts.places,
                 parts.train_step.tables,
             )
@@ -255,7 +255,7 @@ class Trainer:
     def _recover(self) -> None:
         self._recovery.run()
         self._is_to_mend = False
-        self._is_state_checked = False  # newcomers have not checked theirs
+        self._is_state_checked = False  # joining ranks have not checked theirs
 
     def _try_again(self, failure: TaskFailure) -> None:
         """Be ready to do a step again that the task's code failed in, once.

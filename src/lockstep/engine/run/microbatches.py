@@ -12,7 +12,7 @@ from lockstep.engine.run.progress import Progress
 from lockstep.engine.runtime import Runtime
 from lockstep.engine.timing import Times
 from lockstep.errors import ConfigError, RankFailure, shared
-from lockstep.parallel.layout import Dealt, share
+from lockstep.parallel.layout import Assigned, share
 from lockstep.parallel.mesh import sizes_of_replicas
 
 
@@ -68,7 +68,7 @@ _LEAST_GAIN = 0.1
 class Proposal(NamedTuple):
     """Ranges of microbatches, and why."""
 
-    ranges: Sequence[Dealt]
+    ranges: Sequence[Assigned]
     slowest: int
     """The rank that takes longest for one microbatch."""
     slowdown: float
@@ -88,16 +88,16 @@ class Balancer:
         ranges: present range of microbatches of each rank.
     """
 
-    def __init__(self, every: int, ranges: Sequence[Dealt]) -> None:
+    def __init__(self, every: int, ranges: Sequence[Assigned]) -> None:
         self._every = every
         self.restart(ranges)
 
-    def restart(self, ranges: Sequence[Dealt]) -> None:
+    def restart(self, ranges: Sequence[Assigned]) -> None:
         """Watch a new group from now on, with these ranges."""
         self._each: dict[int, float] = {}
         self.use(ranges)
 
-    def use(self, ranges: Sequence[Dealt]) -> None:
+    def use(self, ranges: Sequence[Assigned]) -> None:
         """Watch the same group with other ranges."""
         self.ranges = list(ranges)
         self._before: list[float] | None = None
@@ -132,7 +132,7 @@ class Balancer:
         return better(self.ranges, self._each)
 
 
-def better(ranges: Sequence[Dealt], each: Mapping[int, float]) -> Proposal | None:
+def better(ranges: Sequence[Assigned], each: Mapping[int, float]) -> Proposal | None:
     """Ranges by measured speed, if the slowest rank would be done sooner by a tenth.
 
     Args:
@@ -220,7 +220,7 @@ class Microbatches:
         self.stream.close()
 
     def _deal_out(
-        self, ranges: Sequence[Dealt], step: int, state: OptimizerState | None = None
+        self, ranges: Sequence[Assigned], step: int, state: OptimizerState | None = None
     ) -> None:
         self._parts.train_step.deal_out(self._parts.places.mesh.of_ranks(ranges), state)
         self._balancer.use(ranges)

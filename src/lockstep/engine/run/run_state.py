@@ -23,8 +23,8 @@ class RunState:
 
     Attributes:
         progress: position and history, as kept in checkpoints.
-        result: result of the newest step that was committed in this sitting.
-        stop_reason: reason for which this sitting ends before the run; empty while it goes on.
+        result: result of the newest step that was committed in this session.
+        stop_reason: reason for which this session ends before the run; empty while it goes on.
         failed_step: newest step in which the task's code has failed; -1 if there is none.
         test_step: step whose parameters the test split was evaluated with, if it was.
         is_save_overdue: whether the newest checkpoint may have been lost with the rank that was
@@ -69,7 +69,7 @@ class RunState:
         self.stop_reason = self.stop_reason or result.stop_reason
         # What is evaluated or saved has its step's row before it, in all files.
         self._reporter.add(self.progress, result, self.is_save_due() or self.is_evaluation_due())
-        self._runtime.pulse.arm()
+        self._runtime.heartbeat.arm()
         self._runtime.transport.call_ring.note_step(progress.step)
         self._runtime.at("committed", self.progress.step)
         self._runtime.on_step(self.progress.step)
@@ -129,7 +129,7 @@ class RunState:
         progress.finished = progress.finished or progress.exhausted(config)
 
     def is_over(self) -> bool:
-        """Whether the run or this sitting ends here; notes why in `progress` or `stop_reason`."""
+        """Whether the run or this session ends here; notes why in `progress` or `stop_reason`."""
         progress, stop = self.progress, self._config.stop_at_step
         if progress.step >= self._parts.total_steps and not progress.finished:
             progress.finished = ALL_STEPS
@@ -147,7 +147,7 @@ class RunState:
         step = self.progress.step
         if step == 0 or not self._has_validation:
             return False
-        # Where a sitting ends must not matter, or an interrupted run would judge otherwise.
+        # Where a session ends must not matter, or an interrupted run would judge otherwise.
         return step == self._parts.total_steps or self._is_due(self._config.eval_every)
 
     def is_digest_due(self) -> bool:

@@ -277,7 +277,7 @@ def take_over(
 
 
 @contextmanager
-def borrowed_state(
+def temporary_state(
     root: Path, step: int, last_step: int, train_step: TrainStep, model: nn.Module, runtime: Runtime
 ) -> Iterator[int]:
     """Model and task with the state of a checkpoint in here, and with their own again after it.

@@ -21,7 +21,7 @@ from lockstep.config import TrainConfig
 from lockstep.config.parsing import as_type, shown
 from lockstep.engine.assembly import Parts
 from lockstep.engine.carry.carries import check_named
-from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.format import Snapshot
 from lockstep.engine.hook import Hook
@@ -306,7 +306,7 @@ def _task_problem(snapshot: Snapshot, task_state: TaskState) -> str:
     return f"task: has no {shown(missing[0])}, which this task's state has" if missing else ""
 
 
-def _check_carry(snapshot: Snapshot, carries: DealtCarries | None, where: str) -> None:
+def _check_carry(snapshot: Snapshot, carries: DistributedCarries | None, where: str) -> None:
     is_wanted = carries is not None
     if is_wanted != ("carry" in snapshot.meta):
         there, here = ("no", "a") if is_wanted else ("a", "no")

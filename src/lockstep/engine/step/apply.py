@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lockstep.config import TrainConfig
 from lockstep.data.random import Stream, random_key
-from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer
 from lockstep.engine.optimizer.schedule import Schedule
 from lockstep.engine.passes.buffers import ForwardState
@@ -38,7 +38,7 @@ class Apply:
         loss_scale: LossScale,
         flat_optimizer: FlatOptimizer,
         schedule: Schedule,
-        carries: DealtCarries | None,
+        carries: DistributedCarries | None,
         tables: Tables | None,
         local: LocalSteps | None,
     ) -> None:
@@ -52,7 +52,7 @@ class Apply:
             flat_optimizer: optimizer of the flat parameters.
             schedule: learning rates of all steps.
             carries: what microbatches carry; None if they carry nothing.
-            tables: tables whose rows are dealt out; None if the model has none.
+            tables: tables whose rows are distributed; None if the model has none.
             local: workers, whose learning rates the schedule is of; None if there are none.
         """
         self._config = config

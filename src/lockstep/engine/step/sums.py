@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.engine.carry.group import DealtCarries
+from lockstep.engine.carry.group import DistributedCarries
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.passes.compute import LossScale
 from lockstep.engine.passes.passes import Passes, fill
@@ -128,7 +128,7 @@ class StepSums:
         passes: Passes,
         loss_scale: LossScale,
         watch: Stopwatch,
-        carries: DealtCarries | None,
+        carries: DistributedCarries | None,
         tables: Tables | None,
         log_every: int,
         asked: Asked | None,
@@ -166,7 +166,7 @@ class StepSums:
         own = Header(
             has_failed=error is not None,
             stop_reason=runtime.stop_reason() or "",
-            grows=runtime.transport.has_newcomer,
+            grows=runtime.transport.has_joiner,
             times=self._watch.times(is_exact=(step + 1) % self._log_every == 0),
             counters=tuple(self._passes.counters),
             carry_length=self._carries.copy_length if self._carries and not error else 0,

@@ -17,7 +17,7 @@ from lockstep.comm.host import give_back_large
 from lockstep.config import TrainConfig
 from lockstep.engine.audit.constants import Constants
 from lockstep.engine.audit.pass_state import PassState
-from lockstep.engine.carry.group import dealt_carries
+from lockstep.engine.carry.group import distributed_carries
 from lockstep.engine.flat_tensors import FlatTensors
 from lockstep.engine.optimizer.flat_optimizer import FlatOptimizer, unequal_settings
 from lockstep.engine.optimizer.optimizer_state import OptimizerState
@@ -41,7 +41,7 @@ from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep
 from lockstep.nn.pipeline import Pipeline
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Assigned
 
 
 class TrainStep:
@@ -62,7 +62,7 @@ class TrainStep:
         sharded: whether the optimizer is sharded.
         with_buddy: whether each rank steps the slice of the rank before it too.
         carries: what microbatches carry from step to step; None if they carry nothing.
-        tables: tables whose rows are dealt out; None if the model has none.
+        tables: tables whose rows are distributed; None if the model has none.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TrainStep:
             give_back_large()
         if config.shards_gradients and isinstance(model, Pipeline):
             self._storage = BlockStorage(model, places, self._at)
-        self.carries, self._leaf_states = dealt_carries(
+        self.carries, self._leaf_states = distributed_carries(
             runtime, config, places, flat, first_agreed, compute.has_carry
         )
         self.tables: Tables | None = None
@@ -180,7 +180,7 @@ class TrainStep:
 
     def deal_out(
         self,
-        ranges: Sequence[Dealt],
+        ranges: Sequence[Assigned],
         state: OptimizerState | None = None,
     ) -> None:
         """Go on with other microbatches, or in another group; an interrupted step is given up.
@@ -198,7 +198,7 @@ class TrainStep:
         self.flat_optimizer.bind(self.workspace.stepped)
         self.parameters.close()
 
-    def begin_anew(self, ranges: Sequence[Dealt]) -> None:
+    def begin_anew(self, ranges: Sequence[Assigned]) -> None:
         """Forget an interrupted step and all state of the optimizer; a checkpoint must be restored.
 
         Args:
@@ -225,7 +225,7 @@ class TrainStep:
         self.workspace = self._lay_out(self.places.mesh.microbatches)
         self.flat_optimizer.move(self.flat, self.workspace.stepped)
 
-    def _lay_out(self, ranges: Sequence[Dealt]) -> Workspace:
+    def _lay_out(self, ranges: Sequence[Assigned]) -> Workspace:
         workspace = Workspace(
             self._runtime,
             self._config,

@@ -20,7 +20,7 @@ from lockstep.parallel.compression.reduction import (
 )
 from lockstep.parallel.compression.sums import compressed_reduction
 from lockstep.parallel.exchange import copy_to_next, gather_slices
-from lockstep.parallel.layout import Dealt, Range, stepped_slices
+from lockstep.parallel.layout import Assigned, Range, stepped_slices
 from lockstep.parallel.norm import (
     NormPart,
     ScatteredNorms,
@@ -56,7 +56,7 @@ class Workspace:
         flat: FlatTensors,
         state: ForwardState,
         places: Places,
-        ranges: Sequence[Dealt],
+        ranges: Sequence[Assigned],
         *,
         num_scalars: int,
         num_header: int,

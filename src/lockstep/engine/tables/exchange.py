@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.transport import Transport, offsets
-from lockstep.engine.tables.table import DealtTable, Part, widths
-from lockstep.nn.sparse_embedding import Lent
+from lockstep.engine.tables.table import DistributedTable, Part, widths
+from lockstep.nn.sparse_embedding import Fetched
 from lockstep.parallel.fold import RowSum
 from lockstep.parallel.layout import ROWS, Node, RowLayout
 
@@ -119,7 +119,7 @@ class Described(NamedTuple):
     """What a rank holds of a table.
 
     Attributes:
-        size: number of ranks that the table was dealt out to; 0 for nothing.
+        size: number of ranks that the table was distributed over; 0 for nothing.
         owners: whose rows they are.
     """
 
@@ -129,7 +129,7 @@ class Described(NamedTuple):
 
 def deal(
     transport: Transport,
-    dealt: DealtTable,
+    dealt: DistributedTable,
     there: Sequence[Described],
     layout: RowLayout,
     shifts: Sequence[int],
@@ -141,7 +141,7 @@ def deal(
         transport: the new group of ranks.
         dealt: table, with the parts that this rank holds.
         there: what each rank of the new group holds.
-        layout: how rows are to be dealt out.
+        layout: how rows are to be distributed.
         shifts: how many ranks before a rank those are whose rows it is to hold.
         device: device that they are on.
 
@@ -150,7 +150,7 @@ def deal(
     """
     rank, size = transport.rank, transport.size
     parts = [Part.empty(dealt.table, layout, (rank - shift) % size, device) for shift in shifts]
-    # All that is held was dealt out to one group: ranks change what they hold together.
+    # All that is held was distributed over one group: ranks change what they hold together.
     former = next((held.size for held in there if held.size), 0)
     holders = {o: r for r, held in reversed(list(enumerate(there))) for o in held.owners}
     if not former or any(owner not in holders for owner in range(former)):
@@ -184,13 +184,13 @@ def _chosen(
     return chosen
 
 
-def lend(
+def fetch(
     transport: Transport,
-    tables: Sequence[DealtTable],
+    tables: Sequence[DistributedTable],
     wanted: Sequence[Sequence[Tensor]],
     trains: bool,
     has_failed: bool = False,
-) -> list[list[Lent]]:
+) -> list[list[Fetched]]:
     """Have rows from their owners; a collective of three messages.
 
     Args:
@@ -229,7 +229,7 @@ def lend(
 
 
 def reduce(
-    transport: Transport, tables: Sequence[DealtTable], nodes: Sequence[Sequence[Node]]
+    transport: Transport, tables: Sequence[DistributedTable], nodes: Sequence[Sequence[Node]]
 ) -> None:
     """Sum the gradients of each row on those that step it; a collective of three messages.
 

@@ -17,7 +17,7 @@ from lockstep.comm.transport import Transport
 from lockstep.engine.checkpoint.format import TABLE, Kind, Snapshot, Tensors, read_tensors
 from lockstep.engine.runtime import everywhere
 from lockstep.engine.tables.exchange import swap
-from lockstep.engine.tables.table import DealtTable, Part, widths
+from lockstep.engine.tables.table import DistributedTable, Part, widths
 from lockstep.errors import CheckpointError
 from lockstep.nn.sparse_embedding import SparseEmbedding
 from lockstep.parallel.layout import ROWS, Range
@@ -97,7 +97,7 @@ class StreamedTables:
         files: content by name.
     """
 
-    def __init__(self, transport: Transport, tables: list[DealtTable]) -> None:
+    def __init__(self, transport: Transport, tables: list[DistributedTable]) -> None:
         self._transport = transport
         self._plan = [
             (number, dealt, part, rows)
@@ -115,7 +115,7 @@ class StreamedTables:
         for _ in self._tensors:
             pass
 
-    def _content(self, dealt: DealtTable, rows: Range) -> Tensors:
+    def _content(self, dealt: DistributedTable, rows: Range) -> Tensors:
         kinds = {
             name: Kind(torch.float32, torch.Size((len(rows), width)))
             for name, width in widths(dealt.table).items()
@@ -175,7 +175,7 @@ def read_rows(snapshot: Snapshot) -> Iterator[tuple[str, int, str, Tensor]]:
             first += len(fields["weight"])
 
 
-def load_tables(transport: Transport, tables: list[DealtTable], folder: Path | None) -> None:
+def load_tables(transport: Transport, tables: list[DistributedTable], folder: Path | None) -> None:
     """Put the rows of a checkpoint in place, in parts that have their memory; a collective.
 
     Args:

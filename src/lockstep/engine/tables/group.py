@@ -1,4 +1,4 @@
-"""What a step does with a run's tables: rows are lent to microbatches, summed up and stepped.
+"""What a step does with a run's tables: rows are fetched by microbatches, summed up and stepped.
 
 The buddy of a rank is sent the gradients of its rows too, and steps its copies of them itself.
 Before any rank steps rows, all hold the gradients of the rows that they step. So there is no moment
@@ -21,13 +21,13 @@ from lockstep.engine.runtime import Raised, Runtime, everywhere, shared_error
 from lockstep.engine.tables import exchange as messages
 from lockstep.engine.tables.exchange import SomeRankFailed
 from lockstep.engine.tables.run_tables import HeldTables
-from lockstep.nn.sparse_embedding import Lent, SparseEmbedding
+from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.parallel.fold import plan
-from lockstep.parallel.layout import Dealt
+from lockstep.parallel.layout import Assigned
 
 Wanted = Mapping[str, torch.Tensor]
 """Rows that a batch looks up in each table, by the table's name: ascending, each once."""
-AllLent = dict[str, Lent]
+AllFetched = dict[str, Fetched]
 """Rows of each table, by the table's name."""
 T = TypeVar("T")
 _AT_ONCE = 1023
@@ -35,7 +35,7 @@ _AT_ONCE = 1023
 
 
 class Tables(HeldTables):
-    """The tables of a model, in the present group of ranks, and what of them has been lent."""
+    """The tables of a model, in the present group of ranks, and what of them has been fetched."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Tables(HeldTables):
         tables: Mapping[str, SparseEmbedding],
         total_steps: int,
     ) -> None:
-        """Deal them out; their rows are as they are before the first step, but for newcomers.
+        """Deal them out; their rows are as they are before the first step, but for joining ranks.
 
         Args:
             runtime: the group of ranks.
@@ -56,13 +56,13 @@ class Tables(HeldTables):
         """
         super().__init__(runtime, config, places, tables)
         self._total_steps = total_steps
-        self._lent: dict[int, AllLent] = {}
+        self._fetched: dict[int, AllFetched] = {}
 
-    def use(self, microbatches: Sequence[Dealt]) -> None:
+    def use(self, microbatches: Sequence[Assigned]) -> None:
         """Take gradients of these microbatches of each rank from now on."""
         self._microbatches = list(microbatches)
 
-    def lend(self, step: int, find: Callable[[], Mapping[int, Wanted]]) -> None:
+    def fetch(self, step: int, find: Callable[[], Mapping[int, Wanted]]) -> None:
         """Have the rows for a step's microbatches; a collective.
 
         Args:
@@ -83,22 +83,22 @@ class Tables(HeldTables):
         for dealt in self.each:
             dealt.begin(self._microbatches[world.rank])
         try:
-            lent = self._lent_to(list(wanted.values()), True, error is not None)
+            fetched = self._fetched_by(list(wanted.values()), True, error is not None)
         except SomeRankFailed:
             failure = shared_error(world, error)
             assert failure is not None
             raise failure from None
-        self._lent = dict(zip(wanted, lent, strict=True))
+        self._fetched = dict(zip(wanted, fetched, strict=True))
 
-    def of(self, microbatch: int) -> AllLent:
+    def of(self, microbatch: int) -> AllFetched:
         """The rows for a microbatch of the step."""
-        return self._lent[microbatch]
+        return self._fetched[microbatch]
 
     def add(self, microbatch: int) -> None:
         """Take the gradients of the next microbatch, of which there may be no samples."""
-        lent = self._lent.pop(microbatch, {})
+        fetched = self._fetched.pop(microbatch, {})
         for dealt in self.each:
-            dealt.add(lent.get(dealt.name))
+            dealt.add(fetched.get(dealt.name))
 
     def reduce(self, step: int) -> None:
         """Sum gradients on the ranks that step their rows; a collective.
@@ -159,15 +159,15 @@ class Tables(HeldTables):
 
     def take_back(self) -> None:
         """Lend nothing any more."""
-        self._lent = {}
+        self._fetched = {}
         for dealt in self.each:
-            dealt.table.lend(None)
+            dealt.table.fetch(None)
 
     def serve(
         self,
         batches: Iterable[tuple[int, T]],
         wanted: Callable[[int, T], Wanted],
-        use: Callable[[int, T, AllLent], None],
+        use: Callable[[int, T, AllFetched], None],
     ) -> None:
         """Use batches with the rows that they look up; a collective until all are through theirs.
 
@@ -192,10 +192,10 @@ class Tables(HeldTables):
             found = everywhere(world, following)
             if not any(world.gather_json(found is not None)):
                 break
-            lent = self._lent_to([found[1]] if found is not None else [], trains=False)
+            fetched = self._fetched_by([found[1]] if found is not None else [], trains=False)
             try:
                 if found is not None:
-                    use(*found[0], lent[0])
+                    use(*found[0], fetched[0])
                 else:
                     self._places.turns.skip_forward()
             except (Exception, SystemExit) as caught:
@@ -206,10 +206,10 @@ class Tables(HeldTables):
                 self._places.give_up()
         self.take_back()
 
-    def _lent_to(
+    def _fetched_by(
         self, wanted: Sequence[Wanted], trains: bool, has_failed: bool = False
-    ) -> list[AllLent]:
+    ) -> list[AllFetched]:
         by_table = [[of[dealt.name] for of in wanted] for dealt in self.each]
-        rows = messages.lend(self._places.world, self.each, by_table, trains, has_failed)
+        rows = messages.fetch(self._places.world, self.each, by_table, trains, has_failed)
         names = [dealt.name for dealt in self.each]
         return [dict(zip(names, each, strict=True)) for each in zip(*rows, strict=True)]

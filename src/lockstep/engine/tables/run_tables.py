@@ -21,10 +21,10 @@ from lockstep.engine.runtime import Runtime, everywhere
 from lockstep.engine.step.memory import check_table_memory
 from lockstep.engine.tables.exchange import Described, deal
 from lockstep.engine.tables.files import StreamedTables, load_tables
-from lockstep.engine.tables.table import DealtTable, Part, check_row_optimizer, widths
+from lockstep.engine.tables.table import DistributedTable, Part, check_row_optimizer, widths
 from lockstep.engine.task import Task, has_lookups
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.sparse_embedding import Lent, SparseEmbedding
+from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.parallel.layout import RowLayout
 
 
@@ -80,12 +80,12 @@ class Lookups:
             table.check(asked[name], f"{where}: {name!r}")
         return {n: torch.unique(asked[n]).long().to(self._device) for n in self.tables}
 
-    def lend(self, lent: Mapping[str, Lent] | None) -> None:
+    def fetch(self, fetched: Mapping[str, Fetched] | None) -> None:
         """Have the model look up these rows; None for all that there are."""
         for name, table in self.tables.items():
-            table.lend(lent[name] if lent is not None else None)
+            table.fetch(fetched[name] if fetched is not None else None)
 
-    def at_start(self, wanted: Mapping[str, Tensor], trains: bool) -> dict[str, Lent]:
+    def at_start(self, wanted: Mapping[str, Tensor], trains: bool) -> dict[str, Fetched]:
         """Rows as they are before the first step, which takes no communication.
 
         Args:
@@ -93,7 +93,9 @@ class Lookups:
             trains: whether they take gradients.
         """
         return {
-            name: Lent(ids, self.tables[name].start_of(ids).to(self._device).requires_grad_(trains))
+            name: Fetched(
+                ids, self.tables[name].start_of(ids).to(self._device).requires_grad_(trains)
+            )
             for name, ids in wanted.items()
         }
 
@@ -135,7 +137,7 @@ class HeldTables:
         places: Places,
         tables: Mapping[str, SparseEmbedding],
     ) -> None:
-        """Deal them out; their rows are as they are before the first step, but for newcomers.
+        """Deal them out; their rows are as they are before the first step, but for joining ranks.
 
         Args:
             runtime: the group of ranks.
@@ -144,12 +146,12 @@ class HeldTables:
             tables: modules by name.
         """
         self._runtime, self._config, self._places = runtime, config, places
-        self.each = [DealtTable(n, t, config.num_microbatches) for n, t in tables.items()]
+        self.each = [DistributedTable(n, t, config.num_microbatches) for n, t in tables.items()]
         for dealt in self.each:
-            dealt.table.is_dealt = True
+            dealt.table.is_distributed = True
             dealt.table.weight = None
-            dealt.table.lend(None)
-        if not runtime.transport.is_newcomer:
+            dealt.table.fetch(None)
+        if not runtime.transport.is_joining:
             everywhere(places.world, self._check)
             self.start()
 
@@ -183,7 +185,7 @@ class HeldTables:
             [Described(*held) for held in theirs]
             for theirs in world.gather_json([self._described(dealt) for dealt in self.each])
         ]
-        dealt_out: list[list[Part]] = []
+        distributed: list[list[Part]] = []
         for number, dealt in enumerate(self.each):
             there = [of_rank[number] for of_rank in everyone]
             layout, device = self._layout(dealt), self._runtime.device
@@ -191,14 +193,14 @@ class HeldTables:
             if parts is None:
                 world.agree()
                 return True
-            dealt_out.append(parts)
+            distributed.append(parts)
         world.agree()
-        for dealt, parts in zip(self.each, dealt_out, strict=True):
+        for dealt, parts in zip(self.each, distributed, strict=True):
             dealt.parts = parts
         return False
 
     @staticmethod
-    def _described(dealt: DealtTable) -> tuple[int, list[int]]:
+    def _described(dealt: DistributedTable) -> tuple[int, list[int]]:
         size = dealt.parts[0].layout.size if dealt.parts else 0
         return size, [part.owner for part in dealt.parts]
 
@@ -254,7 +256,7 @@ class HeldTables:
             sha.update(f"{dealt.name} {total:064x}\n".encode())
         return sha.hexdigest()
 
-    def _layout(self, dealt: DealtTable) -> RowLayout:
+    def _layout(self, dealt: DistributedTable) -> RowLayout:
         return RowLayout(dealt.table.num_rows, self._places.world.size)
 
     @property

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lockstep.engine.digests import memory_of
 from lockstep.errors import TaskError
-from lockstep.nn.sparse_embedding import Lent, SparseEmbedding
+from lockstep.nn.sparse_embedding import Fetched, SparseEmbedding
 from lockstep.optim.rows import row_norms
 from lockstep.parallel.fold import RowFold, RowSum, nothing, total
-from lockstep.parallel.layout import ROWS, Dealt, Node, RowLayout
+from lockstep.parallel.layout import ROWS, Assigned, Node, RowLayout
 
 _NUM_ROWS, _NUM_STEPS, _LR = 37, 2, 0.1
 _CHOSEN = (5, 6, 11, 12, 30)
@@ -87,7 +87,7 @@ class Part:
     """Rows of one owner.
 
     Attributes:
-        layout: how the table's rows are dealt out.
+        layout: how the table's rows are distributed.
         owner: whose they are.
         fields: of each row, by name: float32 [rows of memory, width].
     """
@@ -176,7 +176,7 @@ class Asked(NamedTuple):
     parcels: list[Tensor]
 
 
-class DealtTable:
+class DistributedTable:
     """A table, as far as this rank has to do with it.
 
     Attributes:
@@ -191,7 +191,7 @@ class DealtTable:
         self._num_microbatches = num_microbatches
         self._sums: list[RowSum] | None = None
 
-    def begin(self, microbatches: Dealt) -> None:
+    def begin(self, microbatches: Assigned) -> None:
         """Forget another step's gradients, or those of another try of this one."""
         self._fold = RowFold(microbatches, self._num_microbatches)
         self._sums = None
@@ -223,7 +223,7 @@ class DealtTable:
 
     def take(
         self, asked: Asked, answers: Sequence[Tensor], wanted: Sequence[Tensor], trains: bool
-    ) -> list[Lent]:
+    ) -> list[Fetched]:
         """What has been wanted, from the answers of all owners.
 
         Args:
@@ -235,17 +235,17 @@ class DealtTable:
         rows = self._weight.new_empty(len(asked.ids), self.table.dim)
         rows[asked.by_owner] = torch.cat(list(answers))
         return [
-            Lent(some, rows[torch.searchsorted(asked.ids, some)].requires_grad_(trains))
+            Fetched(some, rows[torch.searchsorted(asked.ids, some)].requires_grad_(trains))
             for some in wanted
         ]
 
-    def add(self, lent: Lent | None) -> None:
+    def add(self, fetched: Fetched | None) -> None:
         """Take the gradients of the next microbatch; None if it looked nothing up."""
-        gradient = lent.rows.grad if lent is not None else None
-        if lent is None or gradient is None:
+        gradient = fetched.rows.grad if fetched is not None else None
+        if fetched is None or gradient is None:
             self._fold.add(nothing(self.table.dim, self._weight))
         else:
-            self._fold.add(RowSum(lent.ids, gradient))
+            self._fold.add(RowSum(fetched.ids, gradient))
 
     def gradients(self, rank: int) -> list[list[RowSum]]:
         """For each rank, what it is to get of each of this rank's nodes.

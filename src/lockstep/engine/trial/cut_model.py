@@ -22,7 +22,7 @@ from lockstep.engine.passes.compute import Compute
 from lockstep.engine.task import Loss, Task
 from lockstep.errors import LockstepError, TaskError
 from lockstep.nn.cutting import compute_in, joined_by_name, region_of, shards_of
-from lockstep.nn.remote import let_go
+from lockstep.nn.remote import release
 from lockstep.nn.sharded.regions import Region
 from lockstep.parallel.layout import Range
 from lockstep.parallel.shard_axis import ShardAxis
@@ -270,7 +270,7 @@ def _without_others(model: nn.Module, wholes: Collection[str]) -> Iterator[None]
     kept = [(parameter, parameter.data) for parameter in others.values()]
     try:
         for parameter, _ in kept:
-            let_go(parameter)
+            release(parameter)
         yield
     finally:
         for parameter, data in kept:

@@ -142,13 +142,13 @@ def check_rehearsed(where: str, expected: Outcome, now: Outcome) -> None:
     """
     for name, value in expected.values.items():
         if not all(map(_same, value, now.values[name])):
-            raise TaskError(read_elsewhere(f"{where}: {name}"))
+            raise TaskError(read_on_other_rank(f"{where}: {name}"))
     for name, gradient in expected.gradients.items():
         if gradient != now.gradients[name]:
-            raise TaskError(read_elsewhere(f"{where}: the gradient of {name}"))
+            raise TaskError(read_on_other_rank(f"{where}: the gradient of {name}"))
 
 
-def read_elsewhere(what: str) -> str:
+def read_on_other_rank(what: str) -> str:
     """What to say of something that comes out otherwise in a rehearsal."""
     return (
         f"{what} comes out otherwise when the parameters of each block are there only while it is "

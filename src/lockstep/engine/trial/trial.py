@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import BatchSource
 from lockstep.data.random import IdleGenerators, data_digest, global_state, seed_all
-from lockstep.engine.audit.held_state import (
+from lockstep.engine.audit.hidden_state import (
     has_memory,
     held_generators,
-    held_state,
+    hidden_state,
     module_globals,
     tensors_held,
 )
@@ -40,7 +40,7 @@ from lockstep.engine.trial.outcome import (
     check_equal,
     check_evaluated,
     check_rehearsed,
-    read_elsewhere,
+    read_on_other_rank,
 )
 from lockstep.errors import TaskError
 
@@ -119,7 +119,7 @@ class Trial:
                 now = evaluation.first_batch(self._model, self._compute)
                 for name, value in expected_metrics.items():
                     if repr(value) != repr(now[name]):
-                        raise TaskError(read_elsewhere(f"Task.evaluate: {name} of {split}"))
+                        raise TaskError(read_on_other_rank(f"Task.evaluate: {name} of {split}"))
 
     def gradients(self) -> list[Tensor | None]:
         """The gradients of the first microbatch, which is computed once more; talks to nobody."""
@@ -130,7 +130,7 @@ class Trial:
             made.extend(tensor.grad for _, tensor in self._named)
 
         changed_by(self._model, compute)
-        self._compute.lookups.lend(None)
+        self._compute.lookups.fetch(None)
         self._clear_gradients()
         return made
 
@@ -205,7 +205,7 @@ class Trial:
                 )
 
     def _held(self) -> dict[str, str]:
-        return held_state(self._roots())
+        return hidden_state(self._roots())
 
     def _roots(self) -> dict[str, object]:
         task = self._compute.task
@@ -236,7 +236,7 @@ class Trial:
         digest, loss, drawn, carry = passed[0]
         gradients = {name: self._gradient(name, tensor) for name, tensor in self._named}
         rows = self._rows_digest()
-        self._compute.lookups.lend(None)
+        self._compute.lookups.fetch(None)
         self._clear_gradients()
         values = {"loss": (loss.sum.detach(), loss.weight), **loss.metrics}
         return Outcome(digest, drawn, values, gradients, changed, carry, rows)
@@ -245,8 +245,8 @@ class Trial:
         """SHA-256 of the gradients of the rows of tables that were looked up."""
         tensors: dict[str, Tensor] = {}
         for name, table in self._compute.lookups.tables.items():
-            assert table.lent is not None, "a forward pass has lent rows"
-            ids, rows = table.lent
+            assert table.fetched is not None, "a forward pass has fetched rows"
+            ids, rows = table.fetched
             if rows.is_cuda:
                 return ""
             gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad

@@ -3,21 +3,21 @@
 from lockstep.launching.front.api import leave, main, train
 from lockstep.launching.front.device import find_device, on_device
 from lockstep.launching.front.rank import TIMEOUT_S, claim, new_run_dir, run
-from lockstep.launching.front.session import SITTING, Result, Sitting, Stopped, foretold
+from lockstep.launching.front.session import SESSION, Result, Session, Stopped, predicted
 
 __all__ = [
-    "SITTING",
+    "SESSION",
     "TIMEOUT_S",
     "Result",
-    "Sitting",
+    "Session",
     "Stopped",
     "claim",
     "find_device",
-    "foretold",
     "leave",
     "main",
     "new_run_dir",
     "on_device",
+    "predicted",
     "run",
     "train",
 ]

@@ -25,7 +25,7 @@ from lockstep.engine.step.model import build_model
 from lockstep.engine.task import Task
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.launching.front.rank import run
-from lockstep.launching.front.session import Result, Sitting
+from lockstep.launching.front.session import Result, Session
 from lockstep.launching.rank.process import tell
 from lockstep.launching.systems import Adopts
 from lockstep.launching.targets import make_task, task_class, trusted_target
@@ -69,7 +69,7 @@ def train(
         LockstepError: the task, the config or the data do not work, a rank was lost that the
             others cannot go on without, or another thread of this process trains.
     """
-    own = Sitting(str(run_dir) if run_dir else None, resume, quiet=quiet)
+    own = Session(str(run_dir) if run_dir else None, resume, quiet=quiet)
     config = _starting(config or task.config, from_run, from_only)
     if not _training.acquire(blocking=False):
         raise ConfigError(
@@ -77,7 +77,7 @@ def train(
             "threads are of the whole process; train one after the other, or use lockstep.launch"
         )
     try:
-        return run(task, config, Sitting.from_env() or own)
+        return run(task, config, Session.from_env() or own)
     finally:
         _training.release()
 

@@ -29,18 +29,24 @@ from lockstep.engine.events import Failed, Finished, Warned
 from lockstep.engine.faults import At, edited, injector
 from lockstep.engine.run.loop import Trainer
 from lockstep.engine.run.microbatches import check_enough_left
-from lockstep.engine.runtime import Pulse, Runtime, check_can_regroup, nothing_after_step, on_first
+from lockstep.engine.runtime import (
+    Heartbeat,
+    Runtime,
+    check_can_regroup,
+    nothing_after_step,
+    on_first,
+)
 from lockstep.engine.step.sums import DIRECTORY_LOST
 from lockstep.engine.task import Task, observed
 from lockstep.errors import LockstepError, shortened
 from lockstep.launching.front.device import naming_kernels, on_device
 from lockstep.launching.front.session import (
-    SITTING,
+    SESSION,
     Result,
-    Sitting,
+    Session,
     Stopped,
-    foretold_to_all,
-    foretold_to_newcomer,
+    predicted_for_all,
+    predicted_for_joiner,
 )
 from lockstep.launching.host.output_pump import pumped_output
 from lockstep.launching.host.parent_watch import end_with_launcher
@@ -63,8 +69,8 @@ TAKE_OVER_S = 30.0
 """How long a new rank 0 waits for the kernel to take down the one that held the run directory."""
 
 
-def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
-    """Train a task as one rank, with what is asked of this sitting.
+def run(task: Task, config: TrainConfig, session: Session) -> Result:
+    """Train a task as one rank, with what is asked of this session.
 
     Raises:
         Stopped: the run was asked to stop before its end, on every rank.
@@ -74,7 +80,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
     skip_last_collection()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        config = settled(override(config, sitting.overrides), sitting.resumed)
+        config = settled(override(config, session.overrides), session.resumed)
         task = observed(task, config)
         environment = detect(os.environ)
         # What Lockstep starts ends with its launcher, and writes to a pipe that is always read.
@@ -91,7 +97,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
         try:
             with naming_kernels():
                 result, exit_code = _run(
-                    task, config, sitting, environment, device, transport, stop, hints, at
+                    task, config, session, environment, device, transport, stop, hints, at
                 )
         except LockstepError as error:
             if transport.size > 1 and not error.is_shared:
@@ -118,7 +124,7 @@ def run(task: Task, config: TrainConfig, sitting: Sitting) -> Result:
 def _run(
     task: Task,
     config: TrainConfig,
-    sitting: Sitting,
+    session: Session,
     environment: Environment,
     device: torch.device,
     transport: Transport,
@@ -127,16 +133,16 @@ def _run(
     at: At,
 ) -> tuple[Result, int]:
     """The run itself, between meeting the other ranks and leaving them, and its exit code."""
-    directory = _directory(task, sitting, transport)
+    directory = _directory(task, session, transport)
     path = directory.path
-    if sitting.target is None:
-        sitting = replace(sitting, target=_script())
-    pulse = Pulse()
-    transport.observer = pulse
+    if session.target is None:
+        session = replace(session, target=_script())
+    heartbeat = Heartbeat()
+    transport.observer = heartbeat
     with ExitStack() as stack:
         kept: KeptDirectory | None = None
         # A launcher that reads there why a start was refused does it itself.
-        if transport.rank == 0 and not transport.is_newcomer and SITTING not in os.environ:
+        if transport.rank == 0 and not transport.is_joining and SESSION not in os.environ:
             kept = stack.enter_context(kept_if_refused(directory.path))
         stack.callback(directory.close)
         hub = EventHub(
@@ -145,24 +151,24 @@ def _run(
                 tensorboard=config.tensorboard,
                 trackers=config.trackers,
                 params=flattened(config.model_dump(mode="json")),
-                console=sitting.console,
-                quiet=sitting.quiet,
-                resumable=bool(sitting.target),
-                per_rank=sitting.per_rank,
+                console=session.console,
+                quiet=session.quiet,
+                resumable=bool(session.target),
+                per_rank=session.per_rank,
             )
         )
         stack.callback(hub.close)
 
         def take_over() -> None:
-            directory.lock(TAKE_OVER_S, on_wait=pulse.beat)
+            directory.lock(TAKE_OVER_S, on_wait=heartbeat.beat)
             hub.open()
 
         on_step: Callable[[int], None] = nothing_after_step
-        if sitting.profile:
+        if session.profile:
             from lockstep.launching.rank.process import Profiler
 
             folder = directory.path / "profile"
-            on_step = stack.enter_context(Profiler(sitting.profile, folder, environment.rank, hub))
+            on_step = stack.enter_context(Profiler(session.profile, folder, environment.rank, hub))
 
         watch = DirectoryWatch(directory)
         planned, said = _planned(config, environment.world_size)
@@ -177,14 +183,14 @@ def _run(
             stop_reason=lambda: watch.reason() or stop.reason(),
             at=at,
             on_step=on_step,
-            pulse=pulse,
+            heartbeat=heartbeat,
             cores=cores_of_host(environment),
             is_one_host=environment.is_one_host,
         )
         if environment.world_size > 1 and config.hang_timeout_s:
             stack.enter_context(
                 Watchdog(
-                    pulse.fd,
+                    heartbeat.fd,
                     config.hang_timeout_s,
                     directory.hang_report(environment.rank),
                     transport.call_ring.fd,
@@ -194,14 +200,14 @@ def _run(
                 )
             )
         try:
-            if transport.is_newcomer:
+            if transport.is_joining:
                 task = edited(task, os.environ, environment.rank)
-                foretold = foretold_to_newcomer(planned, environment.world_size)
-                if foretold is not None:
-                    runtime.emit(foretold)
+                predicted = predicted_for_joiner(planned, environment.world_size)
+                if predicted is not None:
+                    runtime.emit(predicted)
                 trainer = Trainer(task, planned, runtime, directory, joins=True)
             else:
-                claimed = partial(claim, directory, task, config, sitting)
+                claimed = partial(claim, directory, task, config, session)
                 trainer, untold = _assembled(
                     task, planned, claimed, runtime, directory, environment.world_size
                 )
@@ -266,7 +272,7 @@ def _result(
 def _planned(config: TrainConfig, num_ranks: int) -> tuple[TrainConfig, list[str]]:
     """The config with a mesh that the ranks can fill, where it may be another one; and hints.
 
-    It depends on the number of ranks that were started, which newcomers know too.
+    It depends on the number of ranks that were started, which joining ranks know too.
     """
     mesh = config.mesh
     pp, tp = fitting(num_ranks, mesh.pp, mesh.tp)
@@ -307,42 +313,42 @@ def _assembled(
         if transport.size < world_size:
             check_enough_left(config, transport.size)
         try:
-            foretold = foretold_to_all(config, transport)
-            on_first(transport, partial(directory.lock, patience_s, runtime.pulse.beat))
+            predicted = predicted_for_all(config, transport)
+            on_first(transport, partial(directory.lock, patience_s, runtime.heartbeat.beat))
             on_first(transport, claimed)
             on_first(transport, runtime.take_over)
-            if foretold is not None:
-                runtime.emit(foretold)
+            if predicted is not None:
+                runtime.emit(predicted)
             trainer = Trainer(task, config, runtime, directory)
-            return trainer, [foretold.reason] if foretold and foretold.reason else []
+            return trainer, [predicted.reason] if predicted and predicted.reason else []
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
             patience_s = TAKE_OVER_S
 
 
-def _directory(task: Task, sitting: Sitting, transport: Transport) -> RunDirectory:
+def _directory(task: Task, session: Session, transport: Transport) -> RunDirectory:
     """The run directory, the same on all ranks."""
     while True:
         try:
-            path = sitting.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
+            path = session.run_dir or on_first(transport, lambda: str(new_run_dir(task.name)))
             return RunDirectory(Path(path))
         except GroupBroken as loss:
             check_can_regroup(transport, loss)
             transport.regroup()
 
 
-def claim(directory: RunDirectory, task: Task, config: TrainConfig, sitting: Sitting) -> None:
-    """Claim a run directory for a sitting.
+def claim(directory: RunDirectory, task: Task, config: TrainConfig, session: Session) -> None:
+    """Claim a run directory for a session.
 
     Raises:
         RunDirectoryError: see `RunDirectory.open`.
     """
-    kept = tuple(o for o in sitting.overrides if not o.startswith("stop_at_step="))
+    kept = tuple(o for o in session.overrides if not o.startswith("stop_at_step="))
     identity = Identity(
-        task.name, config.hash, sitting.target or "", kept, config.epochs, config.steps
+        task.name, config.hash, session.target or "", kept, config.epochs, config.steps
     )
-    directory.open(config, identity, sitting.resume)
+    directory.open(config, identity, session.resume)
 
 
 def new_run_dir(name: str) -> Path:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from lockstep.planning.layouts import Layout
 
 
-SITTING = "LOCKSTEP_SITTING"
+SESSION = "LOCKSTEP_SESSION"
 """Environment variable in which a launcher tells its ranks, as JSON, what is asked of them."""
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """What is asked of one sitting of a run; nothing of it changes the result.
+class Session:
+    """What is asked of one session of a run; nothing of it changes the result.
 
     Attributes:
         run_dir: the run directory; None makes a new one below `runs/`.
@@ -39,7 +39,7 @@ class Sitting:
         target: what `lockstep resume` has to load to get the task; empty for a task that is in no
             file. None takes the script that this process runs.
         quiet: show warnings and how the run ended only, rather than progress.
-        profile: first and last step of this sitting that each rank records, if it is to.
+        profile: first and last step of this session that each rank records, if it is to.
         per_rank: show with each report what each rank has done with its time.
         search_path: folders of `sys.path` of the program that has started the ranks.
     """
@@ -61,23 +61,23 @@ class Sitting:
 
     def to_env(self) -> dict[str, str]:
         """The environment variable that `from_env` reads."""
-        return {SITTING: json.dumps(asdict(self))}
+        return {SESSION: json.dumps(asdict(self))}
 
     @classmethod
-    def from_env(cls) -> Sitting | None:
+    def from_env(cls) -> Session | None:
         """What the launcher asked for, if one did.
 
         Raises:
             EnvironError: the variable holds something else.
         """
-        text = os.environ.get(SITTING)
+        text = os.environ.get(SESSION)
         if text is None:
             return None
         try:
             return as_type(cls, parse_object(text))
         except ValueError as error:
             raise EnvironError(
-                f"environment variable {SITTING}: is not what a launcher writes ({error}); unset it"
+                f"environment variable {SESSION}: is not what a launcher writes ({error}); unset it"
             ) from None
 
     def extend_search_path(self) -> None:
@@ -107,7 +107,7 @@ class Result:
             was no evaluation.
         checkpoint: folder of the newest checkpoint.
         world_size: number of ranks at the end.
-        wall_s: seconds that this sitting took.
+        wall_s: seconds that this session took.
     """
 
     status: str
@@ -147,7 +147,7 @@ class Stopped(LockstepError):
         self.exit_code = exit_code
 
 
-def foretold(config: TrainConfig, num_ranks: int) -> Predicted | None:
+def predicted(config: TrainConfig, num_ranks: int) -> Predicted | None:
     """What the plan of a config says of a step on some ranks; None without a plan.
 
     Args:
@@ -184,18 +184,18 @@ def foretold(config: TrainConfig, num_ranks: int) -> Predicted | None:
     return Predicted(step=0, by=config.plan, cost=cost)
 
 
-def foretold_to_all(config: TrainConfig, transport: Transport) -> Predicted | None:
-    """As `foretold` on rank 0, which alone needs the file; on all ranks, for any may become rank 0.
+def predicted_for_all(config: TrainConfig, transport: Transport) -> Predicted | None:
+    """As `predicted` on rank 0, which alone needs the file; for all, as any may become rank 0.
 
     Raises:
-        ConfigError: on all ranks, as for `foretold`.
+        ConfigError: on all ranks, as for `predicted`.
         GroupBroken: a rank has died.
     """
     if not config.plan:
         return None
 
     def found() -> dict[str, object]:
-        said = foretold(config, transport.size)
+        said = predicted(config, transport.size)
         assert said is not None
         return asdict(said)
 
@@ -203,15 +203,15 @@ def foretold_to_all(config: TrainConfig, transport: Transport) -> Predicted | No
     return Predicted(**row | {"cost": StepCost(**row["cost"]) if row["cost"] else None})
 
 
-def foretold_to_newcomer(config: TrainConfig, num_ranks: int) -> Predicted | None:
-    """As `foretold`, for a process that joins a run: what is wrong with the file is no error then.
+def predicted_for_joiner(config: TrainConfig, num_ranks: int) -> Predicted | None:
+    """As `predicted`, for a process that joins a run: what is wrong with the file is no error then.
 
     Args:
-        config: as for `foretold`.
+        config: as for `predicted`.
         num_ranks: number of ranks that the run was started on.
     """
     try:
-        return foretold(config, num_ranks)
+        return predicted(config, num_ranks)
     except ConfigError as error:
         return Predicted(step=0, by="", cost=None, reason=str(error))
 

@@ -23,7 +23,9 @@ _LAUNCHERS = (
 """Beginnings of the names of processes that start ranks on a host."""
 
 
-def tethered(argv: Sequence[str], death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
+def bound_to_parent(
+    argv: Sequence[str], death_signal: signal.Signals = signal.SIGKILL
+) -> list[str]:
     """The command that runs `argv` and gets `death_signal` when its parent process dies.
 
     Outside Linux, where there is no such request, this is `argv` itself.

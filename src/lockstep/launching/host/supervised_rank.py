@@ -54,7 +54,7 @@ class SupervisedRank:
         is_alive: whether the process has not ended, as far as the supervisor has noticed.
         is_silent: whether it has closed its end of the socket.
         is_new: whether it has yet to be taken into a group by the ranks that were started first.
-        takes_in: whether it waits for a group that may have newcomers.
+        takes_in: whether it waits for a group that may have joining ranks.
     """
 
     def __init__(

@@ -151,7 +151,7 @@ class Supervisor:
         if rank.slot in self._members:  # who asks for a new group has given this one up
             self._break()
         elif rank.phase == "starting":
-            self._tell(self._members, ToRank(newcomer=True))
+            self._tell(self._members, ToRank(joiner=True))
         if rank.phase == "out":  # the first training of a script, or one after another
             self._is_over = False
         rank.phase = "waiting"
@@ -194,7 +194,7 @@ class Supervisor:
         members = tuple(sorted(self._members))
         self._tell(members, ToRank(generation=self._generation, members=members))
         if any(rank.phase == "waiting" for rank in self._ranks):
-            self._tell(self._members, ToRank(newcomer=True))
+            self._tell(self._members, ToRank(joiner=True))
 
     def _tell(self, slots: Iterable[int], message: ToRank) -> None:
         for slot in slots:
@@ -210,8 +210,8 @@ class Supervisor:
             rank.phase = "lost"
             if rank.slot in self._members:
                 self._break()
-            # Only what a signal has killed is replaced: a newcomer that the others refuse ends by
-            # itself (`ElasticTransport.withdraw`).
+            # Only what a signal has killed is replaced: a joining rank that the others refuse ends
+            # by itself (`ElasticTransport.withdraw`).
             if self._generation and rank.exit_code > 128:
                 self._replace(rank)
         if self._generation == 0 and rank.exit_code:

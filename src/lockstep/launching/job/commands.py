@@ -16,11 +16,11 @@ from typing import Literal
 from lockstep.comm.mpi.collectives import without_hierarchy
 from lockstep.errors import LaunchError, shortened
 from lockstep.launching.host import supervised_rank, supervisor, torchrun
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.preflight import check_system, missing_variables, mpi_memory_folder
 from lockstep.launching.rank.environment import REPLACE
-from lockstep.launching.warm.proxy import SERVER, standing_in
+from lockstep.launching.warm.proxy import SERVER, through_proxy
 
 SILENCE_S = 300.0
 """Seconds after which a host that does not answer is lost: `hang_timeout_s` by default."""
@@ -108,7 +108,9 @@ def local_command(
     """
     check_system("local", num_ranks)
     options = (str(num_ranks), str(replacements), ",".join(map(str, fds)))
-    command = standing_in([sys.executable, supervisor.__file__, *options, *tethered(argv)], server)
+    command = through_proxy(
+        [sys.executable, supervisor.__file__, *options, *bound_to_parent(argv)], server
+    )
     return RankCommand(tuple(command), num_ranks, "local", forwards_signals=True, fds=fds)
 
 
@@ -170,7 +172,7 @@ def mpirun_command(
         )
     if replacements:
         flags += ["-x", f"{REPLACE}={replacements}"]
-    command = (str(program), *flags, *tethered(argv))
+    command = (str(program), *flags, *bound_to_parent(argv))
     return RankCommand(command, num_ranks, "mpi", forwards_signals=major > 0)
 
 
@@ -197,7 +199,9 @@ def torchrun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:
     """
     check_system("torchrun", num_ranks)
     agent = (sys.executable, torchrun.__file__, str(num_ranks))
-    return RankCommand((*agent, *tethered(argv)), num_ranks, "torchrun", forwards_signals=False)
+    return RankCommand(
+        (*agent, *bound_to_parent(argv)), num_ranks, "torchrun", forwards_signals=False
+    )
 
 
 def srun_command(num_ranks: int, argv: Sequence[str]) -> RankCommand:

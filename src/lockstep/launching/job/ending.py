@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.run.loop import EXIT_CODES
 from lockstep.errors import LockstepError
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.job.run import Outcome
 from lockstep.launching.rank.early import NOTHING_SAVED
 from lockstep.launching.rank.process import PREEMPTED
@@ -48,7 +48,7 @@ class Ended:
     last: dict[str, Any] | None = field(default=None, compare=False)
 
 
-def how_ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -> Ended:
+def how_ended(outcome: Outcome, session: Session, since: float, launcher: str) -> Ended:
     """The exit code and message for an outcome.
 
     What the run has written counts first, since the exit code of a launcher may be that of any
@@ -56,12 +56,12 @@ def how_ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -
 
     Args:
         outcome: outcome of the launch.
-        sitting: request that the ranks got.
+        session: request that the ranks got.
         since: start of the launch in Unix seconds.
         launcher: name of the launcher.
     """
     told = _own_message(outcome.stderr_tail)
-    run_dir = Path(str(sitting.run_dir))
+    run_dir = Path(str(session.run_dir))
     row = _last_row(outcome, told, run_dir, since)
     if row is not None:
         return _as_written(row, outcome)
@@ -74,7 +74,7 @@ def how_ended(outcome: Outcome, sitting: Sitting, since: float, launcher: str) -
     if outcome.met and code != LockstepError.exit_code and not (told and 0 < code < 128):
         message = f"all ranks have died (exit code {code}); see {outcome.log}"
         return Ended(code or 1, message, "all ranks have died")
-    return _without_result(outcome, code, told, sitting.target or "", launcher)
+    return _without_result(outcome, code, told, session.target or "", launcher)
 
 
 def _last_row(outcome: Outcome, told: str, run_dir: Path, since: float) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import (
     MARK,
     children,
@@ -30,7 +30,7 @@ from lockstep.launching.host.processes import (
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.rank.environment import SLOT
 from lockstep.launching.rank.process import ASK_STOP, PREEMPTED, STOP_FILE, write_reason
-from lockstep.launching.warm.proxy import STAND_IN
+from lockstep.launching.warm.proxy import PROXY
 
 GRACE_S = 5.0
 """Seconds within which something that should end by itself must have ended."""
@@ -99,7 +99,7 @@ class Job:
         self.met = False
         self._is_foreign = False
         self._local_pids: set[int] = set()
-        self._stand_ins: set[int] = set()
+        self._proxys: set[int] = set()
         self._ranks: dict[str, int] = {}
         self._complete_at = self._seen_at = time.monotonic()
         self._mark = uuid.uuid4().hex
@@ -107,7 +107,7 @@ class Job:
         # torchrun would give them half a minute first.
         death_signal = signal.SIGTERM if command.launcher == "mpi" else signal.SIGKILL
         self._child = subprocess.Popen(
-            tethered(list(command.argv), death_signal),
+            bound_to_parent(list(command.argv), death_signal),
             env={**env, MARK: self._mark, STOP_FILE: str(stop_file)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -147,8 +147,8 @@ class Job:
         self.met = self.met or says_met(row)
         if is_here:
             self._local_pids.add(row["pid"])
-            if stand_in := variable(row["pid"], STAND_IN):
-                self._stand_ins.add(int(stand_in))
+            if proxy := variable(row["pid"], PROXY):
+                self._proxys.add(int(proxy))
         if kind in ("Failed", "Finished"):
             self.last = row
         return True
@@ -192,7 +192,7 @@ class Job:
             # With ranks lost, mpirun may wait for ever after the last one has ended, and for new
             # processes that have come too late.
             living = children(self._child.pid)
-            joined = self._local_pids | self._stand_ins
+            joined = self._local_pids | self._proxys
             if any(pid in joined or not _is_new(pid) for pid in living):
                 self._seen_at = now
             elif now > self._seen_at + GRACE_S:
@@ -200,7 +200,7 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left and wait until it is gone."""
-        kill_marked(self._mark, self._local_pids | self._stand_ins | set(self._ranks.values()))
+        kill_marked(self._mark, self._local_pids | self._proxys | set(self._ranks.values()))
         if self._child.poll() is None:  # where processes can't be found by their mark
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)

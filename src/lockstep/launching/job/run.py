@@ -19,7 +19,7 @@ from typing import IO, Any, TypeAlias
 from lockstep.comm.calls import sized_memory
 from lockstep.config.files import open_regular
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.host.processes import MARK, kill_marked
 from lockstep.launching.job.commands import RankCommand
 from lockstep.launching.job.job import GRACE_S, Job
@@ -54,7 +54,7 @@ def capture(command: RankCommand, env: Mapping[str, str], timeout_s: float) -> C
     """
     mark = uuid.uuid4().hex
     with subprocess.Popen(
-        tethered(command.argv),
+        bound_to_parent(command.argv),
         env={**env, MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -12,9 +12,9 @@ import torch
 from lockstep.comm.torchdist.store import LOOPBACK
 from lockstep.comm.transport import LocalTransport, Transport
 from lockstep.errors import EnvironError, alone
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.launching.rank.environment import REPLACE, SIZE, SLOT, Environment
-from lockstep.launching.warm.proxy import SERVER, standing_in
+from lockstep.launching.warm.proxy import SERVER, through_proxy
 
 _has_opened = False
 
@@ -89,7 +89,7 @@ def _over_mpi(
 
         if not (is_first and environment.replacements):
             return MpiTransport()
-        argv = functools.partial(_newcomer_argv, environment)
+        argv = functools.partial(_joiner_argv, environment)
         return MpiTransport(
             Growth(environment.world_size, environment.replacements, argv, environment.joins)
         )
@@ -99,16 +99,16 @@ def _over_mpi(
     return _process_group(environment, device, timeout_s, address)
 
 
-def _newcomer_argv(environment: Environment, number: int) -> list[str]:
-    """The command of newcomer `number`, from 0: this process's own, with other variables."""
+def _joiner_argv(environment: Environment, number: int) -> list[str]:
+    """The command of joining rank `number`, from 0: this process's own, with other variables."""
     variables = {
         SLOT: environment.world_size + number,
         SIZE: environment.world_size,
         REPLACE: environment.replacements,
     }
     assignments = [f"{name}={value}" for name, value in variables.items()]
-    own = standing_in([sys.executable, *sys.orig_argv[1:]], os.environ.get(SERVER, ""))
-    return ["env", *assignments, *tethered(own)]
+    own = through_proxy([sys.executable, *sys.orig_argv[1:]], os.environ.get(SERVER, ""))
+    return ["env", *assignments, *bound_to_parent(own)]
 
 
 def _process_group(

@@ -231,7 +231,7 @@ class Profiler:
     short is written too.
 
     Args:
-        steps: first and last step to record, counted from the start of this sitting in this
+        steps: first and last step to record, counted from the start of this session in this
             process, from 1; the first is at least 2.
         folder: path of the folder for traces; created if it is not there.
         slot: lifelong number of this process; part of the file's name.
@@ -308,7 +308,7 @@ class Profiler:
             self._profile.stop()
         if error is None and not self._is_done:
             message = (
-                f"no profile: this sitting ended after {self._num_steps} steps, and step "
+                f"no profile: this session ended after {self._num_steps} steps, and step "
                 f"{self._first} of it was to be the first recorded; choose others with "
                 "--profile-steps"
             )

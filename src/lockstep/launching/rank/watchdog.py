@@ -1,7 +1,7 @@
 """A process beside each rank that turns a hang into a death, which the others can recover from.
 
 A rank that is stopped, or stuck in a deadlock, an endless loop or a dead file system, would keep
-all others waiting for ever. Its watchdog reads its pulse, and when that has not beaten for too
+all others waiting for ever. Its watchdog reads its heartbeat, and when that has not beaten for too
 long, saves the rank's Python stack and kills it. A rank that waits for others is not the one that
 hangs. With the stack goes a copy of the rank's newest calls; also of one that has waited for long,
 since the launcher may end all ranks once one is dead, and since ranks that have made different
@@ -44,7 +44,7 @@ class Watchdog:
     """Watches this process, while it is entered as a context manager.
 
     Args:
-        pulse_fd: file descriptor of the memory that holds the pulse; -1 if there is none.
+        heartbeat_fd: file descriptor of the memory that holds the heartbeat; -1 if there is none.
         timeout_s: seconds that a rank may stand still; more if it has paused for long before.
         report: path of the JSON file for the reason and the Python stacks.
         calls_fd: file descriptor of the memory with the newest calls; -1 if there is none.
@@ -55,7 +55,7 @@ class Watchdog:
 
     def __init__(
         self,
-        pulse_fd: int,
+        heartbeat_fd: int,
         timeout_s: float,
         report: Path,
         calls_fd: int,
@@ -63,7 +63,7 @@ class Watchdog:
         waiting: Path,
         name: str = "",
     ) -> None:
-        self._pulse_fd, self._calls_fd = pulse_fd, calls_fd
+        self._heartbeat_fd, self._calls_fd = heartbeat_fd, calls_fd
         self._timeout_s = timeout_s
         self._report, self._calls, self._waiting = report, calls, waiting
         self._name = name
@@ -71,14 +71,14 @@ class Watchdog:
         self._stack_fd = -1
 
     def __enter__(self) -> Watchdog:
-        if self._pulse_fd < 0 or not Path("/proc/self/stat").exists():
+        if self._heartbeat_fd < 0 or not Path("/proc/self/stat").exists():
             return self
         with contextlib.suppress(OSError):
             self._report.unlink(missing_ok=True)
             self._waiting.unlink(missing_ok=True)
         self._stack_fd = os.memfd_create("lockstep-stack")
         faulthandler.register(STACK_SIGNAL, file=self._stack_fd, all_threads=True)
-        descriptors = (self._pulse_fd, self._stack_fd, self._calls_fd)
+        descriptors = (self._heartbeat_fd, self._stack_fd, self._calls_fd)
         paths = (self._report, self._calls, self._waiting)
         arguments = [os.getpid(), *descriptors, self._timeout_s, *paths, self._name]
         self._child = subprocess.Popen(
@@ -108,7 +108,7 @@ class Watchdog:
 
 def main(
     pid: int,
-    pulse_fd: int,
+    heartbeat_fd: int,
     stack_fd: int,
     calls_fd: int,
     timeout_s: float,
@@ -127,19 +127,19 @@ def main(
         _end(pid, report, text)
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    pulse = memoryview(mmap.mmap(pulse_fd, 24, prot=mmap.PROT_READ)).cast("q")
+    heartbeat = memoryview(mmap.mmap(heartbeat_fd, 24, prot=mmap.PROT_READ)).cast("q")
     poll_s = min(_POLL_S, timeout_s / 10)
     longest_s = 0.0
-    beats, since, stopped_since = pulse[0], time.monotonic(), 0.0
-    turns, turned = pulse[0], since
+    beats, since, stopped_since = heartbeat[0], time.monotonic(), 0.0
+    turns, turned = heartbeat[0], since
     is_written = is_told = False
     while os.getppid() == pid:
         now = time.monotonic()
-        if pulse[0] != beats or pulse[1]:
-            longest_s = max(longest_s, now - since) if not pulse[1] else longest_s
-            beats, since = pulse[0], now
-        if pulse[0] != turns or not pulse[1]:
-            turns, turned = pulse[0], now
+        if heartbeat[0] != beats or heartbeat[1]:
+            longest_s = max(longest_s, now - since) if not heartbeat[1] else longest_s
+            beats, since = heartbeat[0], now
+        if heartbeat[0] != turns or not heartbeat[1]:
+            turns, turned = heartbeat[0], now
             if is_written:
                 _remove(waiting)
                 is_written = is_told = False
@@ -157,7 +157,7 @@ def main(
         if stopped_since:
             if now - stopped_since > timeout_s:
                 end(f"was stopped by a signal for {timeout_s:g} s", is_stopped=True)
-        elif pulse[2] and now - since > max(timeout_s, _FACTOR * longest_s):
+        elif heartbeat[2] and now - since > max(timeout_s, _FACTOR * longest_s):
             end(f"did nothing for {now - since:.1f} s")
         time.sleep(poll_s)
 
@@ -222,5 +222,5 @@ def _remove(path: str) -> None:
 
 
 if __name__ == "__main__":
-    watched, pulse, stack, ring, limit, *files = sys.argv[1:]
-    main(int(watched), int(pulse), int(stack), int(ring), float(limit), *files)
+    watched, heartbeat, stack, ring, limit, *files = sys.argv[1:]
+    main(int(watched), int(heartbeat), int(stack), int(ring), float(limit), *files)

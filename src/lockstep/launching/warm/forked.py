@@ -16,7 +16,7 @@ class Forked(BaseException):
     """Raised in a forked process, so that it leaves all that the server's frames hold.
 
     Attributes:
-        order: what its stand-in has sent.
+        order: what its proxy has sent.
         fds: the open files that came with it.
     """
 

@@ -1,4 +1,4 @@
-"""Stand for a process that a warm server forks: `stand_in.py SERVER PROGRAM ARGUMENTS…`.
+"""Stand for a process that a warm server forks: `proxy.py SERVER PROGRAM ARGUMENTS…`.
 
 The process gets what this one was started with: arguments, environment, folder, open files, cores,
 limits and ignored signals. Signals go through here, both end alike, and neither outlives the other.
@@ -27,9 +27,9 @@ from typing import Any
 SERVER = "LOCKSTEP_WARM_SERVER"
 """Variable of a forked process: the server, for processes that it starts in its turn."""
 
-STAND_IN = "LOCKSTEP_WARM_STAND_IN"
+PROXY = "LOCKSTEP_WARM_PROXY"
 """Variable that the system shows of a forked process, which itself does not see it: the number of
-its stand-in."""
+its proxy."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 _OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -45,7 +45,7 @@ _STATUS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapInh", "CapPrm", 
 """Lines of /proc/self/status that a process cannot set for itself as it likes."""
 
 
-def standing_in(argv: Sequence[str], server: str) -> list[str]:
+def through_proxy(argv: Sequence[str], server: str) -> list[str]:
     """The command that has a server run `argv`; without a server, `argv` itself."""
     if not server:
         return list(argv)
@@ -133,7 +133,7 @@ def hand_over(server: str, argv: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         line.close()
         return
-    _stand_in(line, handles[0], fds)
+    _proxy(line, handles[0], fds)
 
 
 def _order(argv: Sequence[str], fds: Sequence[int]) -> dict[str, Any]:
@@ -153,12 +153,12 @@ def _order(argv: Sequence[str], fds: Sequence[int]) -> dict[str, Any]:
         "umask": umask,
         "ignored": sorted(int(s) for s in ignored if s not in _OF_PYTHON),
         "blocked": sorted(map(int, blocked)),
-        "stand_in": os.getpid(),
+        "proxy": os.getpid(),
         "surroundings": surroundings(),
     }
 
 
-def _stand_in(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
+def _proxy(line: socket.socket, handle: int, fds: Sequence[int]) -> None:
     """Pass signals on to a process until it ends, and end as it does."""
 
     def forward(signum: int, frame: FrameType | None) -> None:

@@ -163,7 +163,7 @@ def run(forked: Forked) -> NoReturn:
 
 
 def _take_files(numbers: list[int], fds: list[int]) -> None:
-    """Have the open files of the stand-in under their numbers, and no others."""
+    """Have the open files of the proxy under their numbers, and no others."""
     first = max(2, *numbers, *fds) + 1
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, first) for fd in fds]
     for fd in map(int, os.listdir("/proc/self/fd")):
@@ -235,7 +235,7 @@ def _forget() -> None:
 
 
 def _take_signals(order: dict[str, Any]) -> None:
-    """Handle, ignore and block signals as an interpreter that the stand-in had become.
+    """Handle, ignore and block signals as an interpreter that the proxy had become.
 
     From here on they come.
     """

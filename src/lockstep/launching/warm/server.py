@@ -1,4 +1,4 @@
-"""The server of a launch: forks a process for each stand-in, and sees both to one end."""
+"""The server of a launch: forks a process for each proxy, and sees both to one end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 
 from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG
 from lockstep.launching.warm.forked import Forked
-from lockstep.launching.warm.proxy import SERVER, STAND_IN, address, is_own, receive, send
+from lockstep.launching.warm.proxy import PROXY, SERVER, address, is_own, receive, send
 from lockstep.launching.warm.rank import show_as
 
 _BACKLOG = 128
 _ORDER_S = 10.0
-"""Seconds that a stand-in may take to say what it wants."""
+"""Seconds that a proxy may take to say what it wants."""
 _ALL = signal.valid_signals()
 
 Fits = Callable[[dict[str, Any]], bool]
@@ -28,7 +28,7 @@ Fits = Callable[[dict[str, Any]], bool]
 
 
 def listener(name: str) -> socket.socket:
-    """The socket of a server, on which stand-ins may call from now on.
+    """The socket of a server, on which proxies may call from now on.
 
     Raises:
         OSError: this system has no such sockets.
@@ -78,12 +78,12 @@ class Server:
                     self._reap()
                 elif key.fileobj is self._listener:
                     self._take(self._listener.accept()[0])
-                elif key.data in self._lines:  # the stand-in is gone
+                elif key.data in self._lines:  # the proxy is gone
                     os.kill(key.data, signal.SIGKILL)
                     self._selector.unregister(key.fileobj)
 
     def _take(self, line: socket.socket) -> None:
-        """Do what a stand-in wants, or close its line: it then does without."""
+        """Do what a proxy wants, or close its line: it then does without."""
         line.settimeout(_ORDER_S)
         order, fds = None, []
         with contextlib.suppress(OSError, ValueError):
@@ -113,7 +113,7 @@ class Server:
         Raises:
             Forked: in the forked process.
         """
-        # A signal that comes before it is as its stand-in would be has to wait.
+        # A signal that comes before it is as its proxy would be has to wait.
         before = signal.pthread_sigmask(signal.SIG_SETMASK, _ALL)
         pid = os.fork()
         if pid:
@@ -127,15 +127,15 @@ class Server:
         raise Forked(order, kept)
 
     def _become(self, order: dict[str, Any], line: socket.socket) -> None:
-        """In a forked process: be found, and end with the server and with the stand-in."""
+        """In a forked process: be found, and end with the server and with the proxy."""
         server = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         environment = order["environment"] | {SERVER: self._name}
-        show_as(order["argv"], environment | {STAND_IN: str(order["stand_in"])})
+        show_as(order["argv"], environment | {PROXY: str(order["proxy"])})
         order["environment"] = environment
         # Whoever looks for the processes of a launch finds this one from here on. Those who have
-        # looked before have killed the stand-in.
+        # looked before have killed the proxy.
         line.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             if not line.recv(1, socket.MSG_PEEK):
@@ -148,7 +148,7 @@ class Server:
             other.close()
 
     def _reap(self) -> None:
-        """Tell stand-ins how their processes have ended."""
+        """Tell proxies how their processes have ended."""
         while self._lines:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

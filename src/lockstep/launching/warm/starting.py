@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG, tethered
+from lockstep.launching.host.parent_watch import PR_SET_PDEATHSIG, bound_to_parent
 from lockstep.launching.host.processes import THREAD_VARIABLES
 from lockstep.launching.job.commands import is_one_host, rank_environment
 from lockstep.launching.systems import load_recipe
@@ -145,7 +145,9 @@ def spawned(environment: Mapping[str, str], modules: Sequence[str]) -> Iterator[
     try:
         with listener(name) as line:
             child = subprocess.Popen(
-                tethered([sys.executable, "-m", __name__, name, str(line.fileno()), *modules]),
+                bound_to_parent(
+                    [sys.executable, "-m", __name__, name, str(line.fileno()), *modules]
+                ),
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

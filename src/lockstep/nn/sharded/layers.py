@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from lockstep.errors import ConfigError, TaskError
-from lockstep.nn.remote import Elsewhere, is_held
+from lockstep.nn.remote import RemoteTensor, is_held
 from lockstep.nn.sharded.logits import ShardedLogits, places
 from lockstep.nn.sharded.regions import Region
 from lockstep.nn.sharded.sharded_tensor import ShardedTensor
@@ -281,9 +281,9 @@ def pieces_of(whole: Tensor, dim: int, num_shards: int) -> list[Tensor]:
 
 
 def joined(pieces: Sequence[Tensor], dim: int, shape: torch.Size, name: str) -> Tensor:
-    """The whole tensor of all shards; `Elsewhere` if this rank lacks some of them."""
+    """The whole tensor of all shards; `RemoteTensor` if this rank lacks some of them."""
     if not all(map(is_held, pieces)):
-        return Elsewhere.of(name, shape, pieces[0].dtype)
+        return RemoteTensor.of(name, shape, pieces[0].dtype)
     return torch.cat(list(pieces), dim)
 
 

@@ -19,7 +19,7 @@ from lockstep.observe.step_costs import step_time
 from lockstep.observe.text import printable
 
 STYLES = {
-    "running": "green", "living": "green", "completed": "cyan", "newcomer": "cyan",
+    "running": "green", "living": "green", "completed": "cyan", "joining rank": "cyan",
     "stopped": "yellow", "failed": "red", "killed": "red", "lost": "red",
 }  # fmt: skip
 """Styles of `rich` for states of runs and ranks; others have none."""
@@ -28,18 +28,18 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class RankRow:
-    """A process of the newest sitting, as it is shown.
+    """A process of the newest session, as it is shown.
 
     Attributes:
         rank: its number now.
         slot: what it keeps when ranks are numbered anew.
-        state: `living`, `newcomer` (it came after the start), `lost`, or `ended` with the run.
+        state: `living`, `joiner` (it came after the start), `lost`, or `ended` with the run.
         host: where it is.
         pid: number of the process there.
         num_microbatches: how many it computes in a step.
         recent: part of its time by kind of work (`KINDS`) in the newest report that was seen; empty
             before one.
-        all: the same of the whole sitting.
+        all: the same of the whole session.
         peak_bytes: the most memory that it has had.
         reported: Unix time of its newest report; 0.0 before the first.
         reason: why its watchdog ended it; empty if it did not.
@@ -81,14 +81,14 @@ class Looks:
 
 
 def rank_rows(history: History, is_running: bool, looks: Looks) -> list[RankRow]:
-    """The processes of the newest sitting: the living by their ranks, then those that were lost.
+    """The processes of the newest session: the living by their ranks, then those that were lost.
 
     Args:
         history: what the run's events tell.
         is_running: whether the run goes on.
         looks: what was seen before; it is brought up to date.
     """
-    start = _start_of_sitting(history)
+    start = _start_of_session(history)
     rows = []
     for process in sorted(history.processes, key=lambda p: (p.until is not None, p.rank)):
         if process.until is not None:
@@ -96,7 +96,7 @@ def rank_rows(history: History, is_running: bool, looks: Looks) -> list[RankRow]
         elif not is_running:
             state = "ended"
         else:
-            state = "newcomer" if start is not None and process.since > start else "living"
+            state = "joining rank" if start is not None and process.since > start else "living"
         rows.append(
             RankRow(
                 rank=process.rank,
@@ -227,9 +227,9 @@ def _parts(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(part / total for part in seconds) if total > 0 else ()
 
 
-def _start_of_sitting(history: History) -> float | None:
-    """When the ranks of the newest sitting were complete."""
-    for happening in history.happenings[history.first_of_sitting :]:
+def _start_of_session(history: History) -> float | None:
+    """When the ranks of the newest session were complete."""
+    for happening in history.happenings[history.first_of_session :]:
         if isinstance(happening.event, RunStarted) and not happening.event.continued:
             return happening.time
     return None

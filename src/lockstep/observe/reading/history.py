@@ -182,7 +182,7 @@ class History:
             empty then.
 
     Attributes:
-        plan: how the newest sitting was started; None before the first.
+        plan: how the newest session was started; None before the first.
         started: Unix time of the first row.
         newest: Unix time of the newest row.
         step: steps that are committed.
@@ -190,12 +190,12 @@ class History:
             as `split/name`, where `train` is what was trained on, and `log` what was logged.
         logged: texts, histograms and pictures that were logged, by name, ascending by step; the
             newest few of each.
-        processes: all that have taken part in the newest sitting, in the order in which they came.
+        processes: all that have taken part in the newest session, in the order in which they came.
         happenings: in order.
-        first_of_sitting: number of the first one of the newest sitting.
-        num_at_start: how many processes the newest sitting began with.
-        num_steps: steps that the newest sitting has committed, as far as it has reported them.
-        end: how the newest sitting has ended; None while it goes on, or if it was killed.
+        first_of_session: number of the first one of the newest session.
+        num_at_start: how many processes the newest session began with.
+        num_steps: steps that the newest session has committed, as far as it has reported them.
+        end: how the newest session has ended; None while it goes on, or if it was killed.
         problems: rows that cannot be read, each with its reason; the first ones.
         num_problems: how many there are.
     """
@@ -210,8 +210,8 @@ class History:
         self.processes: list[Process] = []
         self.happenings: list[Happening] = []
         self.end: Finished | Failed | None = None
-        self.first_of_sitting = self.num_steps = self.num_at_start = 0
-        self._newcomers: list[Process] = []
+        self.first_of_session = self.num_steps = self.num_at_start = 0
+        self._joiners: list[Process] = []
         self._meter = StepMeter()
         self.problems: list[str] = []
         self.num_problems = 0
@@ -255,9 +255,9 @@ class History:
                 self._start(event)
             case Joined():
                 count = len(range(*event.microbatches))
-                newcomer = Process(event, time, event.rank, num_microbatches=count)
-                self.processes.append(newcomer)
-                self._newcomers.append(newcomer)
+                joiner = Process(event, time, event.rank, num_microbatches=count)
+                self.processes.append(joiner)
+                self._joiners.append(joiner)
             case RankLost():
                 self._lose(event, time)
             case Recovered():
@@ -276,7 +276,7 @@ class History:
 
     @property
     def cost(self) -> Measured:
-        """What the steps of the newest sitting cost by now, and what was predicted."""
+        """What the steps of the newest session cost by now, and what was predicted."""
         return self._meter.measured(self.step)
 
     @property
@@ -291,15 +291,15 @@ class History:
             self.problems.append(problem)
 
     def _start(self, plan: RunStarted) -> None:
-        joined, self._newcomers = self._newcomers, []
+        joined, self._joiners = self._joiners, []
         self.plan, self.end = plan, None
         if plan.continued:
             return
-        # The ranks of a sitting say that they take part just before; a run that goes back to a
+        # The ranks of a session say that they take part just before; a run that goes back to a
         # checkpoint in the midst of one has those that it had.
         if joined:
             self.processes = joined
-            self.first_of_sitting = len(self.happenings) - len(joined)
+            self.first_of_session = len(self.happenings) - len(joined)
             self.num_steps, self.num_at_start = 0, len(joined)
         self.step = plan.step
         self._store.cut(plan.step)
@@ -334,9 +334,9 @@ class History:
                 process.until, process.reason = time, event.reason
 
     def _number_anew(self, world_size: int) -> None:
-        """Survivors keep their order, and take the numbers that newcomers have left them."""
+        """Survivors keep their order, and take the numbers that joining ranks have left them."""
         living = sorted(self.living, key=lambda process: process.rank)
-        new, self._newcomers = self._newcomers, []
+        new, self._joiners = self._joiners, []
         survivors = [process for process in living if process not in new]
         taken = {process.rank for process in new}
         free = (rank for rank in range(world_size) if rank not in taken)

@@ -97,7 +97,7 @@ class Summary:
         problems: what cannot be read.
         left_s: seconds to the last step, as of the newest event; None if they are not known.
         config_hash: of what can change the result; empty if it is not known.
-        cost: what the steps of the newest sitting have cost, and what was predicted; None while it
+        cost: what the steps of the newest session have cost, and what was predicted; None while it
             goes on, or if it is not known.
     """
 
@@ -239,7 +239,7 @@ def _result(run_dir: Path) -> dict[str, Any]:
 
 
 def _left_s(rows: NewestRows) -> float | None:
-    """Seconds to the last step, by the newest rows of a sitting."""
+    """Seconds to the last step, by the newest rows of a session."""
     plan = rows.newest("RunStarted")
     both = rows.by_kind.get("StepDone", []) + rows.by_kind.get("Evaluated", [])
     timed = sorted((number(row.get("time")), n) for n, row in enumerate(both))

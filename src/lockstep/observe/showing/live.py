@@ -34,12 +34,12 @@ _MOST_MEDIANS = 5.0
 
 
 class Pace:
-    """The time that is left, from steps that were measured in this sitting.
+    """The time that is left, from steps that were measured in this session.
 
     It is the steps that are left, times the seconds of a step: a mean over the newest reports, in
-    which one that took very long counts for little, and without the first report of the sitting,
+    which one that took very long counts for little, and without the first report of the session,
     which has the start of everything in it. To these come evaluations and checkpoints, at what
-    they have cost this sitting for each step.
+    they have cost this session for each step.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Pace:
         pauses_s = self._evaluating_s + max((r.checkpoint_s for r in done.ranks), default=0.0)
         pauses_s = min(pauses_s, done.seconds)
         if len(self._reports) == 1 and self._num_steps == self._reports[0][0]:
-            self._reports.clear()  # the first of the sitting
+            self._reports.clear()  # the first of the session
         self._reports.append((num_steps, (done.seconds - pauses_s) / num_steps))
         self._step, self._last_s = done.step, done.seconds
         self._num_steps += num_steps

@@ -19,7 +19,7 @@ from lockstep.engine.events import Event, RunStarted
 from lockstep.errors import RunDirectoryError
 from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, end_of_rows, opening
-from lockstep.observe.storing.metrics_csv import Turns
+from lockstep.observe.storing.metrics_csv import StageOrder
 from lockstep.observe.storing.rows import dumps, event_from_row, row_of
 
 __all__ = ["EventsJsonl", "end_of_events", "event_from_row", "follow_events", "read_events"]
@@ -80,7 +80,7 @@ class EventsJsonl(Sink):
             self._written.clear()
             self._keys = _Keys()
             if event.continued:
-                self._written.update(dict.fromkeys(_keys_of_sitting(_tail(self._file.path))))
+                self._written.update(dict.fromkeys(_keys_of_session(_tail(self._file.path))))
         key = self._keys.of(type(event).__name__, vars(event))
         if key in self._written:
             return
@@ -204,7 +204,7 @@ def _whole_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 class _Keys:
-    """Keys of the events of a sitting, in their order.
+    """Keys of the events of a session, in their order.
 
     A value that a name is given back at a step (1, 2, 1) is another event, or readers would take
     the one between for the last.
@@ -212,7 +212,7 @@ class _Keys:
 
     def __init__(self) -> None:
         self._step = -1
-        self._turns = Turns()
+        self._turns = StageOrder()
 
     def of(self, kind: str, values: Mapping[str, Any]) -> _Key | None:
         """The key of the next event; None for one that does not come again."""
@@ -222,14 +222,14 @@ class _Keys:
         if kind != "Logged":
             return kind, values["step"], *(values.get(name) for name in fields)
         if values["step"] != self._step:
-            self._step, self._turns = values["step"], Turns()
+            self._step, self._turns = values["step"], StageOrder()
         # Of a row, numbers that are not finite are text; and not all values can be hashed.
         key = kind, values["step"], *(dumps(values.get(name) or "") for name in fields)
         return *key, self._turns.add(key[2], key)
 
 
-def _keys_of_sitting(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
-    """The keys of the rows since the start of the present sitting."""
+def _keys_of_session(rows: Iterable[Mapping[str, Any]]) -> list[_Key]:
+    """The keys of the rows since the start of the present session."""
     keys: list[_Key] = []
     known = _Keys()
     for row in rows:

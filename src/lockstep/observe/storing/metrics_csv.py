@@ -26,7 +26,7 @@ from lockstep.observe.sink import Sink
 from lockstep.observe.storing.files import AppendFile, opening
 
 
-class Turns:
+class StageOrder:
     """How often names have come to their values, in the order in which these are added.
 
     Work that is done again after a fault gives each name the same values in the same order. So a
@@ -107,12 +107,12 @@ class MetricsCsv(Sink):
         self._columns: list[str] = list(COLUMNS)
         self._queue: list[tuple[Row, _Counts]] = []
         self._logged: tuple[Row, _Counts] = ({}, {})
-        self._logged_step, self._logged_at_step = -1, Turns()
+        self._logged_step, self._logged_at_step = -1, StageOrder()
         self._cut_after: int | None = None
         self._steps_per_epoch: int | None = None
         self._step = -1
         self._splits: set[str] = set()
-        self._written_at_step = Turns()
+        self._written_at_step = StageOrder()
         """What the file has of its last step, `_step`: of the split `log`, its cells."""
         with opening(path):
             self._file = AppendFile(path)
@@ -165,7 +165,7 @@ class MetricsCsv(Sink):
         if not row:
             row |= _row(event, _LOG, self._steps_per_epoch)
         if self._logged_step != event.step:
-            self._logged_step, self._logged_at_step = event.step, Turns()
+            self._logged_step, self._logged_at_step = event.step, StageOrder()
         column, cell = _column(event.name), _number(event.value)
         row[column], turns[column] = cell, self._logged_at_step.add(column, cell)
 
@@ -209,7 +209,7 @@ class MetricsCsv(Sink):
 
     def _note(self, row: Row) -> None:
         if int(row["step"]) != self._step:
-            self._step, self._splits, self._written_at_step = int(row["step"]), set(), Turns()
+            self._step, self._splits, self._written_at_step = int(row["step"]), set(), StageOrder()
         self._splits.add(row["split"])
         if row["split"] == _LOG:
             for name, cell in row.items():

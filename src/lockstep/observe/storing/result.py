@@ -23,7 +23,7 @@ _ADVICE = "resume the run to have it written again"
 
 
 @dataclass(frozen=True)
-class _Foretold(StepCost):
+class _Predicted(StepCost):
     """What steps were predicted to cost, and by what."""
 
     by: str
@@ -39,7 +39,7 @@ class _Checked:
     metrics: dict[str, float | Literal["NaN", "Infinity", "-Infinity"]]
     exit_code: int
     measured: StepCost | None = None
-    predicted: _Foretold | None = None
+    predicted: _Predicted | None = None
     predicted_reason: str = ""
 
 
@@ -50,14 +50,14 @@ _NEEDED = _KEYS[: _KEYS.index("measured")]
 class ResultJson(Sink):
     """Writes the result when the run ends.
 
-    The file of an earlier sitting is removed when a run starts: a run that is killed has none. One
+    The file of an earlier session is removed when a run starts: a run that is killed has none. One
     that was complete before, and had nothing left to do, keeps what it was.
     Keys: `status` (completed, stopped, failed), `reason`, `step`, `params_sha256` (null when
     failed), `metrics`, `arrays` (metrics of more than one number), `world_size`, `wall_s`,
     `exit_code`, `error` (class name, null unless failed), `task`, `config_hash`, `run_dir`,
     `checkpoint`, `finished_at` (ISO 8601, UTC), `test_step` (whose parameters the test splits were
     evaluated with; null if there was none), `measured` (an object of `step_s` in seconds and
-    `peak_bytes`: what the steps of this sitting have cost; null if it had too few reports),
+    `peak_bytes`: what the steps of this session have cost; null if it had too few reports),
     `predicted` (the same, and `by`: what has predicted it; null where nothing can be said),
     `predicted_reason` (why it is null, or not the plan's; empty if it is).
 
@@ -103,7 +103,7 @@ class ResultJson(Sink):
         self._write()
 
     def _kept(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The result of an earlier sitting, if this one has only found that it was complete."""
+        """The result of an earlier session, if this one has only found that it was complete."""
         same = ("status", "step", "params_sha256", "config_hash", "test_step", "arrays")
         if any(self._before.get(key) != result[key] for key in same):
             return result
@@ -171,12 +171,12 @@ def cost_of(result: Mapping[str, Any]) -> Measured | None:
     measured, predicted = result.get("measured"), result.get("predicted")
     if measured is None and predicted is None:
         return None
-    foretold = _Foretold(**predicted) if predicted else None
+    predicted = _Predicted(**predicted) if predicted else None
     return Measured(
         step=result["step"],
         measured=StepCost(**measured) if measured else None,
-        predicted=foretold,
-        by=foretold.by if foretold else "",
+        predicted=predicted,
+        by=predicted.by if predicted else "",
         reason=result.get("predicted_reason", ""),
     )
 

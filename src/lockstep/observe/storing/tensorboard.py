@@ -19,7 +19,7 @@ class TensorBoard(Sink):
     """Writes `train/*`, `time/*`, `<split>/*` and `log/*`.
 
     When a run goes on from step k, as `RunStarted` says, TensorBoard is told to hide what an
-    earlier sitting wrote of later steps.
+    earlier session wrote of later steps.
 
     Args:
         directory: directory of the event files; created if it is not there.

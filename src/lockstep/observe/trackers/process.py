@@ -37,7 +37,7 @@ class Opening:
         run_dir: path of the run directory.
         folder: folder for what the library keeps.
         params: keys of the config with their values.
-        run_id: the tracker's name for the run, if an earlier sitting has opened it; else empty.
+        run_id: the tracker's name for the run, if an earlier session has opened it; else empty.
     """
 
     task: str
@@ -171,7 +171,7 @@ class TrackioRun(Tracker):
 
 
 class WandbRun(Tracker):
-    """Keeps a run; `wandb sync` uploads what was kept offline, each sitting into the same run."""
+    """Keeps a run; `wandb sync` uploads what was kept offline, each session into the same run."""
 
     def __init__(self, opening: Opening) -> None:
         """Open the run, or make it."""
@@ -235,7 +235,7 @@ class Work:
         self._had: set[str] = set()
         """Names of what the tracker has had of step `_newest`."""
         self._known_of_newest: set[str] = set()
-        """Names of what an earlier sitting has given it of step `_known`."""
+        """Names of what an earlier session has given it of step `_known`."""
         self._saved_at = 0.0
         self._status = ""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.comm.transport import Transport
 from lockstep.parallel.fold import BLOCK as OWNED
 from lockstep.parallel.fold import Fold, Row, Segment, slice_up
-from lockstep.parallel.layout import Dealt, Range
+from lockstep.parallel.layout import Assigned, Range
 from lockstep.parallel.reduction import OrderedReduction, Way
 from lockstep.parallel.rounds import Rounds
 
@@ -146,7 +146,7 @@ class Summed:
     num_scalars: int
     num_header: int
     num_microbatches: int
-    ranges: Sequence[Dealt]
+    ranges: Sequence[Assigned]
     device: torch.device
     bucket_bytes: int
     feeds_back: bool

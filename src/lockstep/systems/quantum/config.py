@@ -74,7 +74,7 @@ class QuantumConfig(TrainConfig):
     """Measurements that estimate each probability, with noise from the seed; exact without. Needs
     `grad=shift`."""
     deal: Literal["sentences", "transitions", "restarts", "shifts"] = "sentences"
-    """What is dealt out to microbatches: sentences, or parts of the work on each of them."""
+    """What is distributed over microbatches: sentences, or parts of the work on each of them."""
     parts: Positive = 1
     """Parts of the work on a sentence, where `deal` is not `sentences`."""
     shards: Literal["split", "strided"] = "split"
@@ -109,7 +109,7 @@ class QuantumConfig(TrainConfig):
             raise ValueError(f"parts={self.parts}: needs another deal than sentences")
         if self.deal == "restarts" and self.restarts % self.parts:
             raise ValueError(
-                f"parts={self.parts}: {self.restarts} restarts cannot be dealt out in so many "
+                f"parts={self.parts}: {self.restarts} restarts cannot be distributed in so many "
                 "equal parts"
             )
         if self.shards == "strided" and self.data.shuffle:

@@ -154,7 +154,7 @@ def _sparse_sketch(matrix: Tensor, oversampling: float, nonzeros: int, seed: int
     for number in range(nonzeros):
         key = SignKey(seed, number, "cqrrpt")
         numbers = torch.arange(num_rows, device=matrix.device)
-        # Rows in a random order, dealt out in turn: no bucket depends on the rows' own order.
+        # Rows in a random order, distributed in turn: no bucket depends on the rows' own order.
         order = hashed(key._replace(stream="order"), numbers, numbers * 0).argsort(stable=True)
         flips = sign_matrix(key, 1, range(num_rows), matrix.dtype, matrix.device)[0]
         signed = matrix[order] * flips[:, None]

@@ -43,17 +43,17 @@ def points(run: LargeRun, name: str, first: int = 0, last: int = 1 << 40) -> dic
     return dict(zip(envelope.step.tolist(), envelope.value.tolist(), strict=True))
 
 
-SITTINGS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=5)
+SESSIONS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=5)
 
 
 @settings(max_examples=30)
-@given(SITTINGS, st.sampled_from([4, 2048]), st.sampled_from([parse_object, orjson.loads]))
-def test_curves_are_those_of_a_history_that_keeps_all(sittings, most, parse):
+@given(SESSIONS, st.sampled_from([4, 2048]), st.sampled_from([parse_object, orjson.loads]))
+def test_curves_are_those_of_a_history_that_keeps_all(sessions, most, parse):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as name:
         patch.setattr(envelopes, "MOST_BUCKETS", most)
         folder = Path(name)
         step = 0
-        for back, steps in sittings:
+        for back, steps in sessions:
             start = max(0, step - back)
             append(folder, [*map(joined, range(3)), {**PLAN, "step": start}])
             step = start + steps

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import TaskError
 from lockstep.nn import SparseEmbedding
-from lockstep.nn.sparse_embedding import Lent
+from lockstep.nn.sparse_embedding import Fetched
 from lockstep.systems.hrm.reasoning import HierarchicalModel, ReasoningModel, RecursiveModel, Sizes
 
 Make = Callable[[Sizes, nn.Module], ReasoningModel]
@@ -75,17 +75,17 @@ def test_the_row_of_a_puzzle_is_in_front_of_its_tokens(make: Make, sizes: Sizes)
     assert summed[[2, 6]].any(1).all()
 
 
-def test_gradients_reach_the_rows_that_are_lent(make: Make) -> None:
+def test_gradients_reach_the_rows_that_are_fetched(make: Make) -> None:
     table = SparseEmbedding(100, 11)
     model = make(TWO, table)
-    lent = Lent(torch.tensor([3, 5, 90]), torch.randn(3, 11).requires_grad_())
-    table.lend(lent)
+    fetched = Fetched(torch.tensor([3, 5, 90]), torch.randn(3, 11).requires_grad_())
+    table.fetch(fetched)
     inputs = torch.randint(5, (3, 4))
     rows = model.rows(torch.tensor([90, 3, 90]))
-    assert torch.equal(rows, lent.rows[[2, 0, 2]])
+    assert torch.equal(rows, fetched.rows[[2, 0, 2]])
     model(model.initial(3), inputs, rows)[1].square().sum().backward()
-    assert lent.rows.grad is not None
-    assert lent.rows.grad.any(1).tolist() == [True, False, True]
+    assert fetched.rows.grad is not None
+    assert fetched.rows.grad.any(1).tolist() == [True, False, True]
     assert "puzzles.weight" not in model.state_dict()
 
 

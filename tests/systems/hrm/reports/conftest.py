@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.launching.front import Sitting, run
+from lockstep.launching.front import Session, run
 from lockstep.systems.hrm.config import HrmConfig
 from lockstep.systems.hrm.reports.trained import Trained, trained
 from lockstep.systems.hrm.task import Hrm
@@ -26,7 +26,7 @@ TINY: dict[str, Any] = {
 def new_run(folder: Path, **keys: Any) -> Path:
     """The directory of a run with other keys than `TINY`."""
     config = HrmConfig.model_validate({**TINY, **keys})
-    run(Hrm(config), config, Sitting(str(folder), target="hrm", quiet=True))
+    run(Hrm(config), config, Session(str(folder), target="hrm", quiet=True))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""The example `ising.py`: shifted evaluations of one circuit, dealt out in parts."""
+"""The example `ising.py`: shifted evaluations of one circuit, distributed in parts."""
 
 from __future__ import annotations
 

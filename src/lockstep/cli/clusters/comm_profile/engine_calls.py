@@ -31,7 +31,7 @@ def filled(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def shares(num_bytes: int, size: int) -> list[int]:
-    """A size dealt out in parts that are as equal as can be."""
+    """A size distributed in parts that are as equal as can be."""
     return [len(part) for part in split(num_bytes, size)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config import TrainConfig
 from lockstep.errors import LaunchError, LockstepError, RankFailure
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.job.commands import rank_environment
 from lockstep.launching.job.run import capture
 from lockstep.launching.start import rank_command
@@ -223,7 +223,7 @@ class Prober:
         Raises:
             LockstepError: it failed.
         """
-        sitting = Sitting(str(folder), console=False, target=self._target)
+        session = Session(str(folder), console=False, target=self._target)
         num_ranks = shape.num_replicas * shape.pp * shape.tp
         if num_ranks > 1:
             command = rank_command(
@@ -231,7 +231,7 @@ class Prober:
             )
         else:
             command = rank_command("python", 1, self._target, overrides)
-        env = rank_environment(self._config.threads) | sitting.to_env()
+        env = rank_environment(self._config.threads) | session.to_env()
         said = capture(command, env, _TIMEOUT_S)
         if said.exit_code == 0:
             return

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lockstep.cli.options import shown_status
 from lockstep.cli.prove.chaos.plan import draw
-from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sittings, log_of, trained
+from lockstep.cli.prove.chaos.sessions import Ranks, Sat, Sessions, log_of, trained
 from lockstep.cli.prove.chaos.verdict import Effect, render, started_again, verdict
 from lockstep.config import TrainConfig, override
 from lockstep.engine import faults
@@ -61,9 +61,9 @@ def chaos(
             folder = tempfile.mkdtemp(prefix="lockstep-chaos-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             keep = Path(folder)
-        sittings = Sittings(target, overrides, ranks, server)
+        sessions = Sessions(target, overrides, ranks, server)
         with shown_status(console, "training without faults", quiet):
-            reference = trained([sittings.sit(keep / "reference", [])])
+            reference = trained([sessions.sit(keep / "reference", [])])
         keys = _keys(target, overrides)
         plan = draw(
             num_faults, ranks.number, int(reference.result["step"]), seed, ranks.replacements,
@@ -76,8 +76,8 @@ def chaos(
         for blows in plan:
             what = f"training with faults: {len(effects)} of {num_faults} done"
             with shown_status(console, what, quiet):
-                sat = sittings.sit(run_dir, blows)
-            if effects and effects[-1].blow.ends_sitting:
+                sat = sessions.sit(run_dir, blows)
+            if effects and effects[-1].blow.ends_session:
                 effects[-1] = started_again(effects[-1], sats[-1].rows, sat.rows)
             effects += sat.effects
             sats.append(sat)

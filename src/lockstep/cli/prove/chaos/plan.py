@@ -1,4 +1,4 @@
-"""Which faults strike where: drawn from a seed, dealt out to the sittings of one run."""
+"""Which faults strike where: drawn from a seed, distributed over the sessions of one run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ What = Literal[
 process that fetches data killed; a disk that stands still while a checkpoint is written; a process
 killed, and the one in its place given an edited script; a process killed while ranks start; a
 reader of standard output that stands still while a process prints; the run directory moved away,
-which ends the sitting: the next one goes on in the directory beside it."""
+which ends the session: the next one goes on in the directory beside it."""
 
 _WEIGHTS: dict[What, int] = {
     "kill": 10, "stop": 2, "raise": 2, "slow": 2, "preempt": 2, "job": 1, "corrupt": 2,
@@ -86,7 +86,7 @@ class Blow:
     faults: tuple[PlannedFault, ...]
 
     @property
-    def ends_sitting(self) -> bool:
+    def ends_session(self) -> bool:
         """Whether the ranks have to be started again afterwards."""
         return self.what in ("preempt", "job", "corrupt", "directory")
 
@@ -98,7 +98,7 @@ class Blow:
 
 @dataclass
 class Draw:
-    """Draws blows that leave at least one process alive, or end the sitting."""
+    """Draws blows that leave at least one process alive, or end the session."""
 
     num_ranks: int
     replacements: int
@@ -115,7 +115,7 @@ class Draw:
     is_starting: bool = False
     first_step: int = 0
 
-    def sitting_starts(self, step: int) -> None:
+    def session_starts(self, step: int) -> None:
         """All processes are there again, and go on from about this step."""
         self.is_starting, self.first_step = True, step
         self.alive = list(range(self.num_ranks))
@@ -248,14 +248,14 @@ def draw(
     pp: int = 1,
     moments: Collection[Moment] = MOMENTS,
 ) -> list[list[Blow]]:
-    """The blows of each sitting of a run.
+    """The blows of each session of a run.
 
     Args:
         num_blows: number of blows in all.
-        num_ranks: number of ranks at the start of each sitting, at least 2.
+        num_ranks: number of ranks at the start of each session, at least 2.
         num_steps: number of optimizer steps of the run.
         seed: seed that the plan is drawn with.
-        replacements: greatest number of processes that join later in each sitting.
+        replacements: greatest number of processes that join later in each session.
         has_workers: whether ranks have processes that fetch data for them.
         tp: number of ranks that share out the shards of a stage.
         pp: number of stages.
@@ -271,12 +271,12 @@ def draw(
         )
     known = tuple(m for m in MOMENTS if m in moments and m not in _ELSEWHERE)
     drawn = Draw(num_ranks, replacements, has_workers, random.Random(seed), tp, pp, known)
-    drawn.sitting_starts(0)
-    sittings: list[list[Blow]] = [[]]
+    drawn.session_starts(0)
+    sessions: list[list[Blow]] = [[]]
     for step in sorted(drawn.source.sample(range(1, num_steps - 1), num_blows)):
         blow = drawn.blow(step)
-        sittings[-1].append(blow)
-        if blow.ends_sitting:
-            sittings.append([])
-            drawn.sitting_starts(step)
-    return sittings
+        sessions[-1].append(blow)
+        if blow.ends_session:
+            sessions.append([])
+            drawn.session_starts(step)
+    return sessions

@@ -20,7 +20,7 @@ from lockstep.engine.checkpoint import listing
 from lockstep.engine.checkpoint.run_directory import rescued_paths
 from lockstep.engine.faults import PRINTED, moved
 from lockstep.errors import LaunchError, LockstepError, RunDirectoryError
-from lockstep.launching.front import Sitting
+from lockstep.launching.front import Session
 from lockstep.launching.job.ending import Ended
 from lockstep.launching.start import check_replacements, rank_command, start
 from lockstep.launching.targets import absolute, configured, is_script
@@ -64,9 +64,9 @@ class Ranks:
     """The ranks that faults strike.
 
     Attributes:
-        number: number of processes at the start of each sitting, at least 2.
+        number: number of processes at the start of each session, at least 2.
         launcher: name of the launcher that starts them, one of `LAUNCHERS`.
-        replacements: greatest number of killed processes that it replaces in a sitting.
+        replacements: greatest number of killed processes that it replaces in a session.
     """
 
     number: int
@@ -91,14 +91,14 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Sat:
-    """What a sitting has left.
+    """What a session has left.
 
     Attributes:
         effects: what its faults did.
         rows: its events.
         lost: slots of ranks that were lost without a fault that explains it.
         moved: where its run directory was moved to; None if it was not.
-        run_dir: run directory in which the next sitting goes on.
+        run_dir: run directory in which the next session goes on.
     """
 
     effects: list[Effect]
@@ -108,8 +108,8 @@ class Sat:
     run_dir: Path
 
 
-class Sittings:
-    """Starts the sittings of runs.
+class Sessions:
+    """Starts the sessions of runs.
 
     Args:
         target: recipe, file or script to train.
@@ -133,7 +133,7 @@ class Sittings:
         )
 
     def sit(self, run_dir: Path, blows: Sequence[Blow]) -> Sat:
-        """Start the ranks, let the faults strike, and see to the end of the sitting.
+        """Start the ranks, let the faults strike, and see to the end of the session.
 
         Raises:
             LaunchError: it ended in another way than the faults explain.
@@ -164,13 +164,13 @@ class Sittings:
     def _start(self, run_dir: Path, blows: Sequence[Blow], log: Path) -> Ended:
         env = faults.to_env([f for blow in blows for f in blow.faults], log, run_dir)
         kept = tuple(self._overrides) if self._script else ()
-        sitting = Sitting(str(run_dir), run_dir.exists(), kept, False, self._target)
+        session = Session(str(run_dir), run_dir.exists(), kept, False, self._target)
         with stalling_reader(STALL_S):
-            return start(self._command, sitting, self._threads, on_row=_ignore, restarts=0, env=env)
+            return start(self._command, session, self._threads, on_row=_ignore, restarts=0, env=env)
 
 
 def trained(sats: Sequence[Sat]) -> Trained:
-    """What a run has left that is over, sitting after sitting."""
+    """What a run has left that is over, session after session."""
     steps: list[int] = []
     for folder in [*(sat.moved for sat in sats if sat.moved), sats[-1].run_dir]:
         with (folder / "metrics.csv").open(encoding="utf-8", newline="") as file:
@@ -182,7 +182,7 @@ def trained(sats: Sequence[Sat]) -> Trained:
 
 
 def log_of(run_dir: Path) -> Path:
-    """Of the faults of a sitting; of the reference, of the moments that ranks come to."""
+    """Of the faults of a session; of the reference, of the moments that ranks come to."""
     return run_dir.with_suffix(".faults")
 
 
@@ -195,7 +195,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
-    """Whether a sitting has ended as its last fault has it end; None if that ends no sitting."""
+    """Whether a session has ended as its last fault has it end; None if that ends no session."""
     match last:
         case "job" | "corrupt":
             return bool(ended.again)
@@ -211,14 +211,14 @@ def _is_planned(ended: Ended, last: What | None, rescued: Path) -> bool:
 def _was_hit_at_start(blows: Sequence[Blow], strikes: Sequence[Row]) -> bool:
     """Whether ranks that have ended may have done so since one was killed while they started.
 
-    Not if they have come to the fault that ends their sitting.
+    Not if they have come to the fault that ends their session.
     """
     first, last = blows[0], blows[-1]
     struck = {(row["slot"], row["step"], row["moment"]) for row in strikes}
     are_struck = [
         any((f.slot, f.step, f.moment) in struck for f in blow.faults) for blow in (first, last)
     ]
-    return first.what == "start" and are_struck[0] and not (last.ends_sitting and are_struck[1])
+    return first.what == "start" and are_struck[0] and not (last.ends_session and are_struck[1])
 
 
 def _damage_newest(root: Path) -> None:

@@ -32,7 +32,7 @@ class Effect:
 
     Attributes:
         blow: blow whose effect this is.
-        struck: whether it came to the blow; the sitting may have ended before.
+        struck: whether it came to the blow; the session may have ended before.
         time: time of the blow in Unix seconds.
         noticed_s: time from the blow until another rank noticed it.
         regroup_s: time from then until the survivors went on.
@@ -50,12 +50,12 @@ class Effect:
 
 
 def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """The effect of a blow in its sitting.
+    """The effect of a blow in its session.
 
     Args:
         blow: blow that was planned.
-        strikes: rows of the log of all faults of the sitting.
-        rows: events of the sitting, in order.
+        strikes: rows of the log of all faults of the session.
+        rows: events of the session, in order.
     """
     keys = {(f.slot, f.step, f.moment, f.kind) for f in blow.faults}
     own = [s for s in strikes if (s["slot"], s["step"], s["moment"], s["kind"]) in keys]
@@ -64,7 +64,7 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
     time = min(s["time"] for s in own)
     after = [row for row in rows if row["time"] >= time]
     effect = Effect(blow, True, time)
-    if blow.ends_sitting:
+    if blow.ends_session:
         return effect
     if blow.what not in ("kill", "stop", "edit"):
         return replace(effect, resumed_s=_next_step(after, time), steps_lost=0)
@@ -85,9 +85,9 @@ def effect_of(blow: Blow, strikes: Sequence[Row], rows: Sequence[Row]) -> Effect
 
 
 def lost_unexplained(blows: Sequence[Blow], rows: Sequence[Row], num_ranks: int) -> list[int]:
-    """The slots of ranks that were lost in a sitting though no fault was to end them.
+    """The slots of ranks that were lost in a session though no fault was to end them.
 
-    Newcomers are left out: one that would train something else leaves by itself.
+    Joining ranks are left out: one that would train something else leaves by itself.
     """
     ended = {fault.slot for blow in blows if blow.ends_ranks for fault in blow.faults}
     lost = {int(row["slot"]) for row in rows if row["event"] == "RankLost"}
@@ -95,12 +95,12 @@ def lost_unexplained(blows: Sequence[Blow], rows: Sequence[Row], num_ranks: int)
 
 
 def started_again(effect: Effect, before: Sequence[Row], rows: Sequence[Row]) -> Effect:
-    """The effect of a blow that ended a sitting, with what it has cost if it was struck.
+    """The effect of a blow that ended a session, with what it has cost if it was struck.
 
     Args:
-        effect: effect as far as that sitting tells.
-        before: events of that sitting.
-        rows: events of the next sitting.
+        effect: effect as far as that session tells.
+        before: events of that session.
+        rows: events of the next session.
     """
     if not effect.struck:
         return effect

@@ -18,7 +18,7 @@ from lockstep.cli.look.runs import print_table
 from lockstep.cli.start.sweep.grid import Grid
 from lockstep.config.files import open_regular
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launching.host.parent_watch import tethered
+from lockstep.launching.host.parent_watch import bound_to_parent
 from lockstep.observe.figures import new_figure, save
 from lockstep.observe.reading.listing import Summary
 from lockstep.observe.reading.runs import chosen
@@ -121,7 +121,7 @@ def _started(job: Job) -> subprocess.Popen[bytes]:
         raise LaunchError(f"{job.log}: cannot be written: {error.strerror}") from None
     try:
         return subprocess.Popen(
-            tethered(list(job.argv), signal.SIGTERM),
+            bound_to_parent(list(job.argv), signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

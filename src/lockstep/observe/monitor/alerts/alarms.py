@@ -228,7 +228,7 @@ class Alarms:
             self._hold(key, rule, finding, now)
         for key in list(self._held):
             if key not in found:
-                self._let_go(key, now)
+                self._release(key, now)
 
     def _note(self, runs: Sequence[Watched], now: float) -> None:
         """Which runs had ended before, and when each has last got a step further."""
@@ -285,7 +285,7 @@ class Alarms:
         self._told.add(key)
         self._act(alert, rule)
 
-    def _let_go(self, key: Key, now: float) -> None:
+    def _release(self, key: Key, now: float) -> None:
         alert = self._held.pop(key).alert
         if alert is not None:
             rule = next(rule for rule in self._rules.rules if rule.name == alert.rule)

@@ -213,7 +213,7 @@ def curve(
 def ranks(rows: Sequence[RankRow], width: int, now: float) -> Text:
     """A line for each rank: the widest form that fits; the first ranks where there are many.
 
-    Shares of time are of the newest report, and in brackets of the whole sitting.
+    Shares of time are of the newest report, and in brackets of the whole session.
     """
     if not rows:
         return Text("no ranks yet", style="dim")
@@ -258,7 +258,7 @@ def _age(then: float, now: float) -> str:
 
 
 def _shares(kind: int, row: RankRow) -> str:
-    """A part of the newest report, and of the whole sitting in brackets."""
+    """A part of the newest report, and of the whole session in brackets."""
     recent, whole = telling.told_shares(row.recent)[kind], telling.told_shares(row.all)[kind]
     return f"{recent} ({whole})"
 

@@ -24,7 +24,7 @@ _QUIET_S = 0.15
 """Seconds after a question in which nothing is read in the background: another one may follow."""
 _FIRST_S = 0.1
 """Seconds that a run is read before it is first shown."""
-_PULSE_S = 10.0
+_HEARTBEAT_S = 10.0
 _MOST_BYTES = 512 << 20
 """Memory of the curves of all runs; the run that nobody has asked for longest is closed beyond."""
 
@@ -112,7 +112,7 @@ class Hub:
         return opened.run
 
     async def changes(self) -> AsyncIterator[dict[str, Any]]:
-        """What has changed, as soon as it has: the first at once, empty ones as a pulse."""
+        """What has changed, as soon as it has: the first at once, empty ones as a heartbeat."""
         self._num_clients += 1
         self._awake.set()
         seen = -1
@@ -210,7 +210,7 @@ class Hub:
 
 async def _wait(news: asyncio.Event) -> None:
     try:
-        await asyncio.wait_for(news.wait(), _PULSE_S)
+        await asyncio.wait_for(news.wait(), _HEARTBEAT_S)
     except (TimeoutError, asyncio.TimeoutError):
         return
 

@@ -28,7 +28,7 @@ class Cause:
         evidence: what it was seen by.
         advice: what to do; names a key where there is one.
         explains: names of causes that are only its effects.
-        lost: the part of the sitting that it has cost, from 0 to 1; None if that was not measured.
+        lost: the part of the session that it has cost, from 0 to 1; None if that was not measured.
     """
 
     name: str
@@ -53,7 +53,7 @@ def measured(
     advice: str,
     explains: Sequence[str] = (),
 ) -> Cause:
-    """A cause that is as heavy as the part of the sitting that it has cost."""
+    """A cause that is as heavy as the part of the session that it has cost."""
     return Cause(name, lost, sentence, evidence, advice, explains, lost)
 
 
@@ -120,7 +120,7 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class Facts:
-    """A run's newest sitting in numbers.
+    """A run's newest session in numbers.
 
     Attributes:
         history: of the run.
@@ -135,8 +135,8 @@ class Facts:
     calls: Calls
 
     def events(self, kind: type[E]) -> list[E]:
-        """The events of a kind in this sitting, in order."""
-        happened = self.history.happenings[self.history.first_of_sitting :]
+        """The events of a kind in this session, in order."""
+        happened = self.history.happenings[self.history.first_of_session :]
         return [h.event for h in happened if isinstance(h.event, kind)]
 
     @property
@@ -146,7 +146,7 @@ class Facts:
 
     @cached_property
     def lost(self) -> list[RankLost]:
-        """The processes that were lost in this sitting, also if nobody was left to report it."""
+        """The processes that were lost in this session, also if nobody was left to report it."""
         reported = self.events(RankLost)
         known = {one.slot for one in reported}
         return reported + [one for one in self.calls.hung if one.slot not in known]
@@ -171,7 +171,7 @@ class Facts:
         return [p for p in living if p.num_microbatches and sum(p.seconds.values())]
 
     def share(self, kind: str) -> float:
-        """The part of the sitting that workers have spent with a kind of work: their mean."""
+        """The part of the session that workers have spent with a kind of work: their mean."""
         if not self.workers:
             return 0.0
         return sum(p.seconds[kind] for p in self.workers) / len(self.workers) / self.seconds
@@ -180,7 +180,7 @@ class Facts:
         """The worker that has spent most with a kind of work.
 
         Returns:
-            It, its part of the sitting, and the median part of the others; if there are none, 0.
+            It, its part of the session, and the median part of the others; if there are none, 0.
         """
         one = max(self.workers, key=lambda p: p.seconds[kind])
         others = [p.seconds[kind] / self.seconds for p in self.workers if p is not one]

@@ -177,7 +177,7 @@ class GroupedMeasurement:
             raise ConfigError(
                 f"by={by!r}: must be 'norm', or 'deviation' together with states to take it from"
             )
-        return _dealt(shots, weights)
+        return _scattered(shots, weights)
 
     def estimate(
         self,
@@ -190,9 +190,9 @@ class GroupedMeasurement:
 
         Args:
             states: complex tensor [..., 2^n].
-            shots: number of measurements of all groups together, which are dealt out as by
+            shots: number of measurements of all groups together, which are distributed as by
                 `shares`; or of each group, at least 2.
-            by: how they are dealt out, `norm` or `deviation`.
+            by: how they are distributed, `norm` or `deviation`.
             generator: generator of the measurement noise; torch's global one if None. Of the same
                 numbers, the same estimates are made.
 
@@ -249,7 +249,7 @@ def bit_strings(outcomes: Tensor, num_qubits: int) -> list[str]:
     return [format(outcome, f"0{num_qubits}b") for outcome in flat]
 
 
-def _dealt(shots: int, weights: Sequence[float]) -> tuple[int, ...]:
+def _scattered(shots: int, weights: Sequence[float]) -> tuple[int, ...]:
     """`shots` in proportion to weights, at least `_LEAST` each, by largest remainders."""
     if not sum(weights):
         weights = [1.0] * len(weights)

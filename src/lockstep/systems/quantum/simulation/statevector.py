@@ -88,7 +88,7 @@ class Simulator:
         if parts is None and num_ranks & (num_ranks - 1):
             raise ConfigError(
                 f"a state cannot be split over {num_ranks} ranks: their number must be a power of "
-                f"two, or parts={1 << num_ranks.bit_length()}, which are dealt out to them"
+                f"two, or parts={1 << num_ranks.bit_length()}, which are distributed over them"
             )
         self.circuit = circuit
         self.dtype, self.device = checked_amplitudes(dtype, device)

@@ -1,8 +1,8 @@
 """State that a task holds outside the engine's sight: counters, generators, tensors in attributes.
 
 What a batch leaves behind in plain attributes depends on how many batches this process has seen,
-and so on the number of ranks. `held_state` makes it visible: two snapshots of the same objects can
-be compared by path.
+and so on the number of ranks. `hidden_state` makes it visible: two snapshots of the same objects
+can be compared by path.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _OPAQUE_MODULES = frozenset({
 """Modules whose objects hold values that depend on time; what ranks have said does, too."""
 
 
-def held_state(
+def hidden_state(
     roots: Mapping[str, object], without: Iterable[object] = (), most_bytes: int = MOST_BYTES
 ) -> dict[str, str]:
     """What can be reached from some objects through attributes, containers and closures.
@@ -96,24 +96,24 @@ def held_state(
 
 
 def held_generators(roots: Mapping[str, object]) -> dict[str, AnyGenerator]:
-    """The random generators among what `held_state` sees, by path."""
+    """The random generators among what `hidden_state` sees, by path."""
     return _Walk(roots).generators
 
 
 def tensors_held(roots: Mapping[str, object]) -> dict[str, Tensor]:
-    """The tensors among what `held_state` sees, by path; no parameters and buffers of modules."""
+    """The tensors among what `hidden_state` sees, by path; no parameters and buffers of modules."""
     return _Walk(roots).tensors
 
 
 def objects_held(roots: Mapping[str, object], without: Iterable[object] = ()) -> dict[str, object]:
-    """The objects of users' own classes among what `held_state` sees, by path."""
+    """The objects of users' own classes among what `hidden_state` sees, by path."""
     return _Walk(roots, without).objects
 
 
 def containers_held(
     roots: Mapping[str, object], without: Iterable[object] = ()
 ) -> dict[str, object]:
-    """The containers, arrays and tensors among what `held_state` sees, by path."""
+    """The containers, arrays and tensors among what `hidden_state` sees, by path."""
     return _Walk(roots, without).containers
 
 

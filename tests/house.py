@@ -1,0 +1,175 @@
+"""The size and the words of the house: `python -m tests.house`; limits are in `pyproject.toml`.
+
+Prints modules, lines of code of each room, the smallest and the longest files, comments in the hot
+path, and words that the project has given up. Ends with code 1 if a limit is passed.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "lockstep"
+
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER, tokenize.ENCODING,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Module:
+    """A file of the package.
+
+    Attributes:
+        path: path below `src/lockstep`.
+        code: lines without blanks, comments and docstrings.
+        comments: lines that are comments alone, or have one behind their code.
+    """
+
+    path: Path
+    code: int
+    comments: int
+
+
+def module(path: Path) -> Module:
+    """A file, counted."""
+    text = path.read_text(encoding="utf-8")
+    docs = {line for first, last in _docstrings(ast.parse(text)) for line in range(first, last + 1)}
+    lines: set[int] = set()
+    comments = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+        comments += token.type == tokenize.COMMENT and not _is_directive(token.string)
+    return Module(path.relative_to(SOURCE), len(lines - docs), comments)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """The lines of texts that stand for themselves, behind constants too."""
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
+                if isinstance(child.value.value, str):
+                    yield child.lineno, child.end_lineno or child.lineno
+
+
+def _is_directive(comment: str) -> bool:
+    return re.match(r"#\s*(type:|noqa|fmt:|pragma)", comment) is not None
+
+
+def modules() -> list[Module]:
+    """All files of the package, by path."""
+    return [module(path) for path in sorted(SOURCE.rglob("*.py"))]
+
+
+def words_that_came_back(words: dict[str, str]) -> Iterator[str]:
+    """Uses of words that were given up, as `path:line: word (say: …)`.
+
+    Args:
+        words: what to say instead, by a pattern of a word, which also stands within names.
+    """
+    patterns = {w: re.compile(rf"(?<![A-Za-z]){w}(?![a-z])", re.IGNORECASE) for w in words}
+    for path in sorted([*SOURCE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for word, pattern in patterns.items():
+                if found := pattern.search(line.replace("_", " ")):
+                    where = f"{path.relative_to(ROOT)}:{number}"
+                    yield f"{where}: {found.group()} (say: {words[word]})"
+
+
+def limits() -> dict[str, object]:
+    """`[tool.lockstep.house]` of `pyproject.toml`."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        found: dict[str, object] = tomllib.load(file)["tool"]["lockstep"]["house"]
+    return found
+
+
+def problems() -> list[str]:
+    """Which limits are passed, in words."""
+    limit, files = limits(), modules()
+    hot = [m for m in files if any(m.path.is_relative_to(p) for p in limit["hot_path"])]
+    per_100 = 100 * sum(m.comments for m in hot) / max(1, sum(m.code for m in hot))
+    rooms = {p.stem for p in SOURCE.iterdir() if p.name not in ("__pycache__", "py.typed")}
+    counted = {
+        "modules": len(files),
+        "lines_of_code": sum(m.code for m in files),
+        "longest_file": max(_num_lines(m) for m in files),
+        "readme_words": len((ROOT / "README.md").read_text(encoding="utf-8").split()),
+        "docs_words": _docs_words(),
+    }
+    found = [
+        f"{name}: {counted[name]:,}, more than {most:,}"
+        for name, most in limit["most"].items()
+        if counted[name] > most
+    ]
+    if per_100 < limit["least_comments_per_100"]:
+        found.append(f"comments in 100 lines of the hot path: {per_100:.1f}")
+    if unknown := rooms - set(limit["rooms"]):
+        found.append(f"rooms that docs/architecture.md does not have: {', '.join(sorted(unknown))}")
+    return found + list(words_that_came_back(limit["words"]))
+
+
+def _num_lines(found: Module) -> int:
+    return (SOURCE / found.path).read_text(encoding="utf-8").count("\n")
+
+
+def _docs_words() -> int:
+    """Words of the documentation; what commands write by themselves is left out."""
+    skipped = (ROOT / "docs" / "reference" / "command-line.md",)
+    pages = [p for p in (ROOT / "docs").rglob("*.md") if p not in skipped]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
+def report() -> Iterator[str]:
+    """The house in numbers."""
+    files = modules()
+    rooms: Counter[str] = Counter()
+    comments: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for found in files:
+        parts = found.path.parts
+        room = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+        rooms[room] += found.code
+        comments[room] += found.comments
+        counts[room] += 1
+    yield f"{'room':<28}{'files':>7}{'code':>8}{'comments in 100':>17}"
+    for room in sorted(rooms):
+        share = 100 * comments[room] / max(1, rooms[room])
+        yield f"{room:<28}{counts[room]:>7}{rooms[room]:>8,}{share:>17.1f}"
+    yield f"{'all':<28}{len(files):>7}{sum(rooms.values()):>8,}"
+    small = sorted((m for m in files if 0 < m.code < 60), key=lambda m: m.code)
+    yield f"{len(small)} files under 60 lines of code, the smallest of them:"
+    for found in small[:15]:
+        yield f"  {found.code:>4}  {found.path}"
+    yield "the longest files:"
+    for found in sorted(files, key=_num_lines, reverse=True)[:10]:
+        yield f"  {_num_lines(found):>4}  {found.path}"
+    yield f"words: README {len((ROOT / 'README.md').read_text().split()):,}, docs {_docs_words():,}"
+
+
+def main() -> int:
+    """Print the house and the limits that are passed."""
+    for line in report():
+        print(line)
+    found = problems()
+    for problem in found:
+        print(f"limit: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
