@@ -62,9 +62,9 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, int]]:
     """The lines of texts that stand for themselves, behind constants too."""
     for node in ast.walk(tree):
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
-                if isinstance(child.value.value, str):
-                    yield child.lineno, child.end_lineno or child.lineno
+            value = child.value if isinstance(child, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.lineno, value.end_lineno or value.lineno
 
 
 def _is_directive(comment: str) -> bool:
