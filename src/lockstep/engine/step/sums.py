@@ -18,7 +18,7 @@ from lockstep.engine.placement import Places
 from lockstep.engine.runtime import Raised, Runtime, shared_error
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
-from lockstep.engine.task.rebuilt import Asked
+from lockstep.engine.task.rebuilt import LengthReads
 from lockstep.engine.timing import Stopwatch, Times
 from lockstep.parallel.rounds import Rounds
 
@@ -46,7 +46,7 @@ class Header(NamedTuple):
     carry_length: int = 0
     """Number of elements of what this rank's microbatches carry, packed."""
     asked: int = 0
-    """What code has asked of the run's length on this rank (`Asked.bits`)."""
+    """What code has asked of the run's length on this rank (`LengthReads.bits`)."""
     is_suspicious: bool = False
     """Whether this rank's passes have changed state, so that the step has to be done again."""
     settings: int = 0
@@ -131,7 +131,7 @@ class StepSums:
         carries: DistributedCarries | None,
         tables: Tables | None,
         log_every: int,
-        asked: Asked | None,
+        asked: LengthReads | None,
     ) -> None:
         self._runtime = runtime
         self._places = places

@@ -36,7 +36,7 @@ from lockstep.engine.step.step_audit import StepAudit
 from lockstep.engine.step.sums import Header, StepResult, StepSums, Summed, num_values
 from lockstep.engine.step.workspace import Workspace
 from lockstep.engine.tables.group import Tables
-from lockstep.engine.task.rebuilt import asked_of
+from lockstep.engine.task.rebuilt import length_reads
 from lockstep.engine.timing import Stopwatch
 from lockstep.errors import TaskError, shared
 from lockstep.nn.cutting import keep
@@ -48,6 +48,7 @@ class TrainStep:
     """Everything a training step needs, bound together once.
 
     Attributes:
+        model: model that is trained.
         task_state: state of the task whose step it is, and of its hooks.
         watched: generators that microbatches must not draw from.
         flat: trainable parameters in flat memory.
@@ -85,7 +86,7 @@ class TrainStep:
         self._runtime = runtime
         self.places = places
         self._config = config
-        self._model = model
+        self.model = model
         self.sharded = config.shards_optimizer
         self.with_buddy = self.sharded and config.optimizer.buddy and runtime.transport.can_regroup
         self.task_state = task_state
@@ -131,7 +132,7 @@ class TrainStep:
             self.carries,
             self.tables,
             config.log_every,
-            asked_of(task_state.task.config),
+            length_reads(task_state.task.config),
         )
         self.parameters = SlicedParameters(model, places)
         if places.in_slices:
@@ -218,7 +219,7 @@ class TrainStep:
         """
         own = self.places.own
         self.flat = self.flat.restricted(own)
-        keep(self._model, own)
+        keep(self.model, own)
         self._passes.use(self.flat)
         self._constants.watch_anew()
         self._apply.summed = None
