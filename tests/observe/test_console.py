@@ -191,7 +191,7 @@ def test_many_evaluations_are_thinned_out_evenly(total: int) -> None:
     steps = re.findall(r"^step ([\d,]+): val", shown.file.getvalue(), re.M)
     assert 10 <= len(steps) <= 60 if total == 0 else 15 <= len(steps) <= 20
     assert steps[0] == "10"
-    assert shown.count("best at 130$") == 1
+    assert shown.count("best( at 130)?$") == 1
     assert Shown(verbose=True)(*[evaluated(step) for step in range(200)]).count("val: ") == 199
 
 
@@ -291,8 +291,8 @@ def test_the_summary_tells_what_a_step_took_beside_what_was_predicted(is_termina
     cost = Measured(step=500, measured=StepCost(0.0059, 1), predicted=predicted, by="a\x1bb.json")
     predicted = Predicted(step=0, by="b.json", cost=predicted)
     shown = Shown(terminal=is_terminal)(predicted, run_started(), joined(0), cost, finished(500))
-    predicted = r"5.9 ms a step, 6.1 ms\s+predicted by a\\x1bb.json\)"
-    assert shown.count(predicted) == 1
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\s+", " ", shown.file.getvalue())
+    assert plain.count("5.9 ms a step, 6.1 ms predicted by a\\x1bb.json)") == 1
     assert shown.count("predicted") == 1
     nothing = Measured(step=500, measured=None, predicted=None, reason="no report")
     assert not Shown()(run_started(), nothing, finished(500)).count("predict|report")
