@@ -65,19 +65,25 @@ class Measured(Event):
     reason: str = ""
 
 
-def step_time(cost: Measured | None, verbose: bool = True) -> str:
+def step_time(cost: Measured | None) -> str:
+    """`5.9 ms; 6.1 ms predicted by plan.json`; empty where nothing was measured."""
+    if cost is None or cost.measured is None:
+        return ""
+    if cost.predicted is None:
+        return f"{text.brief(cost.measured.step_s)}; no prediction: {cost.reason}"
+    predicted = f"{text.brief(cost.predicted.step_s)} predicted by {cost.by}"
+    return f"{text.brief(cost.measured.step_s)}; {predicted}"
+
+
+def each_step(cost: Measured | None) -> str:
     """`5.9 ms a step, 6.1 ms predicted by plan.json`; empty where nothing was measured.
 
-    Args:
-        cost: what is known of steps.
-        verbose: whether to show also what the first reports have predicted, or why nothing has.
+    What the first reports have predicted is left out: in a short run it is noise.
     """
     if cost is None or cost.measured is None:
         return ""
     measured = f"{text.brief(cost.measured.step_s)} a step"
-    if cost.predicted is None:
-        return f"{measured}; no prediction: {cost.reason}" if verbose else measured
-    if cost.by == FIRST_REPORTS and not verbose:  # too few steps to say anything
+    if cost.predicted is None or cost.by == FIRST_REPORTS:
         return measured
     return f"{measured}, {text.brief(cost.predicted.step_s)} predicted by {cost.by}"
 

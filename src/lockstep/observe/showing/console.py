@@ -32,7 +32,7 @@ from lockstep.observe import text
 from lockstep.observe.showing.live import Display, LiveArea, Pace
 from lockstep.observe.showing.terminal import banner, spinner_name, stdout_console, styled
 from lockstep.observe.sink import Sink
-from lockstep.observe.step_costs import Measured, Predicted, step_time
+from lockstep.observe.step_costs import Measured, Predicted, each_step, step_time
 from lockstep.observe.text import Item, fitted, printable, row, wrapped
 
 
@@ -305,7 +305,7 @@ class ConsoleView(Sink):
             self._evaluate(event)
         elif isinstance(event, Finished):
             self.close()
-            took = step_time(self._cost, self._verbose)
+            took = step_time(self._cost) if self._verbose else each_step(self._cost)
             summary = text.summary(self._plan, event, self._resumable, took, self._verbose)
             self._print_block(summary)
         elif isinstance(event, Failed):
