@@ -2,8 +2,8 @@
 
 `house.svg` has the floors of the import contract in pyproject.toml, the rooms of the source tree,
 and which floors each one imports, from the import graph. `step.svg`, `kill.svg` and `save.svg` have
-the calls that the page lists, each in the column of the room that its file is in; a name that the code does
-not have is an error.
+the calls that the page lists, each in the column of the room that its file is in; a name that the
+code does not have is an error.
 """
 
 from __future__ import annotations
