@@ -30,6 +30,12 @@ TERMS = {
     "element-wise": r"elementwise|element wise",
     "dataset": r"data sets?",
     "autocast": r"auto-cast",
+    # Words of our own that the field has better ones for.
+    "distributed, assigned": r"dealt out|deals? out|dealing out",
+    "joining rank": r"newcomers?",
+    "heartbeat": r"sign of life",
+    "predicted": r"foretold|foretells?|foretelling",
+    "proxy": r"stand-ins?",
     # Computing.
     "file name": r"filename",
     "subcommand": r"sub-command",

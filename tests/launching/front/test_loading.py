@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.conftest import result
 
 import lockstep as ls
 from lockstep.engine.digests import model_digest
-from tests.conftest import result
 
 Here = Callable[..., Any]
 CONFIG = ("model=mlp", "steps=12", "eval_every=4", "checkpoint.every=4", "checkpoint.keep=9")
