@@ -33,7 +33,6 @@ TERMS = {
     # Words of our own that the field has better ones for.
     "distributed, assigned": r"dealt out|deals? out|dealing out",
     "joining rank": r"newcomers?",
-    "heartbeat": r"sign of life",
     "predicted": r"foretold|foretells?|foretelling",
     "proxy": r"stand-ins?",
     # Computing.

@@ -71,7 +71,7 @@ class Evaluation:
             transport: all ranks.
             model: model to evaluate.
             compute: computation of `Task.evaluate`.
-            beat: function that is called before each batch, as a heartbeat.
+            beat: function that is called before each batch, to show that this rank is alive.
             places: place of each rank on the mesh, whose replicas share the batches; without it,
                 each rank is a replica.
             tables: tables whose rows are distributed, if there are any.
